@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | check | wheel-check | docs: each makes .venv, installs what is missing, runs.
+# make demo | test | test-gpu | soak | check | wheel-check | docs: each makes .venv, installs what is missing, runs.
 # `make help` lists them.
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ PIP_FLAGS := -q --no-index --find-links $(abspath $(WHEELS))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check wheel-check docs install clean
+.PHONY: help demo test test-gpu soak check wheel-check docs install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -32,6 +32,9 @@ test: $(STAMP)  ## run the tests, one worker a core, e.g. make test WORKERS=0 AR
 
 test-gpu: $(STAMP)  ## on CUDA devices: make test-gpu WHEELS=dir ARGS="-k swap"; ARGS="--device cpu" is a dry run
 	$(BIN)/python -m tests.gpu $(ARGS)
+
+soak: $(STAMP)  ## what is too long for `make test`: make soak ARGS="fuzz --count 20000"
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.soak $(ARGS)
 
 check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/ruff check .

@@ -29,9 +29,10 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import planner_granularity
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import load, save
+from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.ir.typed_leaves import MOST_COUNT
 from gpp_plugin.library.named_models import (
     captured_model,
     config_path,
@@ -40,10 +41,11 @@ from gpp_plugin.library.named_models import (
     usual_loss_unit,
 )
 from gpp_plugin.library.paper_graphs import MODELS
-from gpp_plugin.plan.cluster_files import USUAL_DTYPE, read_cluster
+from gpp_plugin.plan.cluster_files import MOST_DEVICES, USUAL_DTYPE, read_cluster
 from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.plan_form import check_form, read_plan
 from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
@@ -88,6 +90,8 @@ USUAL_MINI_BATCH = 64
 SAMPLES_A_DEVICE = 8
 """Of the usual mini-batch on many devices."""
 USUAL_LENGTH = 512
+LONGEST_LENGTH = 1 << 20
+"""Tokens of a text: batches of that many are made to plan with."""
 
 ClusterSource = Cluster | str | Path | dict[str, Any]
 """A cluster, or what describes one: the name of a description that comes with the package, a JSON file, its content
@@ -353,7 +357,8 @@ def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
             memory_limit_bytes=request.memory_limit_bytes,
             zero_stage=request.zero_stage,
         )
-    _check_edges(plan)
+    else:
+        check_form(plan)
     if plan.mode == "async":
         make_windows(plan)
     else:
@@ -378,7 +383,7 @@ def load_plan(path: str | Path) -> PipelinePlan:
     Raises:
         GppError: the file is missing, or no plan of this release; the message names it.
     """
-    return load(PipelinePlan, Path(path))
+    return read_plan(path)
 
 
 def _check_is_plan(given: object) -> None:
@@ -391,15 +396,6 @@ def _check_times(plan: PipelinePlan) -> None:
     _check_is_plan(plan)
     if not any(stage.forward_us for stage in plan.stages):
         raise ConfigError("its stages have no forward_us; make the plan with gpp plan")
-
-
-def _check_edges(plan: PipelinePlan) -> None:
-    for edge in plan.edges:
-        if not 0 <= edge.src < edge.dst < len(plan.stages):
-            raise PlanError(
-                f"an edge goes from stage {edge.src} to stage {edge.dst} of {len(plan.stages)}; data goes to a later "
-                "stage of the plan"
-            )
 
 
 def _links(plan: PipelinePlan, cluster: ClusterSource | None) -> Cluster | None:
@@ -421,8 +417,10 @@ def _batch_sizes(model: str | Path | nn.Module, num_devices: int, options: Reque
         mini_batch = max(USUAL_MINI_BATCH, SAMPLES_A_DEVICE * num_devices)
         if loss_unit is not None and loss_unit > 0:
             mini_batch = -(-mini_batch // loss_unit) * loss_unit
-    if mini_batch < 1 or (loss_unit is not None and loss_unit < 1):
-        raise ConfigError(f"mini_batch {mini_batch}, loss_unit {loss_unit}: give at least 1 sample")
+    if not 1 <= mini_batch <= MOST_COUNT or (loss_unit is not None and loss_unit < 1):
+        raise ConfigError(
+            f"mini_batch {mini_batch}, loss_unit {loss_unit}: give at least 1 sample and at most {MOST_COUNT}"
+        )
     if loss_unit is None and isinstance(model, (str, Path)) and not _is_library_model(model):
         usual, _ = _text_lengths(options)
         loss_unit = usual_loss_unit(
@@ -447,8 +445,8 @@ def _cluster(source: ClusterSource, num_devices: int | None, dtype: str | None =
         return source
     if source != "auto":
         return read_cluster(source, num_devices=num_devices, dtype=dtype)
-    if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices {num_devices}: give at least 1")
+    if num_devices is not None and not 1 <= num_devices <= MOST_DEVICES:
+        raise ConfigError(f"num_devices {num_devices}: give at least 1 and at most {MOST_DEVICES}")
     from gpp_plugin.profile.machine import read_machine
 
     if dtype is not None and dtype not in TRAINING_DTYPES:
@@ -467,9 +465,10 @@ def _text_lengths(options: RequestOptions) -> tuple[list[int], int]:
     given = options.get("length", USUAL_LENGTH)
     usual = [given] if isinstance(given, int) else sorted(given)
     longest = options.get("max_length") or max(usual, default=0)
-    if not usual or usual[0] < 1 or longest < usual[-1]:
+    if not usual or usual[0] < 1 or not usual[-1] <= longest <= LONGEST_LENGTH:
         raise ConfigError(
-            f"length {usual}, max_length {longest}: give lengths of at least 1 token, and no max_length below them"
+            f"length {usual}, max_length {longest}: give lengths of 1 to {LONGEST_LENGTH} tokens, and no max_length "
+            "below them"
         )
     return usual, longest
 

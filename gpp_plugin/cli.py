@@ -20,6 +20,7 @@ from typing import Any
 
 from gpp_plugin import __version__
 from gpp_plugin.errors import DeviceMissing, GppError
+from gpp_plugin.report.printable import printable_lines
 
 Runner = Callable[[argparse.Namespace], dict[str, Any]]
 BENCHMARKS = "gpp_benchmarks"
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = runner(args)
     except GppError as error:
         sys.stdout.flush()
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {printable_lines(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, DeviceMissing) else 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

@@ -11,7 +11,6 @@ import base64
 import binascii
 import difflib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +20,17 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, ReadError
 from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS, planner_granularity
+from gpp_plugin.ir.samples import nearest_divisors
+from gpp_plugin.ir.serialize import SMALL_BYTES, parse_json, read_text, shown_path
+from gpp_plugin.ir.typed_leaves import MOST_COUNT, show
 from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
 BLOCK = "graph_pipeline"
+_WHAT = "a DeepSpeed configuration"
+_MOST_COMMENTED = 256 << 10
+"""Characters of JSON with comments, whose reader is slow."""
 
 Granularity = Literal["layer", "sub_layer", "node"]
 Mode = Literal["sync", "async"]
@@ -35,7 +40,7 @@ Colocate = Literal["auto", "off"]
 LossMean = Literal["units", "tokens"]
 UnitOrderName = Literal["balanced", "given"]
 Auto = Literal["auto"]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 _PLANNER = "the name of a planner"
 _SCHEDULE = "the name of a schedule"
 _TRANSPORT = "the name of a transport"
@@ -278,7 +283,7 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
     block = plain[BLOCK]
     if not isinstance(block, Mapping):
         raise ConfigError(
-            f"{BLOCK}: {_show(block)} is not an object; write {{}} for the defaults or remove the key"
+            f"{BLOCK}: {show(block)} is not an object; write {{}} for the defaults or remove the key"
         )
     try:
         config = GraphPipelineConfig.model_validate({str(key): value for key, value in block.items()})
@@ -308,12 +313,12 @@ def _check_lengths(lengths: LengthsConfig) -> None:
             longer = any(size > lengths.max[key] for key, size in typical.items())
         else:
             raise ConfigError(
-                f"{path}: {_show(typical)} is not of the form of {BLOCK}.lengths.max, {_show(lengths.max)}; give "
+                f"{path}: {show(typical)} is not of the form of {BLOCK}.lengths.max, {show(lengths.max)}; give "
                 "numbers, or objects with the same keys"
             )
         if longer:
             raise ConfigError(
-                f"{path}: {_show(typical)} is longer than {BLOCK}.lengths.max, {_show(lengths.max)}; raise max"
+                f"{path}: {show(typical)} is longer than {BLOCK}.lengths.max, {show(lengths.max)}; raise max"
             )
 
 
@@ -328,8 +333,8 @@ def _check_sharing(config: GraphPipelineConfig) -> None:
         for other, has, needed in (("mode", config.mode, "sync"), ("p2p", config.p2p, "native")):
             if has != needed:
                 raise ConfigError(
-                    f"{BLOCK}.{key}: {_show(value)} lets a rank hold several stages, which {other} {_show(has)} cannot "
-                    f"run; set {key} to {_show(default)}, or {other} to {_show(needed)}"
+                    f"{BLOCK}.{key}: {show(value)} lets a rank hold several stages, which {other} {show(has)} cannot "
+                    f"run; set {key} to {show(default)}, or {other} to {show(needed)}"
                 )
 
 
@@ -344,8 +349,8 @@ def _check_units(config: GraphPipelineConfig) -> None:
     for key, (value, *allowed) in wrong.items():
         if value not in allowed:
             raise ConfigError(
-                f"{BLOCK}.{key}: {_show(value)} is not possible with {BLOCK}.units, of which every rank runs one whole "
-                f"unit at a time; give {' or '.join(map(_show, allowed))}"
+                f"{BLOCK}.{key}: {show(value)} is not possible with {BLOCK}.units, of which every rank runs one whole "
+                f"unit at a time; give {' or '.join(map(show, allowed))}"
             )
 
 
@@ -376,12 +381,12 @@ def _check_mode(config: GraphPipelineConfig) -> None:
     for key, (value, *allowed) in wrong.items():
         if value not in allowed:
             raise ConfigError(
-                f"{BLOCK}.{key}: {_show(value)} is not possible in mode async, which runs 1F1B of whole micro-batches; "
-                f"give {' or '.join(map(_show, allowed))}"
+                f"{BLOCK}.{key}: {show(value)} is not possible in mode async, which runs 1F1B of whole micro-batches; "
+                f"give {' or '.join(map(show, allowed))}"
             )
     if sizes != "auto" and not isinstance(sizes, int):
         raise ConfigError(
-            f"{BLOCK}.micro_batch_sizes: {_show(sizes)} is not possible in mode async, where each micro-batch is one "
+            f"{BLOCK}.micro_batch_sizes: {show(sizes)} is not possible in mode async, where each micro-batch is one "
             'optimizer step of every stage; give one number, or "auto" for train_micro_batch_size_per_gpu'
         )
 
@@ -396,25 +401,22 @@ def load_deepspeed_json(ds_config: Mapping[str, Any] | str | Path) -> dict[str, 
         return dict(ds_config)
     if not isinstance(ds_config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a dict or a file name, found {type(ds_config).__name__}")
-    path = Path(ds_config)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_text(ds_config, what=_WHAT)
+    except ReadError:
         decoded = _from_base64(str(ds_config))
         if decoded is None:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the JSON's path") from error
+            raise
         text = decoded
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is no text ({error.reason}); give the JSON's path") from error
+    name = shown_path(ds_config)
     try:
-        plain = json.loads(text)
-    except json.JSONDecodeError as error:
-        plain = _from_hjson(text)
+        plain = parse_json(text, what=_WHAT, max_bytes=SMALL_BYTES)
+    except ReadError as error:
+        plain = _from_hjson(text) if isinstance(error.__cause__, json.JSONDecodeError) else None
         if plain is None:
-            place = f"line {error.lineno}, column {error.colno}"
-            raise ConfigError(f"{path}: not JSON at {place}: {error.msg}") from error
+            raise ReadError(f"{name}: {error}") from error.__cause__
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: holds a {type(plain).__name__}; a DeepSpeed configuration is an object")
+        raise ReadError(f"{name}: holds a {type(plain).__name__}; a DeepSpeed configuration is an object")
     return plain
 
 
@@ -432,9 +434,12 @@ def _from_hjson(text: str) -> Any | None:
         import hjson
     except ImportError:  # comes with deepspeed; without it the strict reader's message stands
         return None
+    if len(text) > _MOST_COMMENTED:
+        return None
     try:
-        return json.loads(hjson.dumpsJSON(hjson.loads(text)))
-    except ValueError:
+        plain = hjson.loads(text, object_pairs_hook=dict)
+        return parse_json(hjson.dumpsJSON(plain), what=_WHAT)
+    except (ValueError, RecursionError):
         return None
 
 
@@ -496,9 +501,9 @@ def _unknown_key(path: str, keys: Sequence[str], value: Any, known: Iterable[str
     near = difflib.get_close_matches(keys[-1], names, n=1, cutoff=0.6)
     inner = difflib.get_close_matches(keys[-1].rpartition(".")[2], MemoryConfig.model_fields, n=1, cutoff=0.8)
     if len(keys) == 1 and inner:  # the memory object's keys, written beside it
-        return f'{path}: unknown key (value {_show(value)}); write "memory": {{"{inner[0]}": {_show(value)}}}'
+        return f'{path}: unknown key (value {show(value)}); write "memory": {{"{inner[0]}": {show(value)}}}'
     hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}"
-    return f"{path}: unknown key (value {_show(value)}); {hint}"
+    return f"{path}: unknown key (value {show(value)}); {hint}"
 
 
 def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
@@ -514,18 +519,13 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
     if (
         path == f"{BLOCK}.eager" and isinstance(value, str) and value
     ):  # one path, where a list of them is asked for
-        return f"{path}: {_show(value)} is not valid; give a list: {_show([value])}"
+        return f"{path}: {show(value)} is not valid; give a list: {show([value])}"
     words = [
         word for word in re.findall(r"\w+", (expected or "").removeprefix("one of ")) if not word.isdigit()
     ]
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near and near[0] != value else ""
-    return f"{path}: {_show(value)} is not valid; give {expected}{hint}"
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{path}: {show(value)} is not valid; give {expected}{hint}"
 
 
 def check_ranks(config: GraphPipelineConfig, num_ranks: int) -> None:
@@ -624,8 +624,11 @@ def _size(plain: Mapping[str, Any], key: str) -> int | None:
     value = plain.get(key)
     if value is None or value == "auto":
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}: {_show(value)} is not valid; give a whole number of samples of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_COUNT:
+        most = "" if not isinstance(value, int) or value < 1 else f", at most {MOST_COUNT}"
+        raise ConfigError(
+            f"{key}: {show(value)} is not valid; give a whole number of samples of at least 1{most}"
+        )
     return value
 
 
@@ -668,9 +671,4 @@ def _check_micro_batches_divide(config: GraphPipelineConfig, mini_batch: int) ->
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
-    # Divisors come in pairs d, number / d, of which one is at most the root. 64, wanted 10: give 8 or 16.
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return "give " + " or ".join(str(d) for d in (*below, *above))
+    return "give " + " or ".join(map(str, nearest_divisors(number, wanted)))

@@ -273,7 +273,7 @@ class TestFiles:
     def test_a_missing_file(self, tmp_path):
         path = tmp_path / "missing.json"
         assert lines_of(str(path)) == [
-            f"{path}: cannot be read (No such file or directory); give the JSON's path"
+            f"{path}: cannot be read (No such file or directory); give the path of a DeepSpeed configuration"
         ]
 
     def test_a_broken_file(self, tmp_path):

@@ -21,6 +21,7 @@ from gpp_plugin.plan.memory.memory_advice import memory_advice
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import shown_progress
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, stage_rows
+from gpp_plugin.report.printable import printable
 from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
 
@@ -186,7 +187,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.memory_report:
         print(f"\n{format_breakdown(parts)}")
         for line in memory_advice(plan, zero_stage=args.zero, allowed=request.memory_optimization):
-            print(line)
+            print(printable(line))
     # 64 samples in 80,000 us are 800 a second.
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
     print(

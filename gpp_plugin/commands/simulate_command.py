@@ -12,6 +12,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.plan.cluster_files import cluster_names
+from gpp_plugin.report.printable import printable
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.units import format_ms
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if ahead is not None:
         print(
             f"look_ahead: {format_ms(ahead.steady_us)} ms a mini-batch, not {format_ms(ahead.whole_us)} ms, while the "
-            f"frozen stages {', '.join(ahead.stages)} run the forwards of the next one"
+            f"frozen stages {printable(', '.join(ahead.stages))} run the forwards of the next one"
         )
         summary["look_ahead_us"] = ahead.steady_us
     return {"rows": [to_plain(event) for event in timeline.events], "summary": summary}

@@ -7,8 +7,14 @@ Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+from gpp_plugin.errors import ProfileError, ReadError
+from gpp_plugin.ir.serialize import check_leaves
+from gpp_plugin.ir.typed_leaves import Bytes, Count, Factor, MeanBytes, Micros, Share, SignedBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +33,17 @@ class BlockCost:
     """
 
     block: str
-    samples: tuple[int, ...]
-    forward_us: tuple[float, ...]
-    backward_us: tuple[float, ...]
-    saved_bytes_per_sample: float = 0.0
-    saved_bytes_fixed: float = 0.0
-    parameter_bytes: int = 0
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
-    transient_bytes_per_sample: float = 0.0
-    split_factor: float = 1.0
-    input_share: float = 0.5
+    samples: tuple[Count, ...]
+    forward_us: tuple[Micros, ...]
+    backward_us: tuple[Micros, ...]
+    saved_bytes_per_sample: MeanBytes = 0.0
+    saved_bytes_fixed: MeanBytes = 0.0
+    parameter_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+    transient_bytes_per_sample: MeanBytes = 0.0
+    split_factor: Factor = 1.0
+    input_share: Share = 0.5
 
     def forward_us_for(self, num_samples: float) -> float:
         """Return forward microseconds for ``num_samples``, piecewise linear, extended at both ends."""
@@ -46,6 +52,24 @@ class BlockCost:
     def backward_us_for(self, num_samples: float) -> float:
         """Return backward microseconds for ``num_samples``, piecewise linear, extended at both ends."""
         return _interpolate(self.samples, self.backward_us, num_samples)
+
+    def check(self) -> None:
+        """Refuse times that are not of increasing numbers of samples, one each.
+
+        Raises:
+            ProfileError: it names the block.
+        """
+        rises = all(a < b for a, b in pairwise(self.samples))
+        if not self.samples or not rises:
+            raise ProfileError(
+                f"block {self.block!r}: samples are {list(self.samples)[:8]}; they must increase; profile again"
+            )
+        for name, times in (("forward_us", self.forward_us), ("backward_us", self.backward_us)):
+            if len(times) != len(self.samples):
+                raise ProfileError(
+                    f"block {self.block!r}: {name} has {len(times)} times for {len(self.samples)} numbers of samples; "
+                    "profile again"
+                )
 
 
 def _interpolate(xs: tuple[int, ...], ys: tuple[float, ...], x: float) -> float:
@@ -75,8 +99,8 @@ class SharedStorage:
     """
 
     blocks: tuple[str, ...]
-    bytes_per_sample: float
-    bytes_fixed: float = 0.0
+    bytes_per_sample: SignedBytes
+    bytes_fixed: SignedBytes = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +112,9 @@ class TiedCost:
     """
 
     blocks: tuple[str, ...]
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
+    parameter_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +127,9 @@ class KeptStorage:
         is_movable: plain bytes that nobody but autograd holds, which free memory where they leave.
     """
 
-    bytes_per_sample: float
-    bytes_fixed: float
-    last_use: float
+    bytes_per_sample: MeanBytes
+    bytes_fixed: MeanBytes
+    last_use: Share
     is_made: bool
     is_movable: bool
 
@@ -123,10 +147,10 @@ class ModuleMemory:
 
     block: str
     storages: tuple[KeptStorage, ...] = ()
-    dropped_bytes_per_sample: float = 0.0
-    dropped_bytes_fixed: float = 0.0
-    held_bytes_per_sample: float = 0.0
-    held_bytes_fixed: float = 0.0
+    dropped_bytes_per_sample: MeanBytes = 0.0
+    dropped_bytes_fixed: MeanBytes = 0.0
+    held_bytes_per_sample: SignedBytes = 0.0
+    held_bytes_fixed: MeanBytes = 0.0
 
     @property
     def storage_names(self) -> tuple[str, ...]:
@@ -145,7 +169,7 @@ class InputCost:
     """
 
     blocks: tuple[str, ...]
-    bytes: int
+    bytes: Bytes
     is_shared_out: bool
 
 
@@ -173,7 +197,35 @@ class Profile:
     tied: tuple[TiedCost, ...] = ()
     modules: tuple[ModuleMemory, ...] = ()
     inputs: tuple[InputCost, ...] = ()
-    growth: dict[str, float] = field(default_factory=dict)
+    growth: dict[str, Factor] = field(default_factory=dict)
+
+    def check(self, blocks: Iterable[str] | None = None) -> None:
+        """Refuse costs that no planner may count on: values out of range, blocks that repeat or are missing.
+
+        Args:
+            blocks: of the graph that it should be of; None: of any.
+
+        Raises:
+            ProfileError: it says which value of which block.
+        """
+        try:
+            check_leaves(self)
+        except ReadError as error:
+            raise ProfileError(
+                f"the profile of {self.device!r} is not valid: {error}; profile again"
+            ) from error
+        names = [cost.block for cost in self.costs]
+        for cost in self.costs:
+            cost.check()
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ProfileError(f"block {twice[0]!r} has two costs; profile again")
+        for entry in (*self.shared, *self.tied):
+            if not entry.blocks:
+                raise ProfileError("shared bytes are of no block; profile again")
+        missing = set(() if blocks is None else blocks) - set(names)
+        if missing:
+            raise ProfileError(f"{len(missing)} blocks have no costs: {sorted(missing)[:3]}; profile again")
 
     def input_bytes(self, blocks: Iterable[str], degree: int) -> float:
         """Return what one rank of a stage of ``degree`` ranks holds of the mini-batch."""

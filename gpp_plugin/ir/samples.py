@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -55,6 +56,20 @@ def task_samples(*, micro_batch: int, micro_batch_size: int, position: int, degr
     #     rank 1       4  5  6  7    12 13 14 15
     local = micro_batch_size // degree
     return SampleRange(first_sample=micro_batch * micro_batch_size + position * local, num_samples=local)
+
+
+def nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
+    """Return the divisors of ``number`` next below and next above ``wanted``, as far as there are any.
+
+    >>> nearest_divisors(64, 10), nearest_divisors(64, 100)
+    ((8, 16), (64,))
+    """
+    # divisors come in pairs d, number / d, of which one is at most the root
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return (*below, *above)
 
 
 def merged_ranges(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:

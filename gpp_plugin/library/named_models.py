@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def config_path(name: str | Path) -> Path:
     Raises:
         ConfigError: there is none; one line with the nearest name.
     """
-    if Path(name).exists():
+    if os.path.exists(name):  # false, not an error, of what is too long for a name
         return Path(name)
     names = [*config_names(), *MODELS]
     if str(name) not in names:
@@ -115,8 +116,13 @@ def huggingface_model(
         read_hf_config,
     )
 
-    model = build_on_meta(read_hf_config(path))
-    return model, [make_example_batch(model, num_samples=loss_unit, length=length) for length in lengths]
+    config = read_hf_config(path)
+    try:
+        model = build_on_meta(config)
+        batches = [make_example_batch(model, num_samples=loss_unit, length=length) for length in lengths]
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return model, batches
 
 
 def captured_model(

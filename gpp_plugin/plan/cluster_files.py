@@ -17,13 +17,15 @@ each rank, or of each of the ``adapters`` of a group of the level inside, which 
 from __future__ import annotations
 
 import difflib
-import json
+import os
 from pathlib import Path
 from typing import Any
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.serialize import read_json
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
+from gpp_plugin.ir.typed_leaves import show
 
 CLUSTER_DIR = Path(__file__).resolve().parents[1] / "clusters"
 """Package data; `configs/clusters` is a link to it."""
@@ -31,6 +33,12 @@ CLUSTER_DIR = Path(__file__).resolve().parents[1] / "clusters"
 _DEVICE_KEYS = {"name", "count", "memory_gb", "tflops", "memory_gb_per_s", "efficiency", "launch_us",
                 "host_gb_per_s"}  # fmt: skip
 _LINK_KEYS = {"name", "span", "gb_per_s", "latency_us", "adapters"}
+_LONGEST_NAME = 200
+MOST_DEVICES = 16_384
+"""Planners look at each of them."""
+_MOST_COUNT = 2**20
+MOST_OF_A_UNIT = 1e9
+"""GB, teraflops, microseconds: more is another unit's number."""
 USUAL_DTYPE = "fp32"
 """Of which a speed is taken to be whose description does not say."""
 
@@ -56,18 +64,15 @@ def read_cluster(
     if isinstance(source, dict):
         return _cluster_of(source, "cluster", num_devices, dtype)
     path = Path(source)
-    if not path.is_file() and path.suffix == "":
+    if not os.path.isfile(path) and path.suffix == "":
         path = CLUSTER_DIR / f"{source}.json"
-    if not path.is_file():
-        close = difflib.get_close_matches(Path(source).stem, cluster_names(), n=1)
+    if not os.path.isfile(path):
+        close = difflib.get_close_matches(Path(source).stem[:100], cluster_names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(
-            f"cluster {str(source)!r}: no such file{hint} (known: {', '.join(cluster_names())})"
+            f"cluster {show(str(source))}: no such file{hint} (known: {', '.join(cluster_names())})"
         )
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cluster {path.name}: not readable as JSON ({error})") from error
+    plain = read_json(path, what="a cluster description")
     return _cluster_of(plain, path.name, num_devices, dtype)
 
 
@@ -121,7 +126,7 @@ def _cluster_of(plain: Any, where: str, num_devices: int | None, dtype: str | No
     for i, (entry, known) in enumerate(zip(entries, peaks, strict=True)):
         at = f"{where}: devices[{i}]"
         device = Device(
-            name=str(entry["name"]),
+            name=_name(entry, at),
             memory_bytes=round(_positive(entry, "memory_gb", at) * 1e9),
             flops_per_s=known[dtype] if known else _positive(entry, "tflops", at) * 1e12,
             dtype=dtype,
@@ -136,14 +141,20 @@ def _cluster_of(plain: Any, where: str, num_devices: int | None, dtype: str | No
                 f"{at}.efficiency is {device.efficiency}; it is a fraction of the peak, at most 1"
             )
         node += [device] * _count(entry, "count", at)
+        if len(node) > MOST_DEVICES:
+            raise ConfigError(f"{at}.count: {len(node)} devices in a node; give at most {MOST_DEVICES}")
     nodes = _count(plain, "nodes", where)
     total = len(node) * nodes
     if num_devices is not None:
-        if num_devices < 1:
-            raise ConfigError(f"{where}: {num_devices} devices are asked for; at least 1 is needed")
+        if not 1 <= num_devices <= MOST_DEVICES:
+            raise ConfigError(
+                f"{where}: {num_devices} devices are asked for; give at least 1 and at most {MOST_DEVICES}"
+            )
         total = num_devices
+    if total > MOST_DEVICES:
+        raise ConfigError(f"{where}.nodes is {nodes}: {total} devices in all; give at most {MOST_DEVICES}")
     devices = tuple(node[i % len(node)] for i in range(total))
-    return Cluster(name=str(plain["name"]), devices=devices, links=_links(plain, where, total))
+    return Cluster(name=_name(plain, where), devices=devices, links=_links(plain, where, total))
 
 
 def _check_speeds(entry: Any, is_mixed: bool, where: str) -> None:
@@ -213,7 +224,7 @@ def _links(plain: dict[str, Any], where: str, total: int) -> tuple[Link, ...]:
             )
         links.append(
             Link(
-                name=str(entry["name"]),
+                name=_name(entry, at),
                 span=max(span, 1),
                 adapters=adapters,
                 bytes_per_s=_positive(entry, "gb_per_s", at) * 1e9,
@@ -238,8 +249,8 @@ def _items(plain: dict[str, Any], key: str, where: str) -> list[Any]:
 def _check_keys(plain: Any, known: set[str], needed: set[str], where: str) -> None:
     if not isinstance(plain, dict):
         raise ConfigError(f"{where}: expected an object, found {type(plain).__name__}")
-    for key in sorted(set(plain) - known):
-        close = difflib.get_close_matches(key, known, n=1)
+    for key in sorted(set(plain) - known, key=str):
+        close = difflib.get_close_matches(str(key)[:100], known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; the keys are {', '.join(sorted(known))}"
         raise ConfigError(f"{where}: unknown key {key!r}{hint}")
     missing = sorted(needed - set(plain))
@@ -247,18 +258,32 @@ def _check_keys(plain: Any, known: set[str], needed: set[str], where: str) -> No
         raise ConfigError(f"{where}: {missing[0]} is missing; add it")
 
 
+def _name(plain: dict[str, Any], where: str) -> str:
+    name = plain["name"]
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        raise ConfigError(
+            f"{where}.name is {show(name)}; it must be a text of 1 to {_LONGEST_NAME} characters"
+        )
+    return name
+
+
 def _positive(
     plain: dict[str, Any], key: str, where: str, *, default: float | None = None, may_be_zero: bool = False
 ) -> float:
     value: Any = plain.get(key, default)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or value < 0 or (value == 0 and not may_be_zero):
-        raise ConfigError(f"{where}.{key} is {value!r}; it must be a number above 0")
+    if not is_number or not 0 <= value <= MOST_OF_A_UNIT or (value == 0 and not may_be_zero):  # true of NaN
+        least = "of at least 0" if may_be_zero else "above 0"
+        raise ConfigError(
+            f"{where}.{key} is {show(value)}; it must be a number {least}, at most {MOST_OF_A_UNIT:g}"
+        )
     return float(value)
 
 
 def _count(plain: dict[str, Any], key: str, where: str) -> int:
     value = plain.get(key, 1)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{where}.{key} is {value!r}; it must be a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_COUNT:
+        raise ConfigError(
+            f"{where}.{key} is {show(value)}; it must be a positive integer, at most {_MOST_COUNT}"
+        )
     return value

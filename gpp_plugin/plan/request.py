@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.samples import nearest_divisors
+from gpp_plugin.ir.typed_leaves import MOST_COUNT
 
 UNLIMITED = 1 << 62
 """More bytes than any device has: two of them still fit in 64 bits."""
@@ -120,11 +122,17 @@ def check_request(request: PlanRequest) -> None:
     num_blocks = len(r.graph.blocks)
     if num_blocks == 0:
         raise PlanError(f"model {r.graph.model!r} has no blocks to plan; capture it again")
+    try:
+        r.profile.check(block.name for block in r.graph.blocks)
+    except ProfileError as error:
+        raise PlanError(str(error)) from error
     if not 1 <= r.num_ranks <= r.cluster.num_devices:
         raise PlanError(
             f"{r.num_ranks} ranks are asked for and cluster {r.cluster.name!r} has {r.cluster.num_devices} "
             "devices; change the number of ranks or the cluster description"
         )
+    if r.mini_batch > MOST_COUNT:
+        raise PlanError(f"mini_batch: {r.mini_batch} samples; give at most {MOST_COUNT}")
     if r.mini_batch < 1 or r.loss_unit < 1 or r.mini_batch % r.loss_unit:
         raise PlanError(
             f"the loss unit of {r.loss_unit} samples does not divide the mini-batch of {r.mini_batch}; "
@@ -147,7 +155,7 @@ def check_request(request: PlanRequest) -> None:
         if size < 1 or r.mini_batch % size:
             raise PlanError(
                 f"micro_batch_sizes[{key!r}] is {size}, which does not divide the mini-batch of {r.mini_batch}; "
-                f"the nearest sizes that do are {_nearest_divisors(size, r.mini_batch)}"
+                f"the nearest sizes that do are {' and '.join(map(str, nearest_divisors(r.mini_batch, size)))}"
             )
 
 
@@ -211,11 +219,3 @@ def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
             f"stages and the model has {num_blocks} blocks; lower virtual_stages to "
             f"{max(num_blocks * virtual // fewest, 1)} or set granularity to sub_layer"
         )
-
-
-def _nearest_divisors(size: int, number: int) -> str:
-    """Return the divisors of ``number`` next to ``size``, as text."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d < size][-1:]
-    above = [d for d in divisors if d > size][:1]
-    return " and ".join(map(str, below + above))

@@ -42,8 +42,10 @@ class CostStore:
         if not path.exists():
             return None
         try:
-            return load(Profile, path)
-        except (GppError, TypeError, ValueError, KeyError) as error:
+            profile = load(Profile, path)
+            profile.check()
+            return profile
+        except GppError as error:
             logger.warning("ignoring a stored profile that cannot be read; measuring again: %s", error)
             return None
 

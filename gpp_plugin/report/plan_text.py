@@ -11,6 +11,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.plan.edge_transports import choose_edge_transports
 from gpp_plugin.report.picture import draw_graph
+from gpp_plugin.report.printable import with_printable
 from gpp_plugin.report.units import format_bytes, format_ms, format_table, shorten_name
 from gpp_plugin.schedule.orders.in_flight import in_flight_from_source
 
@@ -24,6 +25,7 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     Args:
         width: columns the picture may take; a wider graph is listed edge by edge instead.
     """
+    plan = with_printable(plan)
     # a picture broken by a terminal's edge says nothing: past the width each stage's sources are listed instead
     picture = draw_stages(plan)
     if max(map(len, picture.splitlines()), default=0) > width:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gpp_plugin.report.printable import printable
+
 LABEL_WIDTH = 40
 """Columns of a stage's name in pictures; tables and errors have the whole one."""
 
@@ -44,6 +46,7 @@ def shorten_name(name: str, width: int = LABEL_WIDTH) -> str:
     >>> shorten_name("language_model.2-3+lm_head+loss"), shorten_name("a_module_with_a_name", 12)
     ('language_model.2-3+lm_head+loss', 'a_modul…name')
     """
+    name = printable(name)
     if len(name) <= width:
         return name
     parts = name.split("+")
@@ -68,6 +71,7 @@ def format_table(header: list[str], rows: list[list[str]], *, left: int = 1) -> 
     loss        1.5
     text_model   12
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):

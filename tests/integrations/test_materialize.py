@@ -155,6 +155,20 @@ def test_only_the_files_of_wanted_tensors_are_opened(tmp_path: Path) -> None:
     assert torch.equal(made[wanted], model.get_parameter(wanted))
 
 
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/x.safetensors", "..", "", "a/b", "a\\\\b", "a\\0b", 3, None, ["a"]]
+)
+def test_an_index_leads_nowhere_else(name: object, tmp_path: Path) -> None:
+    on_meta, _ = build("gpt2", device="meta")
+    wanted = "transformer.h.0.mlp.c_fc.weight"
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    save_file({wanted: torch.ones(32, 128)}, tmp_path / "x.safetensors")
+    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {wanted: name}}))
+    with pytest.raises(CheckpointError, match="is no name of a file beside it"):
+        materialize_parameters(on_meta, [wanted], device="cpu", weights=inside)
+
+
 def test_errors_name_the_tensor_and_the_fix(tmp_path: Path) -> None:
     on_meta, _ = build("gpt2", device="meta")
     name = "transformer.h.0.mlp.c_fc.weight"
@@ -175,7 +189,7 @@ def test_errors_name_the_tensor_and_the_fix(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"files that are not there: \['gone.safetensors'\]"):
         materialize_parameters(on_meta, [name], device="cpu", weights=tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="not an index"):
+    with pytest.raises(CheckpointError, match="not an index of safetensors files"):
         materialize_parameters(on_meta, [name], device="cpu", weights=tmp_path)
 
 

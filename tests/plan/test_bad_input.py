@@ -21,7 +21,7 @@ CLUSTERS = [
     (changed(lambda d: d["links"].pop()), "c.json: no link joins all 8 devices (the outermost, NVLink2, spans 4); add"),
     (changed(lambda d: d.pop("links")), "c.json: links is missing; add it"),
     (changed(lambda d: d["devices"][0].update(memory_gb=0)), "c.json: devices[0].memory_gb is 0; it must be"),
-    ('{"name": "x", ', "cluster c.json: not readable as JSON"),
+    ('{"name": "x", ', "{path}: not JSON at line 1, column 15"),
     (
         changed(lambda d: d["devices"][0].update(memory_gb=0.05)),
         "no plan fits: stage ",
@@ -36,7 +36,7 @@ def test_a_wrong_cluster(text, message, tmp_path, capsys):
     assert main(["plan", "mmt", "--devices", "8", "--loss-unit", "1", "--cluster", str(path)]) == 1
     # a long search says in front of it where it is
     *searching, error = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"gpp plan: {message}")
+    assert error.startswith(f"gpp plan: {message.replace('{path}', str(path))}")
     assert all(line.startswith("planning for ") for line in searching)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.deepspeed.config_values import check_values
 
 DTYPE_NAMES = {
     "fp32": "float32",
@@ -111,6 +112,7 @@ def derive_stage_config(
     """
     # What is left out of `derived` a stage's engine does not see: batch sizes are replaced by ones that multiply out
     # (B = B/d * d * 1), clipping, scheduler, monitors and timers are the graph's.
+    check_values(config)
     _refuse_unsupported(config)
     notes: list[str] = []
     dtype = _parameter_dtype(config)

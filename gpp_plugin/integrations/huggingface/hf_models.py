@@ -6,7 +6,6 @@ For planning a model without its weights; training takes the user's own model an
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, GppError, first_line
+from gpp_plugin.integrations.huggingface.config_entries import check_sizes, guilty_key, wrong_entry
+from gpp_plugin.ir.serialize import read_json
+from gpp_plugin.ir.typed_leaves import show
 
 # 0, 1 and 2 are padding, start and end in most vocabularies: models look for them, so
 # made-up texts avoid them.
 FIRST_ORDINARY_ID = 3
+_MOST_BYTES = 16 << 20
+"""Of a configuration: some list a million labels."""
 
 
 def read_hf_config(path: str | Path) -> Any:
@@ -28,10 +32,7 @@ def read_hf_config(path: str | Path) -> Any:
         ConfigError: there is none, or its ``model_type`` is unknown to the installed transformers.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: is no HuggingFace configuration ({error})") from error
+    plain = read_json(file, what="a HuggingFace configuration", max_bytes=_MOST_BYTES, may_be_infinite=True)
     return config_of(plain, file)
 
 
@@ -46,20 +47,25 @@ def config_of(plain: Any, source: str | Path) -> Any:
     """
     entries = dict(plain) if isinstance(plain, dict) else {}
     model_type = entries.pop("model_type", None)
-    if model_type is None:
+    if not isinstance(model_type, str):
         raise ConfigError(f"{source}: has no model_type; give a HuggingFace config.json")
-    try:
-        return transformers.AutoConfig.for_model(model_type, **entries)
-    except ValueError as error:
+    if model_type not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"{source}: transformers {transformers.__version__} knows no model_type {model_type!r}"
-        ) from error
+            f"{source}: transformers {transformers.__version__} knows no model_type {show(model_type)}"
+        )
+    kind = transformers.CONFIG_MAPPING[model_type]
+    try:
+        config = kind(**entries)
+    except Exception as error:  # whatever a model's own code does with wrong entries
+        guilty = guilty_key(entries, lambda others: kind(**others))
+        raise ConfigError(wrong_entry(source, entries, guilty, error)) from error
+    check_sizes(config, source)
+    return config
 
 
 def compares_samples(config: Any) -> bool:
     """Return whether the loss of the model that a configuration describes is over pairs of samples, as CLIP's is."""
-    names = getattr(config, "architectures", None) or []
-    kind = getattr(transformers, names[0], None) if names else None
+    kind = _class_to_train(config)
     return kind is not None and "return_loss" in inspect.signature(kind.forward).parameters
 
 
@@ -79,18 +85,48 @@ def build_model_of(config: Any) -> nn.Module:
     Raises:
         ConfigError: the configuration names no architecture, or one that transformers does not have.
     """
-    names = getattr(config, "architectures", None) or []
-    kind = getattr(transformers, names[0], None) if names else None
+    kind = _class_to_train(config)
     if kind is None:
+        names = getattr(config, "architectures", None)
         raise ConfigError(
-            f"architectures: {names or 'missing'} in the configuration of a {config.model_type}; give the class to "
-            'train, e.g. "architectures": ["GPT2LMHeadModel"]'
+            f"architectures: {show(names) if names else 'missing'} in the configuration of a {config.model_type}; "
+            'give the class to train, e.g. "architectures": ["GPT2LMHeadModel"]'
         )
     config.use_cache = False
     if getattr(config, "is_encoder_decoder", False) and not hasattr(config, "decoder_start_token_id"):
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
-    model: nn.Module = kind(config)
+    try:
+        model: nn.Module = kind(config)
+    except Exception as error:  # whatever a model's own code does with wrong sizes
+        entries = _own_entries(config)
+        guilty = guilty_key(entries, lambda others: _build_bare(kind, type(config), others))
+        raise ConfigError(wrong_entry(f"a {config.model_type}", entries, guilty, error)) from error
     return model.train()
+
+
+def _class_to_train(config: Any) -> Any:
+    """Return the model class that a configuration names; None where it names none that transformers has."""
+    names = getattr(config, "architectures", None)
+    if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
+        return None
+    try:
+        kind = getattr(transformers, names[0], None)
+    except Exception:  # its module needs a package that is not there
+        return None
+    # a class of models and nothing else that transformers has a name for
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    return kind if is_model else None
+
+
+def _own_entries(config: Any) -> dict[str, Any]:
+    """Return what a configuration says that differs from its class."""
+    entries = config.to_diff_dict()
+    return {key: value for key, value in entries.items() if key not in ("model_type", "transformers_version")}
+
+
+def _build_bare(kind: Any, config_kind: Any, entries: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        kind(config_kind(**entries))
 
 
 def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str, Any]:
@@ -102,6 +138,18 @@ def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str
     Raises:
         ConfigError: the model wants inputs that cannot be made up from its configuration.
     """
+    try:
+        return _example_batch(model, num_samples, length)
+    except GppError:
+        raise
+    except Exception as error:  # an entry that the model was built without, or one of another type
+        raise ConfigError(
+            f"{type(model).__name__}: no example batch can be made of its configuration "
+            f"({type(error).__name__}: {first_line(error)}); add or mend the entry that is named"
+        ) from error
+
+
+def _example_batch(model: Any, num_samples: int, length: int) -> dict[str, Any]:
     # What the forward takes says what kind of model it is; sizes come from its configuration. For
     # 4 samples, length 32:
     #
@@ -142,6 +190,11 @@ def _pixels(config: Any, num_samples: int) -> Tensor:
     vision = getattr(config, "vision_config", config)
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else tuple(size)
+    patch = getattr(vision, "patch_size", 1)
+    if isinstance(patch, int) and patch > min(height, width):
+        raise ConfigError(
+            f"patch_size: {patch} is larger than image_size, {show(size)}; an image has no patch: lower it"
+        )
     return torch.zeros(num_samples, vision.num_channels, height, width)
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
-from gpp_plugin.ir.serialize import SCHEMA_VERSION, fingerprint, from_plain
+from gpp_plugin.ir.serialize import fingerprint, is_envelope
+from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan, stage_edges
+from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_optimized, best_plan
 from gpp_plugin.plan.validate_plan import validate_plan
 
+LONGEST_NAME = 200
+"""Characters of a stage's name."""
 _STAGE_KEYS = {"name", "modules", "ranks", "devices", "micro_batch_size", "k"}
 
 
@@ -36,15 +41,17 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
         PlanError: the description is malformed or names what the model does not have.
         PlanInfeasible: the stages do not fit the ranks or their memory.
     """
-    if {"schema", "type", "value"} <= set(spec):
+    if is_envelope(spec):
         return _saved_plan(spec, request)
     stages = spec.get("stages")
     if not isinstance(stages, list) or not stages or set(spec) - {"stages"}:
         raise PlanError(
-            f'plan: expected {{"stages": [{{"name": ..., "modules": [...]}}, ...]}}, found keys {sorted(spec)}'
+            'plan: expected {"stages": [{"name": ..., "modules": [...]}, ...]}, found keys '
+            f"{sorted(map(str, spec))[:8]}"
         )
     for i, stage in enumerate(stages):
         _check_stage(i, stage)
+    _check_listed_ranks(stages, request.num_ranks)
     groups = _assign_blocks(stages, request)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = _rules_with(request, stages, groups)
@@ -83,12 +90,8 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
 
 
 def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
-    if spec["schema"] != SCHEMA_VERSION or spec["type"] != "PipelinePlan":
-        raise PlanError(
-            f"plan: the file holds a {spec['type']} of schema {spec['schema']}, not a PipelinePlan of {SCHEMA_VERSION}"
-        )
     try:
-        plan: PipelinePlan = from_plain(PipelinePlan, spec["value"])
+        plan = plan_of_envelope(spec)
     except GppError as error:
         raise PlanError(f"plan: {error}") from error
     if plan.graph != fingerprint(request.graph):
@@ -185,24 +188,39 @@ def _check_stage(i: int, stage: Any) -> None:
     where = f"plan.stages[{i}]"
     if not isinstance(stage, dict):
         raise PlanError(f"{where}: expected an object, found {type(stage).__name__}")
-    unknown = sorted(set(stage) - _STAGE_KEYS)
+    unknown = sorted(map(str, set(stage) - _STAGE_KEYS))
     if unknown:
         raise PlanError(f"{where}: unknown keys {unknown}; the keys are {sorted(_STAGE_KEYS)}")
     modules = stage.get("modules")
     if not isinstance(modules, list) or not modules or not all(isinstance(m, str) for m in modules):
         raise PlanError(f'{where}.modules: expected a list of module paths, such as ["vision_model"]')
+    if "name" in stage and not (isinstance(stage["name"], str) and 0 < len(stage["name"]) <= LONGEST_NAME):
+        raise PlanError(
+            f"{where}.name: expected a text of 1 to {LONGEST_NAME} characters, found {show(stage['name'])}"
+        )
     for key in ("devices", "micro_batch_size", "k"):
         if key in stage and (
             isinstance(stage[key], bool) or not isinstance(stage[key], int) or stage[key] < 1
         ):
-            raise PlanError(f"{where}.{key}: expected a positive integer, found {stage[key]!r}")
+            raise PlanError(f"{where}.{key}: expected a positive integer, found {show(stage[key])}")
     ranks = stage.get("ranks", [0])
-    if not isinstance(ranks, list) or not ranks or not all(isinstance(r, int) and r >= 0 for r in ranks):
-        raise PlanError(f"{where}.ranks: expected a list of ranks, found {ranks!r}")
+    is_list = isinstance(ranks, list) and ranks and all(type(rank) is int and rank >= 0 for rank in ranks)
+    if not is_list:
+        raise PlanError(f"{where}.ranks: expected a list of ranks, found {show(ranks)}")
     if "ranks" in stage and "devices" in stage and stage["devices"] != len(ranks):
         raise PlanError(
             f"{where}: devices is {stage['devices']} and {len(ranks)} ranks are listed; keep one of them"
         )
+
+
+def _check_listed_ranks(stages: list[dict[str, Any]], num_ranks: int) -> None:
+    for i, stage in enumerate(stages):
+        ranks = stage.get("ranks", ())
+        wrong = [rank for rank, count in Counter(ranks).items() if rank >= num_ranks or count > 1]
+        if wrong:
+            raise PlanError(
+                f"plan.stages[{i}].ranks: lists rank {wrong[0]}; the run has 0 to {num_ranks - 1}, each once a stage"
+            )
 
 
 def _assign_blocks(stages: list[dict[str, Any]], request: PlanRequest) -> list[list[str]]:

@@ -169,6 +169,9 @@ def _drop_groups() -> None:
     import torch.distributed as dist
     from deepspeed.utils import groups as deepspeed_groups
 
+    from gpp_plugin.runtime.ranks.failure_board import close_board
+
+    close_board()
     gc.collect()
     for name, value in vars(deepspeed_groups).items():
         if isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD:

@@ -1,11 +1,9 @@
-"""A rank of a job that a fault happens to, as a user's script would be: `python -m tests.fault_job SETTINGS`."""
+"""A rank of a job that a fault happens to, as a user's script would be."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,7 +116,3 @@ def make_odd(name: str, model: Any) -> None:
     elif name == "version":
         real = agreement.software_facts
         agreement.software_facts = lambda: {**real(), "deepspeed": "0.0.1"}
-
-
-if __name__ == "__main__":
-    train(FaultSettings(**json.loads(sys.argv[1])))

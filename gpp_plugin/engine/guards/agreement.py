@@ -25,12 +25,13 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence, Sized
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.failure_board import mark_shared
@@ -75,20 +76,26 @@ def agree(facts: Mapping[str, str], *, what: str, group: dist.ProcessGroup | Non
     Raises:
         ConfigError: names keys, values and ranks; the same on every rank.
     """
+    if group is None:
+        return
     digest = hashlib.sha256(json.dumps(sorted(facts.items())).encode()).hexdigest()
     if len(set(exchange(lambda: digest, what=what, group=group))) == 1:
         return
-    told = exchange(lambda: dict(facts), what=what, group=group)
-    error = ConfigError(describe_differences(told))
+    _refuse(describe_differences(exchange(lambda: dict(facts), what=what, group=group)))
+
+
+def _refuse(differences: str) -> NoReturn:
+    error = ConfigError(differences)
     mark_shared(error)
     raise error
 
 
-def describe_differences(told: Sequence[Mapping[str, str]]) -> str:
-    """Return one line about the keys that ranks do not agree on.
+def describe_differences(told: Sequence[Mapping[str, str]], *, is_partial: bool = False) -> str:
+    """Return one line about the keys that ranks do not agree on; empty where there are none.
 
     Args:
         told: the facts of each rank.
+        is_partial: a rank need not have what others have.
 
     >>> describe_differences([{"a": "1"}, {"a": "2"}, {"a": "1"}])
     'the ranks were not given the same job: a is 1 on ranks 0, 2 and 2 on rank 1; give every rank the same'
@@ -98,13 +105,16 @@ def describe_differences(told: Sequence[Mapping[str, str]]) -> str:
     for key in keys:
         ranks: dict[str, list[int]] = {}
         for rank, facts in enumerate(told):
-            ranks.setdefault(facts.get(key, "not given"), []).append(rank)
+            if key in facts or not is_partial:
+                ranks.setdefault(facts.get(key, "not given"), []).append(rank)
         if len(ranks) > 1:
             values = [
                 f"{value} on rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}"
                 for value, of in ranks.items()
             ]
             lines.append(f"{key} is {' and '.join(values)}")
+    if not lines:
+        return ""
     more = f"; and {len(lines) - MOST_NAMED} more keys" if len(lines) > MOST_NAMED else ""
     return (
         f"the ranks were not given the same job: {'; '.join(lines[:MOST_NAMED])}{more}; give every rank the same"
@@ -121,6 +131,11 @@ _ADVICE_WEIGHTS = (
 def _by_rank_of_kind(key: str) -> tuple[bool, str]:
     """Sort tensors behind what explains them."""
     return key.startswith("weight "), key
+
+
+def fingerprint_of(value: Any) -> str:
+    """Return a checksum of a value of `ir`, whose text says all there is to it."""
+    return f"{zlib.crc32(repr(value).encode()):08x}"
 
 
 # ---- facts -------------------------------------------------------------------------------------------------------
@@ -241,8 +256,6 @@ def agree_on_job(
     Raises:
         ConfigError: as of `agree`.
     """
-    if group is None:
-        return
     started = time.perf_counter()
     facts = {
         **software_facts(),
@@ -252,3 +265,28 @@ def agree_on_job(
     }
     agree(facts, what="a look at what each rank was given", group=group)
     logger.debug("ranks agree on %d facts in %.1f ms", len(facts), (time.perf_counter() - started) * 1e3)
+
+
+def agree_on_state(stages: Sequence[StageEngine], *, tag: str, group: dist.ProcessGroup | None) -> None:
+    """Refuse ranks that loaded different checkpoints; collective over the group.
+
+    Counters are compared over all ranks, a stage's weights over its replicas, and over the stages that share them.
+
+    Args:
+        stages: of this rank.
+        tag: of the checkpoint.
+
+    Raises:
+        ConfigError: names what is not the same.
+    """
+    if group is None:
+        return
+    facts = {"the checkpoint": tag}
+    for stage in stages:
+        facts |= {"global_steps": str(stage.global_steps), "loss_scale": str(stage.loss_scale)}
+        where = f" of tensor position {stage.tensor_position}" if stage.stage.tensor > 1 else ""
+        for name, parameter in stage.module.named_parameters():
+            facts[f"weight {name}{where}"] = describe_tensor(parameter)
+    told = exchange(lambda: facts, what="a look at what each rank loaded", group=group)
+    if differences := describe_differences(told, is_partial=True):
+        _refuse(differences)

@@ -24,7 +24,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gpp_plugin.errors import CommTimeout, first_line
+from gpp_plugin.errors import CommTimeout, GppError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -273,6 +273,9 @@ class FailureBoard:
 
     def post(self, failure: FirstFailure) -> FirstFailure:
         """Write a failure, unless there is one already; return the one that is there."""
+        if self._find_lost_holder() or not self._has_store:
+            self.first = self.first or failure
+            return self.first
         key = f"{self._prefix}/first"
         told = json.dumps([failure.rank, failure.stage, failure.where, failure.why])
         try:
@@ -286,19 +289,21 @@ class FailureBoard:
 
     def post_error(self, error: BaseException) -> FirstFailure:
         """Write an exception of this rank, where it is now."""
-        why = first_line(error)
-        kind = type(error).__name__
         return self.post(
             FirstFailure(
                 rank=self.rank,
                 stage=HERE.stage,
                 where=place_of(HERE.facts() | {"waits_for": ""}),
-                why=f"{kind}: {why}" if why else kind,
+                why=_why(error),
             )
         )
 
     def find(self) -> FirstFailure | None:
         """Return who failed first, when a wait of this rank broke off; takes a moment where nobody has said so yet."""
+        self._bounded(self._find)
+        return self.first
+
+    def _find(self) -> None:
         started = time.monotonic()
         while self.first is None:
             try:
@@ -311,13 +316,17 @@ class FailureBoard:
                 lost = [seen for seen in self.look() if seen.state != "alive"]
                 if lost:
                     self.post(_failure_of(lost[0]))
-                return self.first
+                return
             if self.first is None:
                 time.sleep(0.1)
-        return self.first
 
     def look(self, ranks: Sequence[int] | None = None) -> list[SeenRank]:
         """Return what is known of the other ranks; takes two beats, and longer where one of another host is silent."""
+        found: list[SeenRank] = []
+        self._bounded(lambda: found.extend(self._look(ranks)))
+        return found
+
+    def _look(self, ranks: Sequence[int] | None) -> list[SeenRank]:
         others = [rank for rank in ranks or range(self.num_ranks) if rank != self.rank]
         before = {rank: self._facts_of(rank) for rank in others}
         found: dict[int, SeenRank] = {}
@@ -337,6 +346,34 @@ class FailureBoard:
                     is_local = state == "alive"  # a rank that holds Python's lock for long does not beat
                     found[rank] = SeenRank(rank=rank, state="alive" if is_local else "silent", facts=facts)
         return [found[rank] for rank in others]
+
+    def _bounded(self, act: Callable[[], None]) -> None:
+        """Do what asks the store, and do not wait for one that answers no more: its rank is stopped, its host gone."""
+        done = threading.Thread(target=act, daemon=True)
+        if not self._find_lost_holder():
+            done.start()
+        deadline = time.monotonic() + SETTLING_S + 2 * SILENT_S
+        while done.is_alive() and time.monotonic() < deadline and not self._find_lost_holder():
+            done.join(0.1)
+        if done.is_alive() and self.first is None:
+            self._lose_store("silent")
+
+    def _find_lost_holder(self) -> bool:
+        """Return whether the store's rank is on this host, and dead or stopped: no question to the store would end."""
+        process = None if self._holder is None else self._processes.get(self._holder)
+        if (
+            self._holder == self.rank
+            or process is None
+            or not process.space
+            or process.space != self._own_space
+        ):
+            return False
+        state = process.state()
+        if state == "alive":
+            return False
+        if self.first is None:
+            self._lose_store(state)
+        return True
 
     def linger(self) -> None:
         """Stay until the others have read who failed, if the store goes with this rank."""
@@ -373,8 +410,9 @@ class FailureBoard:
     def _beat(self) -> None:
         self._number += 1
         self._set(f"beat/{self.rank}", [self._number, HERE.facts()])
-        if self._holder is not None and self.rank != self._holder:
-            self._holders_facts = self._facts_of(self._holder)[1]  # if it goes, nobody can ask any more
+        if self._holder is not None and self.rank != self._holder:  # if it goes, nobody can ask any more
+            self._holders_facts = self._facts_of(self._holder)[1]
+            self._local_state(self._holder)
 
     def _read_first(self) -> None:
         if self._has("first"):
@@ -393,11 +431,11 @@ class FailureBoard:
             self.post(_failure_of(SeenRank(rank=rank, state="dead", facts=self._facts_of(rank)[1])))
             return
 
-    def _lose_store(self) -> None:
+    def _lose_store(self, state: str = "dead") -> None:
         self._has_store = False
         if self.first is None and self._holder not in (None, self.rank):
             assert self._holder is not None
-            lost = SeenRank(rank=self._holder, state="dead", facts=self._holders_facts)
+            lost = SeenRank(rank=self._holder, state=state, facts=self._holders_facts)
             self.first = _failure_of(lost)
 
     # ---- the store -----------------------------------------------------------------------------
@@ -549,12 +587,22 @@ def name_cause(error: BaseException, *, is_fatal: bool) -> None:
         first = board.post_error(error)
     else:
         return
-    if first is not None and str(first) not in str(error):
-        if first.rank == board.rank:
-            error.add_note(f"{first}")
+    if first is not None and not _says(error, first):
+        if first.rank != board.rank and isinstance(error, GppError):
+            error.args = (f"{error}; {first}",)
         else:
-            error.args = (f"{error}; {first}", *error.args[1:])
+            error.add_note(f"{first}")
     board.linger()
+
+
+def _says(error: BaseException, first: FirstFailure) -> bool:
+    """Return whether an error says who failed first, or is what every rank raises for itself."""
+    return str(first) in str(error) or first.why == _why(error)
+
+
+def _why(error: BaseException) -> str:
+    kind, text = type(error).__name__, first_line(error)
+    return f"{kind}: {text}" if text else kind
 
 
 _watched = False

@@ -476,9 +476,10 @@ def _hear_all(
         except RuntimeError as error:
             absent = [r for r in range(num_ranks) if not _has(store, _key(call, r))]
             names = " and ".join(f"rank {r}" for r in absent) or f"rank {other}"
+            where = os.environ.get("MASTER_ADDR", "the job's store")
             raise CommTimeout(
-                f"rank {rank} of {num_ranks} ranks waited {time.monotonic() - started:.1f} s for all to meet and say "
-                f"where they run: {names} did not come ({first_line(error)}); start every rank, with rank 0's host as "
+                f"rank {rank} of {num_ranks} ranks waited {round(time.monotonic() - started, 1):g} s for all to meet "
+                f"at {where}: {names} did not come ({first_line(error)}); start every rank, with rank 0's host as "
                 "MASTER_ADDR, and look at the output of those that did not come"
             ) from error
         told.append(json.loads(store.get(_key(call, other))))

@@ -4,7 +4,7 @@
                  engine's calls, or waits in another call, ends it at the limit (`comm_timeout_s`). One that is at work
                  in the same call (it captures, compiles, loads) is waited for as long as the caller allows.
 
-Only on gloo: what NCCL's streams wait for, no host does.
+In a step only on gloo: what NCCL's streams wait for, no host does.
 
 Source: this project
 Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py
@@ -46,6 +46,7 @@ def wait_for(
     group: dist.ProcessGroup,
     limit_s: float | None = None,
     most_s: float | None = None,
+    is_polled: bool = False,
 ) -> None:
     """Wait for a collective that was posted on gloo.
 
@@ -54,6 +55,7 @@ def wait_for(
         who: this rank, for errors.
         limit_s: how long ranks are waited for that show no sign of work; None: the job's.
         most_s: how long those at work are waited for; None: as long as the group's own limit says.
+        is_polled: ask whether it is done, as of a collective on a device, in which the host cannot wait so long.
 
     Raises:
         CommTimeout: a rank is gone, has failed, or did not come; names it, and where it is.
@@ -72,7 +74,10 @@ def wait_for(
             # at the limit, not after it; past it a look every second
             rest = SLICE_S if limit_s is None or waited >= limit_s else min(SLICE_S, limit_s - waited)
             try:
-                work.wait(datetime.timedelta(seconds=max(rest, 0.01)))
+                if is_polled:
+                    _poll(work, max(rest, 0.01))
+                else:
+                    work.wait(datetime.timedelta(seconds=max(rest, 0.01)))
                 return
             except RuntimeError as error:
                 waited = time.monotonic() - started
@@ -91,6 +96,20 @@ def wait_for(
                     raise _lost(what, who, waited, limit_s, reason)
     finally:
         HERE.waits_for = ""
+
+
+def _poll(work: Any, seconds: float) -> None:
+    """Wait for a collective on a device.
+
+    Raises:
+        RuntimeError: it is not done in time; in gloo's words.
+    """
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError("Operation timed out!")
+        time.sleep(0.001)
+    work.wait()
 
 
 def _lost(
@@ -129,7 +148,7 @@ def _will_not_come(seen: SeenRank) -> bool:
     """Return whether a rank that lives is elsewhere: between the engine's calls, or waiting in another one."""
     facts = seen.facts
     if not facts.get("call"):
-        return True
+        return bool(HERE.call)  # where nobody is in an engine's call, that says nothing
     return bool(facts.get("waits_for")) and (facts["call"], facts["number"]) != (HERE.call, HERE.number)
 
 
@@ -173,20 +192,27 @@ def gather_bytes(
         CommTimeout: as `wait_for`.
     """
     # How long each one is, then all of them, each as long as the longest; nobody is through the first before all came.
+    device = _device_of(group)
     sizes = _sizes(len(own), group, **wait)
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
     if own:
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    padded = padded.to(device)
     is_first = dist.get_rank(group) == 0
     parts = [torch.empty_like(padded) for _ in sizes] if is_first or not first_only else None
     if first_only:
         work = dist.gather(padded, parts, group=group, group_dst=0, async_op=True)
     else:
         work = dist.all_gather(parts, padded, group=group, async_op=True)
-    wait_for(work, group=group, **wait)
+    wait_for(work, group=group, is_polled=device != "cpu", **wait)
     if parts is None:
         return None
-    return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+    return [part[:size].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+def _device_of(group: dist.ProcessGroup) -> str:
+    """Return where a group's tensors must be: of NCCL's on the device."""
+    return "cpu" if "gloo" in str(dist.get_backend(group)) else "cuda"
 
 
 def gather_objects(value: Any, *, group: dist.ProcessGroup, **wait: Any) -> list[Any]:
@@ -199,16 +225,21 @@ def gather_objects(value: Any, *, group: dist.ProcessGroup, **wait: Any) -> list
 def tell_bytes(own: bytes, *, source: int, group: dist.ProcessGroup, **wait: Any) -> bytes:
     """Return, on every rank, what the rank ``source`` of the job has; arguments as of `gather_bytes`."""
     is_source = dist.get_rank() == source
+    device = _device_of(group)
     sizes = _sizes(len(own) if is_source else 0, group, **wait)
     body = torch.empty(sizes[dist.get_group_rank(group, source)], dtype=torch.uint8)
     if is_source and own:
         body.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-    wait_for(dist.broadcast(body, src=source, group=group, async_op=True), group=group, **wait)
-    return own if is_source else body.numpy().tobytes()
+    body = body.to(device)
+    work = dist.broadcast(body, src=source, group=group, async_op=True)
+    wait_for(work, group=group, is_polled=device != "cpu", **wait)
+    return own if is_source else body.cpu().numpy().tobytes()
 
 
 def _sizes(own: int, group: dist.ProcessGroup, **wait: Any) -> list[int]:
-    found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(found, torch.tensor([own], dtype=torch.int64), group=group, async_op=True)
-    wait_for(work, group=group, **wait)
+    device = _device_of(group)
+    found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    told = torch.tensor([own], dtype=torch.int64, device=device)
+    work = dist.all_gather(found, told, group=group, async_op=True)
+    wait_for(work, group=group, is_polled=device != "cpu", **wait)
     return [int(each) for each in found]

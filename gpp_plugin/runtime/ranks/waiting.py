@@ -129,7 +129,7 @@ def _reason_to_stop(
     seen = [
         each
         for each in board.look(dist.get_process_group_ranks(group))
-        if each.facts.get("waits_for") != what
+        if each.state != "alive" or each.facts.get("waits_for") != what
     ]
     if board.first is not None:
         return board.first

@@ -45,8 +45,8 @@ def said_by(settings: FaultSettings, num_ranks: int = 3) -> dict[int, str]:
     ("fault", "expected"),
     [
         (Fault(kind="kill", rank=1, at="instruction:", skip=9), "its process is gone without a word"),
-        (Fault(kind="raise", rank=2, at="instruction:", skip=4), "failed first, in train_batch at 2"),
-        (Fault(kind="kill", rank=2, at="doing:plan"), "its process is gone without a word"),
+        (Fault(kind="raise", rank=2, at="instruction:", skip=4), "failed first, in train_batch at "),
+        (Fault(kind="kill", rank=2, at="waits_for:the plan"), "its process is gone without a word"),
         (
             Fault(kind="memory", rank=0, at="call:save_checkpoint"),
             "in save_checkpoint: MemoryError: injected",

@@ -27,8 +27,8 @@ def engine_call(name: str, *, is_fatal: Callable[[], bool]) -> Iterator[None]:
         with HERE.during(name):
             yield
         return
-    HERE.call, HERE.number, HERE.last_error = name, HERE.number + 1, ""
     try:
+        HERE.call, HERE.number, HERE.last_error = name, HERE.number + 1, ""
         yield
     except BaseException as error:
         ends_job = not isinstance(error, Exception) or isinstance(error, MemoryError) or is_fatal()

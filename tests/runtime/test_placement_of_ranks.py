@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.runtime.ranks import placement_of_ranks
 from gpp_plugin.runtime.ranks.placement_of_ranks import (
@@ -155,8 +156,8 @@ def _join(name: str) -> tuple[str, int, str]:
 
     from gpp_plugin.integrations.deepspeed.dispatch import _init_distributed
 
-    placement = _init_distributed({})
-    assert deepspeed.comm.is_initialized() and _init_distributed({}) == placement
+    placement = _init_distributed({}, GraphPipelineConfig())
+    assert deepspeed.comm.is_initialized() and _init_distributed({}, GraphPipelineConfig()) == placement
     return dist.get_backend(), dist.get_world_size(), os.environ["LOCAL_RANK"]
 
 

@@ -187,7 +187,8 @@ def _module_of(owner: Any, line: str) -> str:
     stack = {} if node is None else node.meta.get("nn_module_stack") or {}
     paths = [str(entry[0]) for entry in stack.values()]
     path = next((path for path in reversed(paths) if path), "")
-    return f"module {path.removeprefix('L__self___').strip('.')}" if path else f"operator {name}"
+    # the capture is of a wrapper, whose one module is the model
+    return f"module {path.split('.', 1)[-1]}" if path else f"operator {name}"
 
 
 def first_found(found: Found | None, meeting: Meeting) -> str:

@@ -246,9 +246,7 @@ class FailureBoard:
         self._processes: dict[int, _Process] = {}
         self._holders_facts: Mapping[str, Any] = {}
         self._has_store = True
-        self._has_posted = False
         self._closing = threading.Event()
-        self._lock = threading.Lock()
         own = _Process.own()
         self._own_space = own.space
         self._set(f"process/{rank}", [own.space, own.pid, own.start])
@@ -264,10 +262,15 @@ class FailureBoard:
 
     def leave(self) -> None:
         """Tell the others that this rank ends as it should, and close."""
-        if self.first is None:
-            with contextlib.suppress(RuntimeError):
-                self._set(f"left/{self.rank}", 1)
         self.close()
+        if self.first is not None or self._find_lost_holder():
+            return
+        with contextlib.suppress(RuntimeError):
+            self._set(f"left/{self.rank}", 1)
+            if self.rank == self._holder:  # the others' threads stop asking a store that will be gone
+                self._stay_until(
+                    lambda rank: self._has(f"left/{rank}") or self._has(f"knows/{rank}"), 3 * BEAT_S
+                )
 
     # ---- failures ------------------------------------------------------------------------------
 
@@ -360,19 +363,10 @@ class FailureBoard:
 
     def _find_lost_holder(self) -> bool:
         """Return whether the store's rank is on this host, and dead or stopped: no question to the store would end."""
-        process = None if self._holder is None else self._processes.get(self._holder)
-        if (
-            self._holder == self.rank
-            or process is None
-            or not process.space
-            or process.space != self._own_space
-        ):
-            return False
-        state = process.state()
-        if state == "alive":
+        if not self._is_holder_quiet():
             return False
         if self.first is None:
-            self._lose_store(state)
+            self._lose_store(self._state_of(self._holder))
         return True
 
     def linger(self) -> None:
@@ -380,24 +374,32 @@ class FailureBoard:
         if self.rank != self._holder or self.first is None or not self._has_store:
             return
         self._holder = None  # once
-        deadline = time.monotonic() + LINGERING_S
+        with contextlib.suppress(RuntimeError):
+            self._stay_until(lambda rank: self._has(f"seen/{rank}"), LINGERING_S)
+
+    def _stay_until(self, knows: Callable[[int], bool], most_s: float) -> None:
+        """Wait until all ranks that can know something do."""
+        deadline = time.monotonic() + most_s
         waiting = set(range(self.num_ranks)) - {self.rank}
         while waiting and time.monotonic() < deadline:
-            try:
-                waiting = {
-                    rank
-                    for rank in waiting
-                    if self._local_state(rank) != "dead" and not self._has(f"seen/{rank}")
-                }
-            except RuntimeError:
-                return
-            time.sleep(0.05)
+            waiting = {
+                rank
+                for rank in waiting
+                if self._local_state(rank) not in ("dead", "stopped") and not knows(rank)
+            }
+            if waiting:
+                time.sleep(0.02)
 
     # ---- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing.wait(BEAT_S):
+            if self._is_holder_quiet():
+                continue
             try:
+                if self._holder is not None and self._has(f"left/{self._holder}"):
+                    self._set(f"knows/{self.rank}", 1)
+                    return
                 self._beat()
                 if self.first is None:
                     self._read_first()
@@ -406,6 +408,17 @@ class FailureBoard:
                 if not self._closing.is_set():
                     self._lose_store()
                 return
+
+    def _is_holder_quiet(self) -> bool:
+        """Return whether the store's rank is dead or stopped, as far as this host knows."""
+        return self._holder not in (None, self.rank) and self._state_of(self._holder) in ("dead", "stopped")
+
+    def _state_of(self, rank: int | None) -> str:
+        """Return the state of a rank's process, if it is known and of this host, without asking the store."""
+        process = None if rank is None else self._processes.get(rank)
+        if process is None or not process.space or process.space != self._own_space:
+            return ""
+        return process.state()
 
     def _beat(self) -> None:
         self._number += 1
@@ -441,10 +454,16 @@ class FailureBoard:
     # ---- the store -----------------------------------------------------------------------------
 
     def _set(self, key: str, value: Any) -> None:
+        self._check_store()
         self._store.set(f"{self._prefix}/{key}", json.dumps(value))
 
     def _has(self, key: str) -> bool:
+        self._check_store()
         return bool(self._store.check([f"{self._prefix}/{key}"]))
+
+    def _check_store(self) -> None:
+        if not self._has_store:  # torch would write a page for each attempt
+            raise RuntimeError("the job's store is gone")
 
     def _facts_of(self, rank: int) -> tuple[int, Mapping[str, Any]]:
         """Return the number of a rank's last beat, and where it was."""
@@ -459,18 +478,14 @@ class FailureBoard:
 
     def _local_state(self, rank: int) -> str:
         """Return the state of a rank's process; empty where it is on another host, or not known yet."""
-        process = self._processes.get(rank)
-        if process is None:
+        if rank not in self._processes:
             try:
-                if not self._has(f"process/{rank}"):
-                    return ""
-                process = _Process(*json.loads(self._store.get(f"{self._prefix}/process/{rank}")))
+                if self._has(f"process/{rank}"):
+                    told = json.loads(self._store.get(f"{self._prefix}/process/{rank}"))
+                    self._processes[rank] = _Process(*told)
             except RuntimeError:
                 return ""
-            self._processes[rank] = process
-        if not process.space or process.space != self._own_space:
-            return ""
-        return process.state()
+        return self._state_of(rank)
 
 
 _FIELDS = ("rank", "stage", "where", "why")
@@ -587,8 +602,10 @@ def name_cause(error: BaseException, *, is_fatal: bool) -> None:
         first = board.post_error(error)
     else:
         return
-    if first is not None and not _says(error, first):
-        if first.rank != board.rank and isinstance(error, GppError):
+    if first is not None and first.rank == board.rank:
+        error.add_note(f"{first}")
+    elif first is not None and not _says(error, first):
+        if isinstance(error, GppError):
             error.args = (f"{error}; {first}",)
         else:
             error.add_note(f"{first}")

@@ -82,8 +82,9 @@ def wait_for(
             except RuntimeError as error:
                 waited = time.monotonic() - started
                 if work.is_completed() or "timed out!" not in str(error):
-                    first = None if board is None else board.find()
-                    raise _lost(what, who, waited, limit_s, first or first_line(error)) from error
+                    first = None if board is None else board.find() or _reason_to_stop(board, group, what)
+                    broken = f"the connection to another rank broke off ({first_line(error)[:120]})"
+                    raise _lost(what, who, waited, limit_s, first or broken) from error
             if board is not None and board.first is not None:
                 failed_at = failed_at or time.monotonic()
                 if time.monotonic() - failed_at >= min(GRACE_S, limit_s or GRACE_S):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 """Between two signs of life of a rank."""
 
-SILENT_S = 6.0
+SILENT_S = 4.0
 """After how long without a beat a rank of another host is taken to be gone or stopped."""
 
 SETTLING_S = 2.0
@@ -148,7 +148,7 @@ class SeenRank:
     """What is known of another rank.
 
     Args:
-        state: ``alive``, ``dead``, ``stopped``, or ``silent``: of another host, and not heard of.
+        state: ``alive``, ``dead``, ``ended`` as it should, ``stopped``, or ``silent``: of another host, not heard of.
         facts: as of `Whereabouts.facts`, at its last beat; empty where it was never heard of.
     """
 
@@ -166,6 +166,7 @@ class SeenRank:
         """Return what is wrong with it, as a failure's reason."""
         return {
             "dead": "its process is gone without a word (killed, out of memory, or ended by a signal)",
+            "ended": "its process has ended",
             "stopped": "its process is stopped (SIGSTOP, or a debugger)",
             "silent": f"nothing was heard of it for {SILENT_S:g} s (killed, stopped, or its host is gone)",
         }.get(self.state, "it did not come")
@@ -246,6 +247,7 @@ class FailureBoard:
         self._processes: dict[int, _Process] = {}
         self._holders_facts: Mapping[str, Any] = {}
         self._has_store = True
+        self._holder_has_left = False
         self._closing = threading.Event()
         own = _Process.own()
         self._own_space = own.space
@@ -342,7 +344,8 @@ class FailureBoard:
                 number, facts = self._facts_of(rank)
                 state = self._local_state(rank)
                 if state in ("dead", "stopped"):
-                    found[rank] = SeenRank(rank=rank, state=state, facts=facts)
+                    has_left = state == "dead" and self._has(f"left/{rank}")
+                    found[rank] = SeenRank(rank=rank, state="ended" if has_left else state, facts=facts)
                 elif number != before[rank][0]:
                     found[rank] = SeenRank(rank=rank, state="alive", facts=facts)
                 elif time.monotonic() - started > SILENT_S:
@@ -352,7 +355,12 @@ class FailureBoard:
 
     def _bounded(self, act: Callable[[], None]) -> None:
         """Do what asks the store, and do not wait for one that answers no more: its rank is stopped, its host gone."""
-        done = threading.Thread(target=act, daemon=True)
+
+        def quietly() -> None:
+            with contextlib.suppress(RuntimeError):  # the store went meanwhile
+                act()
+
+        done = threading.Thread(target=quietly, daemon=True)
         if not self._find_lost_holder():
             done.start()
         deadline = time.monotonic() + SETTLING_S + 2 * SILENT_S
@@ -398,6 +406,7 @@ class FailureBoard:
                 continue
             try:
                 if self._holder is not None and self._has(f"left/{self._holder}"):
+                    self._holder_has_left = True
                     self._set(f"knows/{self.rank}", 1)
                     return
                 self._beat()
@@ -448,6 +457,7 @@ class FailureBoard:
         self._has_store = False
         if self.first is None and self._holder not in (None, self.rank):
             assert self._holder is not None
+            state = "ended" if self._holder_has_left else state
             lost = SeenRank(rank=self._holder, state=state, facts=self._holders_facts)
             self.first = _failure_of(lost)
 

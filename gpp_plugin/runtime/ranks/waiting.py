@@ -148,6 +148,8 @@ def _reason_to_stop(
 def _will_not_come(seen: SeenRank) -> bool:
     """Return whether a rank that lives is elsewhere: between the engine's calls, or waiting in another one."""
     facts = seen.facts
+    if not facts:
+        return False  # never heard of
     if not facts.get("call"):
         return bool(HERE.call)  # where nobody is in an engine's call, that says nothing
     return bool(facts.get("waits_for")) and (facts["call"], facts["number"]) != (HERE.call, HERE.number)

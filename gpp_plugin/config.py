@@ -147,9 +147,14 @@ class GraphPipelineConfig(_Block):
         vertical_sync: in mode async, a micro-batch uses weights of the same age on every stage.
         p2p: what carries messages between stages: "native", our own transport; "megatron", megatron-core's
             `P2PCommunicator` on the edges that it can carry (`plan.edge_transports`); or that of another package.
-        comm_timeout_s: seconds without an answer after which a rank gives up on a message over gloo. What may wait for
-            a whole mini-batch (sums over ranks, all of NCCL) waits for ten of the planned ones, 600 s or this,
-            whichever is longest.
+        comm_timeout_s: seconds after which a rank gives up on a message over gloo, and on ranks that are stopped, are
+            outside of the engine's calls, or wait elsewhere; one that is at work (it captures, compiles, saves) is
+            waited for. Given, it is also how long ranks wait for all to join. NCCL waits for ten of the planned
+            mini-batches, 600 s or this, whichever is longest.
+        max_skipped_steps: steps running that may be skipped because gradients are not finite, before the job ends with
+            an error; null goes on for ever. While a dynamic loss scale sinks (fp16) they are not counted.
+        locate_nan: look at what every operator returns, and name the module and micro-batch in which a number that is
+            not finite first appears; a step then takes several times as long.
         trace_path: where the measured timeline of each mini-batch is written, as a Chrome trace; `{step}` in the name
             makes one file a step; null writes none.
         seed: of the parameters of a model built on the meta device, of dropout and of shuffling.
@@ -199,6 +204,8 @@ class GraphPipelineConfig(_Block):
     comm_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=60.0, description="a number of seconds above 0"
     )
+    max_skipped_steps: Count | None = Field(default=20, description="null or a whole number of at least 1")
+    locate_nan: bool = Field(default=False, description="true or false")
     trace_path: str | None = Field(default=None, description="null or a file name")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=0, description="a whole number from 0 to 2^63 - 1"

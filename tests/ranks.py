@@ -164,6 +164,23 @@ def _serve(rank: int, num_ranks: int, port: int, is_kept: bool, tasks: Any, answ
             os._exit(0)
 
 
+def open_test_board(*, limit_s: float) -> None:
+    """Let the ranks of the default group know of each other's failures, as those of a job do; collective."""
+    import torch.distributed as dist
+
+    from gpp_plugin.runtime.ranks import failure_board, placement_of_ranks
+
+    placement_of_ranks.gather_placement("cpu")  # counts up the number of the board on all ranks
+    failure_board.open_board(
+        dist.distributed_c10d._get_default_store(),
+        rank=dist.get_rank(),
+        num_ranks=dist.get_world_size(),
+        epoch=placement_of_ranks._last_call,
+        limit_s=limit_s,
+    )
+    dist.barrier()
+
+
 def _drop_groups() -> None:
     """Destroy the process groups a function left behind: each has threads that wake up a hundred times a second."""
     import gc
@@ -171,6 +188,9 @@ def _drop_groups() -> None:
     import torch.distributed as dist
     from deepspeed.utils import groups as deepspeed_groups
 
+    from gpp_plugin.runtime.ranks.failure_board import close_board
+
+    close_board()
     gc.collect()
     for name, value in vars(deepspeed_groups).items():
         if isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD:

@@ -18,7 +18,7 @@ DESIGN_BLOCK = {
     "micro_batch_sizes": "auto", "slicing": "auto",
     "memory": {"limit_gb": "auto", "recompute": "auto", "swap": "auto"},
     "cluster": "auto", "plan": None, "profile_dir": None,
-    "comm_timeout_s": 60, "trace_path": None,
+    "comm_timeout_s": 60, "max_skipped_steps": 20, "locate_nan": False, "trace_path": None,
 }  # fmt: skip
 
 

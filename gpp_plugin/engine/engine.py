@@ -19,8 +19,11 @@ Neither this file nor a part knows a framework: what of one is needed is a `Fram
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +43,8 @@ from gpp_plugin.engine.feed import (
     inputs_read,
     ranks_that_read,
 )
+from gpp_plugin.engine.guards.agreement import agree_on_state
+from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
 from gpp_plugin.engine.rank_engine import RankEngine
@@ -68,6 +73,8 @@ from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.lane import tied_stages
 from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.ranks.calls import watched_calls
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.recorder import Clock, start_clock
@@ -76,12 +83,25 @@ from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.unit_lane import plan_of_units
 from gpp_plugin.runtime.window_lane import WindowLane
 
+logger = logging.getLogger(__name__)
+
 NO_LOSS = ("labels", "return_loss", "num_items_in_batch")
 """What a batch lacks where no loss is asked for."""
 EXPORT_TIMEOUT_S = 600.0
 """How long ranks wait, at least, for one that writes its part of an export."""
 
 
+@watched_calls(
+    "train_batch",
+    "eval_batch",
+    "flush",
+    "memory_report",
+    "save_checkpoint",
+    "load_checkpoint",
+    "save_pretrained",
+    "gather_state_dict",
+    "destroy",
+)
 class GraphPipelineEngine(PipelineSurface):
     """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
 
@@ -113,6 +133,8 @@ class GraphPipelineEngine(PipelineSurface):
         self.config = config
         self.last_timeline: Timeline | None = None
         self.record_timelines = config.trace_path is not None
+        self._skipped = SkippedSteps(config.max_skipped_steps)
+        self._locator = NanLocator() if config.locate_nan else None
         self._setting = setting
         self._source = source
         self._is_destroyed = False
@@ -133,7 +155,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
         modules = self._lanes.make_modules(self._lane, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference))
-        name = plan.names_on_rank(setting.rank)
+        HERE.stage = name = plan.names_on_rank(setting.rank)
         limit_s = collective_timeout_s(plan, config.comm_timeout_s)
         self._wait_s = max(limit_s, LOADING_TIMEOUT_S)
         self._meeting = Meeting(
@@ -347,7 +369,8 @@ class GraphPipelineEngine(PipelineSurface):
         self._source.meet(self._reference, batch)
         for stage in self.rank_engine.stages:
             stage.module.train()
-        call = self._steps.train(batch, following=following, record=clock is not None)
+        with contextlib.nullcontext() if self._locator is None else self._locator.watching():
+            call = self._steps.train(batch, following=following, record=clock is not None)
         self._last_step = call.step
         if clock is not None:
             self._keep_timeline(call, clock)
@@ -358,7 +381,26 @@ class GraphPipelineEngine(PipelineSurface):
             global_samples=self.global_samples,
             seconds=time.perf_counter() - start,
         )
+        self._count_skipped(call)
         return torch.full((), call.loss, dtype=torch.float32, device=self.device)
+
+    def _count_skipped(self, call: TrainedCall) -> None:
+        """Say where the numbers of a skipped step were not finite; end a job that skips them all.
+
+        Stages that step alone skip alone, so in mode async nothing is agreed, and nothing ended.
+        """
+        if self.config.mode == "async":
+            return
+        where = ""
+        if call.step.overflow and self._locator is not None:
+            where = first_found(self._locator.found, self._meeting)
+            if self.global_rank == 0:
+                logger.warning(
+                    "step %d skipped, gradients are not finite: %s",
+                    self.global_steps,
+                    where or "no operator was seen",
+                )
+        self._skipped.count(call.step, number=self.global_steps, where=where)
 
     def _keep_timeline(self, call: TrainedCall, clock: Clock) -> None:
         """Gather what happened when; ``clock`` was started with the mini-batch."""
@@ -389,6 +431,26 @@ class GraphPipelineEngine(PipelineSurface):
         first micro-batches see less.
         """
         return self._steps.staleness
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Read a checkpoint as `PipelineSurface.load_checkpoint`, and refuse ranks that have read different ones.
+
+        Raises:
+            CheckpointError: it is missing, torn, or of another plan.
+            ConfigError: the ranks' files are not of one checkpoint.
+        """
+        loaded, client_state = super().load_checkpoint(
+            load_dir, tag, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+        agree_on_state(self.rank_engine.stages, tag=Path(loaded).name, group=self._setting.group)
+        return loaded, client_state
 
     # ---- evaluation ----------------------------------------------------------------------------
 
@@ -489,6 +551,11 @@ class GraphPipelineEngine(PipelineSurface):
         first = self._lane.lanes[0]
         ahead = first.ahead_bytes if isinstance(first, AheadLane) else (0, 0)
         return self._memory.report(self.rank_engine, ahead=ahead)
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether a mini-batch failed on its way, so that nothing more can be trained on."""
+        return self._runner.failure is not None
 
     # ---- the end -------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ from gpp_plugin.runtime.batches import (
     unit_key,
 )
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -339,13 +339,14 @@ class Feed:
         return dist.get_rank() == self._source
 
     def _wait(self, work: Any) -> None:
-        try:
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise RuntimeFailure(
-                f"rank {dist.get_rank()} waited {self._timeout_s:g} s for the other ranks to load their mini-batch: "
-                "one of them is gone, or its data loader is stuck"
-            ) from error
+        assert self._group is not None, "a single rank waits for nobody"
+        wait_for(
+            work,
+            what="the mini-batch that every rank loads",
+            who=own_name(),
+            group=self._group,
+            most_s=self._timeout_s,
+        )
 
 
 _MOST_HELD = 4

@@ -31,6 +31,7 @@ from gpp_plugin.engine.setting import StepCounters, WeightUpdater
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates, sequence_parallel
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.plan import Stage
+from gpp_plugin.runtime.ranks.waiting import all_reduce
 
 LARGEST_DIFFERENCE = 1e-2
 """Between a duplicate's gradient norms on two tensor ranks, over the larger one; parts of a sum differ by more."""
@@ -198,7 +199,7 @@ def check_duplicates(
     own = gradients.norms(names).to(device)
     # One maximum gives both bounds: the least norm is minus the greatest of their negatives.
     bounds = torch.cat([own, -own])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(bounds, op=dist.ReduceOp.MAX, group=group, what="a look at what tensor ranks hold alike")
     most, least = bounds.cpu().chunk(2)
     for name, high, low in zip(names, most.tolist(), (-least).tolist(), strict=True):
         if high - low > LARGEST_DIFFERENCE * high:
@@ -344,7 +345,7 @@ class RankUpdate:
         """
         first, *others = [stage.squared_norm() for stage in self._stages]
         total = sum(others, start=first)
-        dist.all_reduce(total, group=self._group)
+        all_reduce(total, group=self._group, what="the norm of the gradients")
         # One read of the device a step: the norm, and with it what else the host does not know.
         asked = [(stage.gradients, stage.gradients.unknown()) for stage in self._stages]
         unknown = [(gradients, flags) for gradients, flags in asked if flags is not None]

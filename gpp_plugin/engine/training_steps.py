@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.doors import Channel, Transport, TransportRequest
+from gpp_plugin.engine.guards.agreement import agree, fingerprint_of
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
@@ -86,6 +87,9 @@ class LaneMaker:
         if is_of_units:
             plan = plan_of_units(plan)
         programs = make_programs(plan, reference, reduce_each_backward=reduces_each_backward)
+        # each rank has made those of all: one that made others would wait for messages that nobody sends
+        made = {"the plan": fingerprint_of(plan), "the programs": fingerprint_of(programs)}
+        agree(made, what="a look at the programs", group=self._setting.group)
         ahead = self._programs_ahead(reference, plan) if looks_ahead else None
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
         transport = self._transport_for(plan, reference, channels_of(programs))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpp_plugin.errors import GppError, RuntimeFailure
+from gpp_plugin.errors import CommTimeout, GppError, RuntimeFailure
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
@@ -30,6 +30,7 @@ from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, Windo
 from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
+from gpp_plugin.runtime.ranks.failure_board import HERE, is_broken_connection
 from gpp_plugin.runtime.recorder import Recorder
 
 
@@ -395,12 +396,15 @@ def run_steps(
     # has taken over stays.
     instruction: Instruction | None = None
     is_carried = False
+    here = HERE
     try:
         for part, given, carry in zip(parts, inputs, carries, strict=True):
             part.begin(given, record=record, carry=carry)
         with torch.set_grad_enabled(parts[0].is_training):
-            for instruction, step in steps:  # noqa: B007 - named in errors
+            for instruction, step in steps:
+                here.instruction = instruction  # for the other ranks, should this one go without a word
                 step()
+            here.instruction = None
             for part, carry in zip(parts, carries, strict=True):
                 part.finish(carry)
             is_carried = carries[0] is not None
@@ -409,6 +413,11 @@ def run_steps(
     except GppError as error:
         raise type(error)(f"{_place(program, parts, instruction)}: {error}") from error
     except Exception as error:
+        if is_broken_connection(error):
+            raise CommTimeout(
+                f"{_place(program, parts, instruction)}: a sum over ranks broke off: another rank is gone, or did not "
+                "come in the time its process group has"
+            ) from error
         raise RuntimeFailure(
             f"{_place(program, parts, instruction)}: {type(error).__name__}: {error}"
         ) from error

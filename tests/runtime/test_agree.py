@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import time
 
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.runtime.ranks.agree import do_together, exchange, tell
-from tests.ranks import run_kept_ranks
+from gpp_plugin.runtime.ranks.calls import engine_call
+from tests.ranks import open_test_board, run_kept_ranks
 
 STAGES = ("start", "start", "deep", "end")
 
@@ -29,9 +31,13 @@ def _meet_without(absent: int) -> tuple[list[int], str, str]:
         exchange(fail, what="the second", group=group, stages=STAGES)
     except ConfigError as error:
         refused = str(error)
-    if rank != absent:
+    open_test_board(limit_s=1.0)
+    if rank == absent:
+        time.sleep(5)
+    else:
         try:
-            exchange(lambda: rank, what="the profile of stage 'deep'", group=group, stages=STAGES)
+            with engine_call("initialize", is_fatal=lambda: False):
+                exchange(lambda: rank, what="the profile of stage 'deep'", group=group, stages=STAGES)
         except CommTimeout as error:
             lost = str(error)
     return told, refused, lost
@@ -68,8 +74,12 @@ def test_an_exchange_names_who_did_not_come() -> None:
         assert told == [0, 10, 20, 30]
         assert refused == "no such stage"
         if rank != 2:
-            assert lost.startswith(f"rank {rank} (stage {STAGES[rank]!r}) waited ")
-            assert "for the profile of stage 'deep', to which rank 2 (stage 'deep') did not come" in lost
+            assert lost.startswith(
+                f"rank {rank} (stage {STAGES[rank]!r}) waited for the other ranks at the profile "
+            )
+            assert (
+                "rank 2 failed first, outside of the engine's calls: it did not come to the profile" in lost
+            )
 
 
 def _tell_of_two() -> tuple[str, str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.runtime.ranks import placement_of_ranks
 from gpp_plugin.runtime.ranks.placement_of_ranks import (
@@ -155,8 +156,8 @@ def _join(name: str) -> tuple[str, int, str]:
 
     from gpp_plugin.integrations.deepspeed.dispatch import _init_distributed
 
-    placement = _init_distributed({})
-    assert deepspeed.comm.is_initialized() and _init_distributed({}) == placement
+    placement = _init_distributed({}, GraphPipelineConfig())
+    assert deepspeed.comm.is_initialized() and _init_distributed({}, GraphPipelineConfig()) == placement
     return dist.get_backend(), dist.get_world_size(), os.environ["LOCAL_RANK"]
 
 
@@ -201,5 +202,7 @@ def test_ranks_on_one_device_join_over_gloo_unbound():
 def test_a_rank_that_does_not_come_is_named():
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=1))
-    with pytest.raises(CommTimeout, match=r"rank 0 waited 0.2 s for rank 1 of 2 to say where it runs"):
+    with pytest.raises(
+        CommTimeout, match=r"rank 0 of 2 ranks waited 0.2 s for all to meet at .*: rank 1 did not come"
+    ):
         placement_of_ranks._gather(store, "cpu", rank=0, num_ranks=2, timeout_s=0.2)

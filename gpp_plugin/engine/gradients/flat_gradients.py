@@ -23,6 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_plugin.runtime.ranks.waiting import all_reduce
+
+SUMMED = "the sum of the gradients of a stage's ranks"
+"""What ranks wait for in it, in errors."""
+
 
 @dataclass(slots=True, eq=False)
 class HeldGradient:
@@ -171,6 +176,6 @@ def sum_over(group: dist.ProcessGroup | int, brought: Sequence[Iterable[Summand]
         total = summands[0].brought
         for other in summands[1:]:
             total.add_(other.brought)
-        dist.all_reduce(total, group=group)
+        all_reduce(total, group=group, what="the sum of tied gradients")
         for summand in summands:
             summand.take(total)

@@ -27,8 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients.flat_gradients import GradientBuffer, HeldGradient, Summand, sum_over
+from gpp_plugin.engine.gradients.flat_gradients import (
+    SUMMED,
+    GradientBuffer,
+    HeldGradient,
+    Summand,
+    sum_over,
+)
 from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.runtime.ranks.waiting import finish
 
 EARLY_BUCKET_ELEMENTS = 1 << 22
 """Most elements of a bucket that is sent while a backward runs: 16 MiB of fp32, one message of a good rate."""
@@ -209,8 +216,8 @@ class GradientStore:
             if bucket.sent is None:
                 self._send(bucket)
         for bucket in self._buckets:
-            bucket.sent.wait()
             assert bucket.wire is not None, "it was sent"
+            finish(bucket.sent, bucket.wire, group=self._group, what=SUMMED)
             if bucket.wire.dtype != bucket.buffer.flat.dtype:
                 bucket.part.copy_(bucket.wire)
             bucket.wire = bucket.sent = None

@@ -40,7 +40,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients.flat_gradients import GradientBuffer, Summand, sum_over
+from gpp_plugin.engine.gradients.flat_gradients import SUMMED, GradientBuffer, Summand, sum_over
+from gpp_plugin.runtime.ranks.waiting import all_reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +264,7 @@ class PartitionedGradients:
         if self._degree == 1:
             return parts[0]
         if self._is_gloo:  # its reduce-scatter is an all-reduce of a copy
-            dist.all_reduce(parts, group=self._group)
+            all_reduce(parts, group=self._group, what=SUMMED)
             return parts[self._position]
         sums = torch.empty(parts.shape[1], dtype=self._wire_dtype, device=self._device)
         _reduce_scatter(sums, parts.view(-1), self._group)
@@ -366,7 +367,7 @@ class PartitionedGradients:
 
     def _all_reduce(self, tensor: Tensor) -> None:
         if self._degree > 1:
-            dist.all_reduce(tensor, group=self._group)
+            all_reduce(tensor, group=self._group, what=SUMMED)
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ from gpp_plugin.config import (
 from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.feed import sample_from_dataset
+from gpp_plugin.engine.guards.agreement import agree_on_job
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.import_hook import original_initialize
@@ -56,7 +57,13 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, join_ranks
+from gpp_plugin.runtime.ranks.calls import engine_call
+from gpp_plugin.runtime.ranks.placement_of_ranks import (
+    JOINING_TIMEOUT_S,
+    JobPlacement,
+    join_ranks,
+    telling_before_joining,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +108,9 @@ def dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     # By name, as DeepSpeed would take them: users pass some of them by position.
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     ds_config = _find_config(given)
-    block = read_config(ds_config) if ds_config is not None else None
+    block = None if ds_config is None else _read_block(ds_config)
     if block is not None:
-        return _initialize(load_deepspeed_json(ds_config), block, given)
+        return _initialize_watched(ds_config, block, given)
     if isinstance(given.get("model"), (GraphPipelineModule, StageGraph)):
         raise ConfigError(
             f"{type(given['model']).__name__} needs an enabled graph_pipeline block in the DeepSpeed configuration"
@@ -120,8 +127,8 @@ def initialize_block(**given: Any) -> Any:
     Returns:
         What `deepspeed.initialize` returns, or None where the block is not enabled.
     """
-    block = read_config(given["config"])
-    return None if block is None else _initialize(load_deepspeed_json(given["config"]), block, given)
+    block = _read_block(given["config"])
+    return None if block is None else _initialize_watched(given["config"], block, given)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -141,34 +148,29 @@ def _find_config(given: Mapping[str, Any]) -> Any:
     return model.config if isinstance(model, GraphPipelineModule) else None
 
 
-def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]) -> Any:
-    model = given.get("model")
-    if not isinstance(model, (nn.Module, StageGraph)):
-        raise ConfigError(f"deepspeed.initialize: model is a {type(model).__name__}, not a torch.nn.Module")
-    if isinstance(model, PipelineModule):
-        raise ConfigError(
-            "graph_pipeline: the model is a stock PipelineModule, already cut into layers; pass the plain model, "
-            "or remove the graph_pipeline block"
-        )
-    for key in ("mpu", "mesh_param"):
-        if given.get(key) is not None:
-            raise ConfigError(
-                f"deepspeed.initialize: {key} cannot be combined with graph_pipeline; remove it"
-            )
-    sample: Batch | None = None
-    if isinstance(model, GraphPipelineModule):
-        sample = model.sample_batch
-        model = model.model
+def _read_block(ds_config: Any) -> GraphPipelineConfig | None:
+    """Return the checked block; the ranks that this one will not join hear of what is wrong with it."""
+    with telling_before_joining():
+        return read_config(ds_config)
+
+
+def _initialize_watched(ds_config: Any, block: GraphPipelineConfig, given: Mapping[str, Any]) -> Any:
+    with engine_call("deepspeed.initialize", is_fatal=lambda: True):
+        with telling_before_joining():
+            checked = _check_given(load_deepspeed_json(ds_config), block, given)
+        return _initialize(*checked, given)
+
+
+def _initialize(
+    ds_config: dict[str, Any],
+    block: GraphPipelineConfig,
+    model: Any,
+    sample: Batch | None,
+    given: Mapping[str, Any],
+) -> Any:
     data, collate_fn = given.get("training_data"), given.get("collate_fn")
-    if sample is None and data is None:
-        raise ConfigError(
-            "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
-            "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
-        )
-    if isinstance(data, PackedUnits):
-        ds_config, block = _with_packing(ds_config, block, data)
     # From here on the ranks are joined.
-    setting = _make_setting(ds_config, block, given)
+    setting = _make_setting(ds_config, block, model, given)
     if sample is None:
         sizes = setting.sizes
         count = sizes.mini_batch if block.units is None else sizes.loss_unit
@@ -214,6 +216,42 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
         source = ModelSource(model, config=block, setting=setting)
         engine = GraphPipelineEngine(source=source, framework=framework, **common)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_given(
+    ds_config: dict[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], GraphPipelineConfig, Any, Batch | None]:
+    """Return configuration, model and sample batch, as a rank knows them before it joins the others.
+
+    Raises:
+        ConfigError: arguments cannot be combined with a block, or lack what a capture needs.
+    """
+    model = given.get("model")
+    if not isinstance(model, (nn.Module, StageGraph)):
+        raise ConfigError(f"deepspeed.initialize: model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, PipelineModule):
+        raise ConfigError(
+            "graph_pipeline: the model is a stock PipelineModule, already cut into layers; pass the plain model, "
+            "or remove the graph_pipeline block"
+        )
+    for key in ("mpu", "mesh_param"):
+        if given.get(key) is not None:
+            raise ConfigError(
+                f"deepspeed.initialize: {key} cannot be combined with graph_pipeline; remove it"
+            )
+    sample: Batch | None = None
+    if isinstance(model, GraphPipelineModule):
+        sample = model.sample_batch
+        model = model.model
+    data = given.get("training_data")
+    if sample is None and data is None:
+        raise ConfigError(
+            "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
+            "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
+        )
+    if isinstance(data, PackedUnits):
+        ds_config, block = _with_packing(ds_config, block, data)
+    return ds_config, block, model, sample
 
 
 def _with_packing(
@@ -309,13 +347,23 @@ class DeepSpeedFramework:
 
 
 def _make_setting(
-    ds_config: Mapping[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]
+    ds_config: Mapping[str, Any], block: GraphPipelineConfig, model: Any, given: Mapping[str, Any]
 ) -> Setting:
-    placement = _init_distributed(given)
+    placement = _init_distributed(given, block)
     num_ranks = dist.get_world_size()
-    check_ranks(block, num_ranks)
     # Small agreements go over gloo whatever moves activations: they must not queue behind those on a device.
     group = dist.new_group(backend="gloo") if num_ranks > 1 else None
+    # before anything is worked out of a configuration that another rank does not have
+    agree_on_job(
+        ds_config,
+        block.model_dump(),
+        model=model,
+        optimizer=given.get("optimizer"),
+        scheduler=given.get("lr_scheduler"),
+        data=given.get("training_data"),
+        group=group,
+    )
+    check_ranks(block, num_ranks)
     return setting_of(
         ds_config,
         rank=dist.get_rank(),
@@ -373,11 +421,18 @@ def setting_of(
     )
 
 
-def _init_distributed(given: Mapping[str, Any]) -> JobPlacement:
+def _init_distributed(given: Mapping[str, Any], block: GraphPipelineConfig) -> JobPlacement:
     """Join the ranks the launcher started, and return where they run; a script started by itself is one rank."""
     # The group is made here and not by DeepSpeed, which binds it to the device of LOCAL_RANK: there may be fewer.
     is_cuda = get_accelerator().device_name() == "cuda"
-    placement = join_ranks("cuda" if is_cuda else "cpu", group_timeout=default_pg_timeout)
+    # ranks import torch from one disk, on many hosts: only a limit that the user gave says when that takes too long
+    is_limit_given = "comm_timeout_s" in block.model_fields_set
+    placement = join_ranks(
+        "cuda" if is_cuda else "cpu",
+        timeout_s=block.comm_timeout_s if is_limit_given else JOINING_TIMEOUT_S,
+        group_timeout=default_pg_timeout,
+        limit_s=block.comm_timeout_s,
+    )
     if placement.fall_back and placement.rank == 0:
         logger.warning("%s", placement.fall_back)
     with without_shared_memory_op():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.errors import CommTimeout
+from gpp_plugin.errors import CommTimeout, first_line
 from gpp_plugin.ir.program import Message
 
 
@@ -34,6 +35,10 @@ A buffer may be given other memory when its receive is posted: read it after `Pe
 """
 
 
+_GONE = ("closed by peer", "reset by peer", "broken pipe")
+"""What sockets say when their other end is gone."""
+
+
 class MessagePlace:
     """Where a message is sent or received, for errors, and how long a wait may take; ``edge`` is its edge's name."""
 
@@ -45,14 +50,16 @@ class MessagePlace:
         self.where = edge
         self.timeout = timeout
 
-    def describe(self, error: Exception) -> str:
-        """Return one line: what failed, where, why, and what to do."""
+    def describe(self, error: Exception, waited_s: float) -> str:
+        """Return one line: what failed, where, why after how long, and what to do."""
         message = self.message
-        gone = "closed by peer" in str(error).lower() or "reset by peer" in str(error).lower()
-        if gone or self.timeout is None:
-            reason = "the other rank is gone" if gone else str(error)
+        limit_s = None if self.timeout is None else self.timeout.total_seconds()
+        if any(sign in str(error).lower() for sign in _GONE):
+            reason = f"after {waited_s:.1f} s the other rank is gone"
+        elif limit_s is not None and waited_s >= 0.9 * limit_s:
+            reason = f"nothing came within {limit_s:g} s"
         else:
-            reason = f"nothing came within {self.timeout.total_seconds():g} s"
+            reason = f"after {waited_s:.1f} s: {first_line(error)}"
         is_receive = self.verb == "receive"
         here, there = (
             (message.dst_rank, message.src_rank) if is_receive else (message.src_rank, message.dst_rank)
@@ -86,6 +93,7 @@ class Posted:
     def wait(self) -> None:
         """Complete the transfers; see `Pending`."""
         timeout = self._place.timeout
+        started = time.monotonic()
         try:
             for work in self._works:
                 if timeout is None:
@@ -93,7 +101,7 @@ class Posted:
                 else:
                     work.wait(timeout)
         except RuntimeError as error:
-            raise CommTimeout(self._place.describe(error)) from error
+            raise CommTimeout(self._place.describe(error, time.monotonic() - started)) from error
         self._works = []  # gloo counts completions: waiting twice would wait for a transfer never posted
         self._keep = ()
         for destination, staged in self._staged:

@@ -6,12 +6,8 @@ Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import json
 import pickle
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -19,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin import errors
-from gpp_plugin.errors import CommTimeout, GppError
+from gpp_plugin.errors import GppError
 from gpp_plugin.ir.serialize import dumps, loads
+from gpp_plugin.runtime.ranks.failure_board import HERE, mark_shared, name_of
+from gpp_plugin.runtime.ranks.waiting import all_reduce, gather_objects, own_name, tell_bytes
 
 T = TypeVar("T")
-
-TELLING_TIMEOUT_S = 600.0
-"""How long a rank waits for an answer that is there, on its way from another rank."""
 
 
 def call_on_rank_zero(
@@ -37,7 +32,7 @@ def call_on_rank_zero(
         kind: the `ir` dataclass that ``make`` returns.
         what: the phase, for errors (``profile``, ``plan``).
         group: a CPU group of all ranks; None for a single rank.
-        timeout_s: how long the other ranks wait.
+        timeout_s: how long the other ranks wait for a rank 0 that is at work (`waiting`).
 
     Raises:
         GppError: ``make`` raised it on rank 0; every rank raises the same.
@@ -52,7 +47,8 @@ def call_on_rank_zero(
     result: T | None = None
     if dist.get_rank() == 0:
         try:
-            result = make()
+            with HERE.during(what):
+                result = make()
             answer = json.dumps({"value": dumps(result)}).encode()
         except Exception as error:  # the others must not wait for an answer that will not come
             failure = error
@@ -63,15 +59,25 @@ def call_on_rank_zero(
                 else f"{what} failed: {type(error).__name__}: {error}"
             )
             answer = json.dumps({"error": name, "text": text}).encode()
-    body = _bytes_of(0, answer, what, group, timeout_s)
+    body = tell_bytes(
+        answer, source=0, group=group, what=f"the {what} of rank 0", who=own_name(), most_s=timeout_s
+    )
     if failure is not None:
+        mark_shared(failure)
         raise failure
     if result is not None:
         return result
     told = json.loads(body)
     if "error" in told:
-        raise getattr(errors, told["error"], GppError)(told["text"])
+        raise _shared(told["error"], told["text"])
     return loads(kind, told["value"])
+
+
+def _shared(kind: str, text: str) -> GppError:
+    """Return an error that all ranks raise together."""
+    error: GppError = getattr(errors, kind, GppError)(text)
+    mark_shared(error)
+    return error
 
 
 def tell(
@@ -98,36 +104,11 @@ def tell(
         return own[0]
     is_source = dist.get_rank() == source
     answer = pickle.dumps(own[0]) if is_source else b""
-    body = _bytes_of(source, answer, what, group, TELLING_TIMEOUT_S)
+    body = tell_bytes(answer, source=source, group=group, what=f"the {what}", who=own_name())
     if is_source:
         return own[0]
     told: T = pickle.loads(body)
     return told
-
-
-def _bytes_of(source: int, answer: bytes, what: str, group: dist.ProcessGroup, timeout_s: float) -> bytes:
-    """Return, on every rank, the ``answer`` that ``source`` has: how long it is, then itself."""
-    length = torch.tensor([len(answer)], dtype=torch.int64)
-    _broadcast(length, source, what, group, timeout_s)
-    body = torch.empty(int(length), dtype=torch.uint8)
-    if answer:
-        body.copy_(torch.frombuffer(bytearray(answer), dtype=torch.uint8))
-    _broadcast(body, source, what, group, timeout_s)
-    return body.numpy().tobytes()
-
-
-def _broadcast(
-    tensor: torch.Tensor, source: int, what: str, group: dist.ProcessGroup, timeout_s: float
-) -> None:
-    work = dist.broadcast(tensor, src=source, group=group, async_op=True)
-    assert work is not None
-    try:
-        work.wait(datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise CommTimeout(
-            f"rank {dist.get_rank()} waited {timeout_s:g} s for the {what} of rank {source}, which did not come; "
-            f"look at rank {source}'s output"
-        ) from error
 
 
 def exchange(
@@ -154,7 +135,8 @@ def exchange(
     failure: tuple[str, str] | None = None
     cause: Exception | None = None
     try:
-        value = make()
+        with HERE.during(what):
+            value = make()
     except Exception as error:  # whatever it is: the other ranks must not wait for this one
         cause = error
         is_ours = isinstance(error, GppError)
@@ -164,22 +146,12 @@ def exchange(
             if is_ours
             else f"{_name(dist.get_rank(), stages)}: {what} failed: {type(error).__name__}: {error}",
         )
-    told: list[tuple[T, tuple[str, str] | None]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
-    roll = _Roll(group)
-    roll.answer()
-    started = time.monotonic()
-    try:
-        dist.all_gather_object(told, (value, failure), group=group)
-    except RuntimeError as error:
-        absent = ", ".join(_name(rank, stages) for rank in roll.absent()) or "a rank that came and went"
-        raise CommTimeout(
-            f"{_name(dist.get_rank(), stages)} waited {time.monotonic() - started:.0f} s for {what}, to which "
-            f"{absent} did not come: look for the first error there"
-        ) from error
+    told: list[tuple[T, tuple[str, str] | None]] = gather_objects(
+        (value, failure), group=group, what=what, who=_name(dist.get_rank(), stages)
+    )
     for rank, (_, problem) in enumerate(told):
         if problem is not None:
-            name, text = problem
-            raise getattr(errors, name, GppError)(text) from (cause if rank == dist.get_rank() else None)
+            raise _shared(*problem) from (cause if rank == dist.get_rank() else None)
     return [answer for answer, _ in told]
 
 
@@ -203,13 +175,7 @@ def do_together(act: Callable[[], object], *, what: str, group: dist.ProcessGrou
     except Exception as error:
         failures.append(error)
     count = torch.tensor([len(failures)], dtype=torch.int64)
-    try:
-        dist.all_reduce(count, group=group)
-    except RuntimeError as error:
-        raise CommTimeout(
-            f"{_name(dist.get_rank(), ())} waited for {what}, to which a rank did not come: look for the first error "
-            "on the others"
-        ) from error
+    all_reduce(count, group=group, what=what)
     if int(count) == 0:
         return
 
@@ -221,40 +187,4 @@ def do_together(act: Callable[[], object], *, what: str, group: dist.ProcessGrou
 
 
 def _name(rank: int, stages: Sequence[str]) -> str:
-    return f"rank {rank} (stage {stages[rank]!r})" if stages else f"rank {rank}"
-
-
-_calls: defaultdict[str, int] = defaultdict(int)
-"""Exchanges begun, by group."""
-
-
-class _Roll:
-    """Who has come to an exchange, as ranks note it in the job's store: a collective that fails does not say whom
-    it lacked.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._ranks = dist.get_process_group_ranks(group)
-        self._name = f"gpp_plugin/exchange/{group.group_name}"
-        _calls[self._name] += 1
-        self._call = _calls[self._name]
-        self._store = dist.distributed_c10d._get_default_store()
-
-    def _key(self, rank: int, call: int) -> str:
-        return f"{self._name}/{call}/{rank}"
-
-    def answer(self) -> None:
-        """Note that this rank has come; its note before the last one is read by nobody any more."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store is on rank 0: if that is gone the collective fails too
-            self._store.set(self._key(dist.get_rank(), self._call), "1")
-            if self._call > 2:
-                self._store.delete_key(self._key(dist.get_rank(), self._call - 2))
-
-    def absent(self) -> list[int]:
-        """Return the ranks that have not come; rank 0 where the store is gone."""
-        try:
-            return [rank for rank in self._ranks if not self._store.check([self._key(rank, self._call)])]
-        except RuntimeError:
-            return [0]
+    return name_of(rank, stages[rank] if stages else HERE.stage)

@@ -6,9 +6,7 @@ Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterator
-from contextlib import contextmanager
+import pickle
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.errors import CommTimeout, first_line
+from gpp_plugin.runtime.ranks.waiting import gather_bytes, gather_objects, tell_bytes, wait_for
 
 T = TypeVar("T")
 
@@ -28,7 +26,7 @@ class Meeting:
     Args:
         group: a CPU group of all ranks; None for a single rank, which waits for nobody.
         who: this rank in errors, e.g. ``rank 2, stage 'vision'``.
-        timeout_s: how long this rank waits for the others.
+        timeout_s: how long this rank waits, at most, for others that are at work (`waiting`).
     """
 
     group: dist.ProcessGroup | None
@@ -53,10 +51,8 @@ class Meeting:
             CommTimeout: a rank did not come in time, or is gone.
         """
         if self.group is not None:
-            with self._named(what):
-                work = dist.all_reduce(tensor, group=self.group, async_op=True)
-                assert work is not None, "this rank is in the group"
-                work.wait(datetime.timedelta(seconds=self.timeout_s))
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+            wait_for(work, **self._wait(self.group, what))
         return tensor
 
     def gather(self, value: T, what: str) -> list[T]:
@@ -67,11 +63,7 @@ class Meeting:
         """
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        with self._named(what):
-            self._await_all(self.group)
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, **self._wait(self.group, what))
 
     def gather_on_first(self, value: T, what: str) -> list[T] | None:
         """Return every rank's value on the first rank, None on the others.
@@ -81,13 +73,8 @@ class Meeting:
         """
         if self.group is None:
             return [value]
-        slots: list[Any] | None = None
-        if dist.get_rank(self.group) == 0:
-            slots = [None] * dist.get_world_size(self.group)
-        with self._named(what):
-            self._await_all(self.group)
-            dist.gather_object(value, slots, group=self.group, group_dst=0)
-        return slots
+        told = gather_bytes(pickle.dumps(value), first_only=True, **self._wait(self.group, what))
+        return None if told is None else [pickle.loads(each) for each in told]
 
     def tell(self, value: T | None, *, source: int, what: str) -> T:
         """Return what the rank ``source`` gives, on every rank; the other ranks' values are not read.
@@ -95,26 +82,16 @@ class Meeting:
         Raises:
             CommTimeout: a rank did not come in time (the error says which), or is gone.
         """
-        told: list[Any] = [value]
-        if self.group is not None:
-            with self._named(what):
-                self._await_all(self.group)
-                dist.broadcast_object_list(told, src=source, group=self.group)
-        answer: T = told[0]
+        if self.group is None:
+            assert value is not None, "a single rank tells itself"
+            return value
+        is_source = dist.get_rank() == source
+        told = tell_bytes(
+            pickle.dumps(value) if is_source else b"", source=source, **self._wait(self.group, what)
+        )
+        answer: T = pickle.loads(told)
         return answer
 
-    def _await_all(self, group: dist.ProcessGroup) -> None:
-        """Wait for all ranks: what is gathered has only the group's own limit, the job's."""
-        limit = datetime.timedelta(seconds=self.timeout_s)
-        dist.monitored_barrier(group, timeout=limit, wait_all_ranks=True)
-
-    @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            reason = first_line(error) or type(error).__name__
-            raise CommTimeout(
-                f"{self.who} waited for the other ranks at {what} (limit {self.timeout_s:g} s): {reason}; "
-                "one of them is gone or stuck: look for its first error, or raise graph_pipeline.comm_timeout_s"
-            ) from error
+    def _wait(self, group: dist.ProcessGroup, what: str) -> dict[str, Any]:
+        """Return how `wait_for` waits: the job's limit for ranks that show no sign of work, this one for any."""
+        return {"group": group, "what": what, "who": self.who, "most_s": self.timeout_s}

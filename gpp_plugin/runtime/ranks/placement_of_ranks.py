@@ -30,20 +30,29 @@ import json
 import os
 import re
 import socket
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from gpp_plugin.errors import CommTimeout, ConfigError, first_line
+from gpp_plugin import errors
+from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
 from gpp_plugin.launch import reserved_port
+from gpp_plugin.runtime.ranks.failure_board import mark_shared, open_board
 
 JOINING_TIMEOUT_S = 600.0
 """How long a rank waits for the others to start: they import torch from a shared disk, on many hosts."""
+
+WAITING_LIMIT_S = 60.0
+"""How long ranks wait for others that show no sign of work where nothing says so: `comm_timeout_s`'s default."""
+
+TELLING_S = 30.0
+"""How long a rank that failed before it joined waits for the others, to tell them."""
 
 DEFAULT_PORT = 29500
 """Where rank 0 listens if nothing says so: as torch and DeepSpeed have it."""
@@ -324,6 +333,7 @@ def join_ranks(
     *,
     timeout_s: float = JOINING_TIMEOUT_S,
     group_timeout: datetime.timedelta | None = None,
+    limit_s: float = WAITING_LIMIT_S,
 ) -> JobPlacement:
     """Join the ranks that the launcher started, in a default group that fits where they run; collective.
 
@@ -335,14 +345,18 @@ def join_ranks(
         device_type: ``cuda`` or ``cpu``: what ranks compute on.
         timeout_s: how long to wait for the other ranks.
         group_timeout: the default group's own limit, where it is made here; None: torch's.
+        limit_s: how long a rank then waits for others that show no sign of work (`FailureBoard`).
 
     Raises:
         CommTimeout: a rank did not come; says which.
         ConfigError: the launcher does not say where rank 0 is, only some ranks see a device, or ranks share one and
             the caller's own default group is NCCL's.
+        GppError: another rank failed before it joined (`telling_before_joining`); the same.
     """
     if dist.is_initialized():  # the caller's group stays; where its ranks run is asked all the same
+        store = dist.distributed_c10d._get_default_store()
         placement = gather_placement(device_type, timeout_s=timeout_s)
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
         if placement.shares_device and "nccl" in dist.get_backend_config():
             raise ConfigError(
                 f"torch.distributed was initialised with {dist.get_backend_config()}, and {placement.fall_back}; "
@@ -353,7 +367,7 @@ def join_ranks(
         with contextlib.ExitStack() as stack:
             if os.environ["WORLD_SIZE"] == "1" and "MASTER_PORT" not in os.environ:
                 os.environ["MASTER_PORT"] = str(stack.enter_context(reserved_port()))
-            store, rank, num_ranks = _meet_ranks(timeout_s)
+            store, rank, num_ranks = _find_store(timeout_s)
         placement = _gather(store, device_type, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s)
         dist.init_process_group(
             placement.backend,
@@ -365,21 +379,36 @@ def join_ranks(
     os.environ.setdefault("LOCAL_RANK", str(placement.own_local_rank))
     if placement.own_place.index is not None:
         torch.cuda.set_device(placement.own_device)
+    open_board(store, rank=rank, num_ranks=num_ranks, epoch=_last_call, limit_s=limit_s)
     return placement
 
 
-def _meet_ranks(timeout_s: float) -> tuple[dist.Store, int, int]:
-    """Return the job's store when all ranks have found it, this rank, and how many there are."""
+def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """Return the job's store when rank 0 has made it, this rank, and how many there are.
+
+    As torch's ``env://`` does it, but for waiting there for all ranks: it would not say which did not come.
+    """
+    own, size, where, port = (
+        os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store, rank, num_ranks = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+        store = dist.TCPStore(
+            where,
+            int(port),
+            int(size),
+            own == "0" and not has_agent,
+            datetime.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     except RuntimeError as error:
-        own, size, where = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
         raise CommTimeout(
-            f"rank {own} of {size} ranks waited {timeout_s:g} s for all to meet at {where}, port "
-            f"{os.environ['MASTER_PORT']}: {first_line(error)}; start every rank, on rank 0's host as MASTER_ADDR, and "
-            "look for a firewall between the hosts"
+            f"rank {own} of {size} ranks waited {timeout_s:g} s for all to meet at {where}, port {port}: "
+            f"{first_line(error)}; start every rank, on rank 0's host as MASTER_ADDR, and look for a firewall between "
+            "the hosts"
         ) from error
-    return store, rank, num_ranks
+    return store, int(own), int(size)
 
 
 def gather_placement(device_type: str, *, timeout_s: float = JOINING_TIMEOUT_S) -> JobPlacement:
@@ -395,26 +424,114 @@ def gather_placement(device_type: str, *, timeout_s: float = JOINING_TIMEOUT_S) 
     )
 
 
+_last_call = 0
+"""How often this process joined; every rank makes the same calls."""
+
+
 def _gather(
     store: dist.Store, device_type: str, *, rank: int, num_ranks: int, timeout_s: float
 ) -> JobPlacement:
     # The store outlives engines, so that each call has keys of its own; every rank makes the same calls.
-    call = next(_calls)
+    call = _next_call()
     local = os.environ.get("LOCAL_RANK")
     mine = _look(device_type, None if local is None else int(local))
     store.set(_key(call, rank), json.dumps(dataclasses.asdict(mine)))
-    seen = []
-    for other in range(num_ranks):
-        try:
-            store.wait([_key(call, other)], datetime.timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise CommTimeout(
-                f"rank {rank} waited {timeout_s:g} s for rank {other} of {num_ranks} to say where it runs "
-                f"({first_line(error)}); look at rank {other}'s output"
-            ) from error
-        told = json.loads(store.get(_key(call, other)))
-        seen.append(SeenByRank(**{**told, "devices": tuple(told["devices"]), "names": tuple(told["names"])}))
+    told = _hear_all(store, call, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s)
+    failed = [(other, each["error"]) for other, each in enumerate(told) if "error" in each]
+    if failed:
+        store.set(_key(call, rank) + "/heard", "1")
+        first, (kind, text) = failed[0]
+        error: GppError = getattr(errors, kind, GppError)(
+            f"rank {first} failed before it joined the others: {text}"
+        )
+        mark_shared(error)
+        raise error
+    seen = [
+        SeenByRank(**{**each, "devices": tuple(each["devices"]), "names": tuple(each["names"])})
+        for each in told
+    ]
     return place_ranks(seen, rank=rank)
+
+
+def _next_call() -> int:
+    global _last_call
+    _last_call = next(_calls)
+    return _last_call
+
+
+def _hear_all(
+    store: dist.Store, call: int, *, rank: int, num_ranks: int, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Return what each rank has told of itself.
+
+    Raises:
+        CommTimeout: a rank has not; says which.
+    """
+    told = []
+    started = time.monotonic()
+    for other in range(num_ranks):
+        rest = max(started + timeout_s - time.monotonic(), 0.001)
+        try:
+            store.wait([_key(call, other)], datetime.timedelta(seconds=rest))
+        except RuntimeError as error:
+            absent = [r for r in range(num_ranks) if not _has(store, _key(call, r))]
+            names = " and ".join(f"rank {r}" for r in absent) or f"rank {other}"
+            where = os.environ.get("MASTER_ADDR", "the job's store")
+            raise CommTimeout(
+                f"rank {rank} of {num_ranks} ranks waited {round(time.monotonic() - started, 1):g} s for all to meet "
+                f"at {where}: {names} did not come ({first_line(error)}); start every rank, with rank 0's host as "
+                "MASTER_ADDR, and look at the output of those that did not come"
+            ) from error
+        told.append(json.loads(store.get(_key(call, other))))
+    return told
+
+
+def _has(store: dist.Store, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError:
+        return False
+
+
+@contextlib.contextmanager
+def telling_before_joining() -> Iterator[None]:
+    """Tell the other ranks, which wait for this one to join, of an error: all of them raise it."""
+    try:
+        yield
+    except GppError as error:
+        _tell_before_joining(error)
+        mark_shared(error)
+        raise
+
+
+def _tell_before_joining(error: GppError) -> None:
+    # A configuration is usually wrong on all ranks: each tells its error, and hears of the others' at once.
+    try:
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        else:
+            found = {**launcher_variables(os.environ), **os.environ}
+            if (
+                found.get("WORLD_SIZE", "1") == "1"
+                or "MASTER_ADDR" not in found
+                or "MASTER_PORT" not in found
+            ):
+                return
+            os.environ.update(found)
+            store, rank, num_ranks = _find_store(TELLING_S)
+        if num_ranks == 1:
+            return
+        call = _next_call()
+        own = {"error": [type(error).__name__, str(error)]}
+        store.set(_key(call, rank), json.dumps(own))
+        told = _hear_all(store, call, rank=rank, num_ranks=num_ranks, timeout_s=TELLING_S)
+        store.set(_key(call, rank) + "/heard", "1")
+        if rank == 0:  # the store goes with it
+            ranks = range(len(told))
+            store.wait([_key(call, r) + "/heard" for r in ranks], datetime.timedelta(seconds=TELLING_S))
+    except (RuntimeError, GppError):
+        return  # nobody is there to be told
 
 
 def _key(call: int, rank: int) -> str:

@@ -1,0 +1,669 @@
+"""Which rank of a job failed first, where, and why: a board in the job's store that every rank reads when it fails.
+
+    rank 2   raises, writes "first" ───────────────► store ◄── rank 0's beats: step 3 at 0B1
+                                                       │
+    rank 1   its message does not come ── reads ◄──────┘     "rank 2 (stage 'text') failed first, in train_batch at
+    rank 0   its sum does not come ────── reads ◄────────    2F0: ValueError: ..."
+
+Nothing of it costs a step more than noting where the rank is, an attribute an instruction. A thread writes that to the
+store, twice a second, with a number that counts up (the beat), and looks whether a rank has failed. A rank that is
+killed writes nothing: those on its host see its process gone, others that its beat stands still. The store's own rank,
+when it fails, stays until the others have read what is on the board: the store goes with it.
+
+Source: this project
+Tests: tests/runtime/test_failure_board.py, tests/integrations/test_faults.py
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from gpp_plugin.errors import CommTimeout, GppError, first_line
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+"""Between two signs of life of a rank."""
+
+SILENT_S = 4.0
+"""After how long without a beat a rank of another host is taken to be gone or stopped."""
+
+SETTLING_S = 2.0
+"""How long a rank whose wait broke off looks for the cause: the rank that failed may be writing it."""
+
+LINGERING_S = 3.0
+"""How long the store's rank stays, at most, until the others have read who failed."""
+
+OUTSIDE = "outside of the engine's calls"
+
+
+# ---- where a rank is ---------------------------------------------------------------------------------------------
+
+
+class Whereabouts:
+    """What this process does now; read by the thread that tells the others.
+
+    Attributes:
+        stage: of this rank, once it is known.
+        call: what the user called (``train_batch``); empty between calls.
+        number: how many calls there were.
+        doing: what part of it (``capture``).
+        instruction: of the rank's program, while it runs.
+        waits_for: what the other ranks are waited for; empty while this rank works.
+        last_error: what the last call raised that the job may survive.
+    """
+
+    def __init__(self) -> None:
+        self.stage = ""
+        self.call = ""
+        self.number = 0
+        self.doing = ""
+        self.instruction: Any = None
+        self.waits_for = ""
+        self.last_error = ""
+
+    @contextlib.contextmanager
+    def during(self, doing: str) -> Iterator[None]:
+        """Say what part of a call a block is."""
+        before, self.doing = self.doing, doing
+        try:
+            yield
+        finally:
+            self.doing = before
+
+    def facts(self) -> dict[str, Any]:
+        """Return what others are told."""
+        instruction = self.instruction  # another thread may set it to None meanwhile
+        return {
+            "stage": self.stage,
+            "call": self.call,
+            "number": self.number,
+            "doing": self.doing,
+            "at": "" if instruction is None else str(instruction),
+            "waits_for": self.waits_for,
+            "last_error": self.last_error,
+        }
+
+
+HERE = Whereabouts()
+"""A process is one rank of one job."""
+
+
+def place_of(facts: Mapping[str, Any]) -> str:
+    """Return where a rank is, in words.
+
+    >>> place_of({"call": "train_batch", "at": "2F0"}), place_of({"call": "", "last_error": "StopIteration"})
+    ('in train_batch at 2F0', "outside of the engine's calls (its last call raised StopIteration)")
+    """
+    if not facts.get("call"):
+        raised = facts.get("last_error")
+        return OUTSIDE + (f" (its last call raised {raised})" if raised else "")
+    place = f"in {facts['call']}"
+    if facts.get("at"):
+        place += f" at {facts['at']}"
+    elif facts.get("doing"):
+        place += f", {facts['doing']}"
+    return place + (f", waiting for {facts['waits_for']}" if facts.get("waits_for") else "")
+
+
+def name_of(rank: int, stage: str) -> str:
+    """Return a rank with its stage, for errors."""
+    return f"rank {rank} (stage {stage!r})" if stage else f"rank {rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstFailure:
+    """The first failure of a job.
+
+    Args:
+        where: `place_of` the rank.
+        why: one line.
+    """
+
+    rank: int
+    stage: str
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{name_of(self.rank, self.stage)} failed first, {self.where}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenRank:
+    """What is known of another rank.
+
+    Args:
+        state: ``alive``, ``dead``, ``ended`` as it should, ``stopped``, or ``silent``: of another host, not heard of.
+        facts: as of `Whereabouts.facts`, at its last beat; empty where it was never heard of.
+    """
+
+    rank: int
+    state: str
+    facts: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the rank with its stage."""
+        return name_of(self.rank, self.facts.get("stage", ""))
+
+    @property
+    def why(self) -> str:
+        """Return what is wrong with it, as a failure's reason."""
+        return {
+            "dead": "its process is gone without a word (killed, out of memory, or ended by a signal)",
+            "ended": "its process has ended",
+            "stopped": "its process is stopped (SIGSTOP, or a debugger)",
+            "silent": f"nothing was heard of it for {SILENT_S:g} s (killed, stopped, or its host is gone)",
+        }.get(self.state, "it did not come")
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process as others of its host find it; ``space`` tells hosts, and containers' numbers of processes, apart."""
+
+    space: str
+    pid: int
+    start: str
+
+    @classmethod
+    def own(cls) -> _Process:
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            space = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        except OSError:  # no such files: others know this rank by its beats alone
+            space = ""
+        state = _stat(os.getpid())
+        return cls(space, os.getpid(), "" if state is None else state[1])
+
+    def state(self) -> str:
+        """Return ``alive``, ``stopped`` or ``dead``; of a process on this host."""
+        found = _stat(self.pid)
+        if found is None or found[1] != self.start or found[0] in "ZX":
+            return "dead"
+        return "stopped" if found[0] in "Tt" else "alive"
+
+
+def _stat(pid: int) -> tuple[str, str] | None:
+    """Return a process's state and when it was started; None where it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    # pid (name, which may hold blanks and brackets) state ppid ...: the start is the 22nd field, the state the third
+    fields = text.rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+# ---- the board ---------------------------------------------------------------------------------------------------
+
+
+class FailureBoard:
+    """What the ranks of a job know of each other's failures; made by every rank with the same ``epoch``.
+
+    Args:
+        store: the job's; a connection of its own is made to it, as another thread's waits block a shared one.
+        epoch: tells boards of one store apart.
+        limit_s: how long a wait for ranks that give no sign of work may take.
+        holder: the rank whose process holds the store; None: another process does.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        num_ranks: int,
+        epoch: int,
+        limit_s: float,
+        holder: int | None = 0,
+    ) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.limit_s = limit_s
+        self.first: FirstFailure | None = None
+        """What the thread has found on the board, or this rank has."""
+        self._holder = holder
+        self._store = _connection(store)
+        self._prefix = f"gpp_plugin/board/{epoch}"
+        self._number = 0
+        self._processes: dict[int, _Process] = {}
+        self._holders_facts: Mapping[str, Any] = {}
+        self._has_store = True
+        self._holder_has_left = False
+        self._closing = threading.Event()
+        own = _Process.own()
+        self._own_space = own.space
+        self._set(f"process/{rank}", [own.space, own.pid, own.start])
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="gpp_plugin failure board", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; nothing is looked for any more."""
+        self._closing.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2.0)
+
+    def leave(self) -> None:
+        """Tell the others that this rank ends as it should, and close."""
+        self.close()
+        if self.first is not None or self._find_lost_holder():
+            return
+        with contextlib.suppress(RuntimeError):
+            self._set(f"left/{self.rank}", 1)
+            if self.rank == self._holder:  # the others' threads stop asking a store that will be gone
+                self._stay_until(
+                    lambda rank: self._has(f"left/{rank}") or self._has(f"knows/{rank}"), 3 * BEAT_S
+                )
+
+    # ---- failures ------------------------------------------------------------------------------
+
+    def post(self, failure: FirstFailure) -> FirstFailure:
+        """Write a failure, unless there is one already; return the one that is there."""
+        if self._find_lost_holder() or not self._has_store:
+            self.first = self.first or failure
+            return self.first
+        key = f"{self._prefix}/first"
+        told = json.dumps([failure.rank, failure.stage, failure.where, failure.why])
+        try:
+            found = self._store.compare_set(key, "", told)
+            self.first = FirstFailure(**dict(zip(_FIELDS, json.loads(found), strict=True)))
+            self._set(f"seen/{self.rank}", 1)
+        except (RuntimeError, ValueError):
+            self._lose_store()
+            self.first = self.first or failure
+        return self.first
+
+    def post_error(self, error: BaseException) -> FirstFailure:
+        """Write an exception of this rank, where it is now."""
+        return self.post(
+            FirstFailure(
+                rank=self.rank,
+                stage=HERE.stage,
+                where=place_of(HERE.facts() | {"waits_for": ""}),
+                why=_why(error),
+            )
+        )
+
+    def find(self) -> FirstFailure | None:
+        """Return who failed first, when a wait of this rank broke off; takes a moment where nobody has said so yet."""
+        self._bounded(self._find)
+        return self.first
+
+    def _find(self) -> None:
+        started = time.monotonic()
+        while self.first is None:
+            try:
+                self._read_first()
+                self._look_for_deaths()
+            except RuntimeError:
+                self._lose_store()
+            has_settled = time.monotonic() - started > SETTLING_S
+            if self.first is None and has_settled:
+                lost = [seen for seen in self.look() if seen.state != "alive"]
+                if lost:
+                    self.post(_failure_of(lost[0]))
+                return
+            if self.first is None:
+                time.sleep(0.1)
+
+    def look(self, ranks: Sequence[int] | None = None) -> list[SeenRank]:
+        """Return what is known of the other ranks; takes two beats, and longer where one of another host is silent."""
+        found: list[SeenRank] = []
+        self._bounded(lambda: found.extend(self._look(ranks)))
+        return found
+
+    def _look(self, ranks: Sequence[int] | None) -> list[SeenRank]:
+        others = [rank for rank in ranks or range(self.num_ranks) if rank != self.rank]
+        before = {rank: self._facts_of(rank) for rank in others}
+        found: dict[int, SeenRank] = {}
+        started = time.monotonic()
+        while len(found) < len(others):
+            time.sleep(BEAT_S)
+            for rank in others:
+                if rank in found:
+                    continue
+                number, facts = self._facts_of(rank)
+                state = self._local_state(rank)
+                if state in ("dead", "stopped"):
+                    has_left = state == "dead" and self._has(f"left/{rank}")
+                    found[rank] = SeenRank(rank=rank, state="ended" if has_left else state, facts=facts)
+                elif number != before[rank][0]:
+                    found[rank] = SeenRank(rank=rank, state="alive", facts=facts)
+                elif time.monotonic() - started > SILENT_S:
+                    is_local = state == "alive"  # a rank that holds Python's lock for long does not beat
+                    found[rank] = SeenRank(rank=rank, state="alive" if is_local else "silent", facts=facts)
+        return [found[rank] for rank in others]
+
+    def _bounded(self, act: Callable[[], None]) -> None:
+        """Do what asks the store, and do not wait for one that answers no more: its rank is stopped, its host gone."""
+
+        def quietly() -> None:
+            with contextlib.suppress(RuntimeError):  # the store went meanwhile
+                act()
+
+        done = threading.Thread(target=quietly, daemon=True)
+        if not self._find_lost_holder():
+            done.start()
+        deadline = time.monotonic() + SETTLING_S + 2 * SILENT_S
+        while done.is_alive() and time.monotonic() < deadline and not self._find_lost_holder():
+            done.join(0.1)
+        if done.is_alive() and self.first is None:
+            self._lose_store("silent")
+
+    def _find_lost_holder(self) -> bool:
+        """Return whether the store's rank is on this host, and dead or stopped: no question to the store would end."""
+        if not self._is_holder_quiet():
+            return False
+        if self.first is None:
+            self._lose_store(self._state_of(self._holder))
+        return True
+
+    def linger(self) -> None:
+        """Stay until the others have read who failed, if the store goes with this rank."""
+        if self.rank != self._holder or self.first is None or not self._has_store:
+            return
+        self._holder = None  # once
+        with contextlib.suppress(RuntimeError):
+            self._stay_until(lambda rank: self._has(f"seen/{rank}"), LINGERING_S)
+
+    def _stay_until(self, knows: Callable[[int], bool], most_s: float) -> None:
+        """Wait until all ranks that can know something do."""
+        deadline = time.monotonic() + most_s
+        waiting = set(range(self.num_ranks)) - {self.rank}
+        while waiting and time.monotonic() < deadline:
+            waiting = {
+                rank
+                for rank in waiting
+                if self._local_state(rank) not in ("dead", "stopped") and not knows(rank)
+            }
+            if waiting:
+                time.sleep(0.02)
+
+    # ---- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            if self._is_holder_quiet():
+                continue
+            try:
+                if self._holder is not None and self._has(f"left/{self._holder}"):
+                    self._holder_has_left = True
+                    self._set(f"knows/{self.rank}", 1)
+                    return
+                self._beat()
+                if self.first is None:
+                    self._read_first()
+                    self._look_for_deaths()
+            except RuntimeError:  # c10d's errors are of this kind
+                if not self._closing.is_set():
+                    self._lose_store()
+                return
+
+    def _is_holder_quiet(self) -> bool:
+        """Return whether the store's rank is dead or stopped, as far as this host knows."""
+        return self._holder not in (None, self.rank) and self._state_of(self._holder) in ("dead", "stopped")
+
+    def _state_of(self, rank: int | None) -> str:
+        """Return the state of a rank's process, if it is known and of this host, without asking the store."""
+        process = None if rank is None else self._processes.get(rank)
+        if process is None or not process.space or process.space != self._own_space:
+            return ""
+        return process.state()
+
+    def _beat(self) -> None:
+        self._number += 1
+        self._set(f"beat/{self.rank}", [self._number, HERE.facts()])
+        if self._holder is not None and self.rank != self._holder:  # if it goes, nobody can ask any more
+            self._holders_facts = self._facts_of(self._holder)[1]
+            self._local_state(self._holder)
+
+    def _read_first(self) -> None:
+        if self._has("first"):
+            told = json.loads(self._store.get(f"{self._prefix}/first"))
+            self.first = FirstFailure(**dict(zip(_FIELDS, told, strict=True)))
+            self._set(f"seen/{self.rank}", 1)
+
+    def _look_for_deaths(self) -> None:
+        """Write who of this host is gone without having said so."""
+        for rank in range(self.num_ranks):
+            if rank == self.rank or self._local_state(rank) != "dead" or self._has(f"left/{rank}"):
+                continue
+            if self._has("first"):
+                self._read_first()
+                return
+            self.post(_failure_of(SeenRank(rank=rank, state="dead", facts=self._facts_of(rank)[1])))
+            return
+
+    def _lose_store(self, state: str = "dead") -> None:
+        self._has_store = False
+        if self.first is None and self._holder not in (None, self.rank):
+            assert self._holder is not None
+            state = "ended" if self._holder_has_left else state
+            lost = SeenRank(rank=self._holder, state=state, facts=self._holders_facts)
+            self.first = _failure_of(lost)
+
+    # ---- the store -----------------------------------------------------------------------------
+
+    def _set(self, key: str, value: Any) -> None:
+        self._check_store()
+        self._store.set(f"{self._prefix}/{key}", json.dumps(value))
+
+    def _has(self, key: str) -> bool:
+        self._check_store()
+        return bool(self._store.check([f"{self._prefix}/{key}"]))
+
+    def _check_store(self) -> None:
+        if not self._has_store:  # torch would write a page for each attempt
+            raise RuntimeError("the job's store is gone")
+
+    def _facts_of(self, rank: int) -> tuple[int, Mapping[str, Any]]:
+        """Return the number of a rank's last beat, and where it was."""
+        try:
+            if not self._has(f"beat/{rank}"):
+                return 0, {}
+            number, facts = json.loads(self._store.get(f"{self._prefix}/beat/{rank}"))
+        except RuntimeError:
+            self._lose_store()
+            return 0, self._holders_facts if rank == self._holder else {}
+        return number, facts
+
+    def _local_state(self, rank: int) -> str:
+        """Return the state of a rank's process; empty where it is on another host, or not known yet."""
+        if rank not in self._processes:
+            try:
+                if self._has(f"process/{rank}"):
+                    told = json.loads(self._store.get(f"{self._prefix}/process/{rank}"))
+                    self._processes[rank] = _Process(*told)
+            except RuntimeError:
+                return ""
+        return self._state_of(rank)
+
+
+_FIELDS = ("rank", "stage", "where", "why")
+
+
+def _failure_of(seen: SeenRank) -> FirstFailure:
+    return FirstFailure(
+        rank=seen.rank,
+        stage=seen.facts.get("stage", ""),
+        where=f"last heard of {place_of(seen.facts)}" if seen.facts else "never heard of",
+        why=seen.why,
+    )
+
+
+def _connection(store: dist.Store) -> dist.Store:
+    """Return a connection of one's own to a store; the store itself where it has none."""
+    try:
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store
+    return own
+
+
+# ---- the job's ---------------------------------------------------------------------------------------------------
+
+_board: FailureBoard | None = None
+
+
+def open_board(
+    store: dist.Store, *, rank: int, num_ranks: int, epoch: int, limit_s: float
+) -> FailureBoard | None:
+    """Make the board of a job that begins; the one of a job before it is closed. None for a job of one rank."""
+    global _board
+    close_board()
+    for name, value in vars(Whereabouts()).items():
+        if name not in ("call", "number", "doing"):
+            setattr(HERE, name, value)
+    if num_ranks > 1:
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        _board = FailureBoard(
+            store,
+            rank=rank,
+            num_ranks=num_ranks,
+            epoch=epoch,
+            limit_s=limit_s,
+            holder=None if is_agents else 0,
+        )
+        _watch_exit()
+    return _board
+
+
+def job_board() -> FailureBoard | None:
+    """Return the board of this process's job; None where it has one rank, or none was made."""
+    return _board
+
+
+def close_board() -> None:
+    """Close the job's board, if there is one."""
+    global _board
+    if _board is not None:
+        _board.close()
+    _board = None
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Return whether an error, or what it came of, says that another rank did not answer or is gone."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, CommTimeout | dist.DistNetworkError | dist.DistBackendError):
+            return True
+        text = str(seen).lower()
+        if isinstance(seen, RuntimeError) and any(sign in text for sign in _SIGNS):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+_SIGNS = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "timed out waiting",
+    "operation timed out",
+    "gloo/transport",
+)
+"""Of gloo's messages; its exceptions are RuntimeErrors."""
+
+_SHARED = "_gpp_plugin_raised_on_all_ranks"
+
+
+def mark_shared(error: BaseException) -> None:
+    """Note that all ranks raise this error together: none of them has failed before the others."""
+    setattr(error, _SHARED, True)
+
+
+def is_shared(error: BaseException) -> bool:
+    """Return whether `mark_shared` was called for the error."""
+    return bool(getattr(error, _SHARED, False))
+
+
+def name_cause(error: BaseException, *, is_fatal: bool) -> None:
+    """Add to an error who failed first; where it was this rank, tell the others.
+
+    Args:
+        is_fatal: the job cannot go on after it.
+    """
+    board = _board
+    if board is None or is_shared(error):
+        return
+    if is_broken_connection(error):
+        first = board.find()
+    elif is_fatal:
+        first = board.post_error(error)
+    else:
+        return
+    if first is not None and first.rank == board.rank:
+        error.add_note(f"{first}")
+    elif first is not None and not _says(error, first):
+        if isinstance(error, GppError):
+            error.args = (f"{error}; {first}",)
+        else:
+            error.add_note(f"{first}")
+    board.linger()
+
+
+def _says(error: BaseException, first: FirstFailure) -> bool:
+    """Return whether an error says who failed first, or is what every rank raises for itself."""
+    return str(first) in str(error) or first.why == _why(error)
+
+
+def _why(error: BaseException) -> str:
+    kind, text = type(error).__name__, first_line(error)
+    return f"{kind}: {text}" if text else kind
+
+
+_watched = False
+
+
+def _watch_exit() -> None:
+    """Let what ends this process be known to the others, and its last line be what the job failed of."""
+    global _watched
+    if _watched:
+        return
+    _watched = True
+    atexit.register(_leave)
+    os.register_at_fork(after_in_child=_forget)
+    hook = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        board = _board
+        if board is not None and not is_shared(error):
+            with contextlib.suppress(Exception):
+                name_cause(error, is_fatal=True)
+        hook(kind, error, trace)
+        if board is not None and board.first is not None:
+            sys.stderr.write(f"gpp_plugin: {board.first}\n")
+
+    sys.excepthook = excepthook
+
+
+def _leave() -> None:
+    if _board is not None:
+        _board.linger()
+        _board.leave()
+
+
+def _forget() -> None:
+    """Let a forked process, which has no thread and must not use the connection, know nothing of the board."""
+    global _board
+    _board = None

@@ -1,0 +1,118 @@
+"""A rank of a job that a fault happens to, as a user's script would be."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultSettings:
+    """What each rank of the job does.
+
+    Args:
+        fault: the arguments of `Fault`; None: nothing happens.
+        odd: what one rank has otherwise, by the name of an `ODDITIES` entry.
+        block, config: changes of the configuration on all ranks.
+        steps: of training, then a save, an evaluation, a load, and the end.
+        only_rank_zero_saves: the others go on training.
+    """
+
+    directory: str
+    fault: dict[str, Any] | None = None
+    odd: str = ""
+    odd_rank: int = 1
+    block: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    steps: int = 3
+    uses_loader: bool = False
+    only_rank_zero_saves: bool = False
+
+
+def odd_config(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the rank that has another one."""
+    block = config["graph_pipeline"]
+    optimizer = config["optimizer"]
+    params = optimizer["params"]
+    changed = {
+        "lr": {"optimizer": {**optimizer, "params": {**params, "lr": 2e-3}}},
+        "weight_decay": {"optimizer": {**optimizer, "params": {**params, "weight_decay": 0.5}}},
+        "optimizer": {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}},
+        "scheduler": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}},
+        "clip": {"gradient_clipping": 0.1},
+        "precision": {"bf16": {"enabled": True}},
+        "zero": {"zero_optimization": {"stage": 1}},
+        "batch": {"train_micro_batch_size_per_gpu": 1},
+        "mode": {"graph_pipeline": {**block, "mode": "async"}},
+        "granularity": {"graph_pipeline": {**block, "granularity": "node"}},
+        "seed": {"graph_pipeline": {**block, "seed": 7}},
+        "stages": {"graph_pipeline": {**block, "stages": 1}},
+        "schedule": {"graph_pipeline": {**block, "schedule": "gpipe"}},
+        "slicing": {"graph_pipeline": {**block, "slicing": "off"}},
+        "loss_mean": {"graph_pipeline": {**block, "loss_mean": "tokens"}},
+        "bad_block": {"graph_pipeline": {**block, "planner": "nonsense"}},
+    }
+    return {**config, **changed.get(name, {})}
+
+
+def train(settings: FaultSettings) -> None:
+    """Run the job."""
+    import torch
+
+    from tests.faults import Fault, inject
+
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    if settings.fault is not None:
+        fault = Fault(**settings.fault)
+        inject(fault, rank=rank)
+        if fault.at == "start:" and rank == fault.rank:
+            fault.strike()
+    from tests.integrations.engine_jobs import B, config_of, make_engine
+    from tests.models import build
+
+    config = config_of(block={"comm_timeout_s": 60, **settings.block}, **settings.config)
+    model, make_batch = build("two_branch")
+    sample = make_batch(B, 0)
+    given: dict[str, Any] = {}
+    is_odd = bool(settings.odd) and rank == settings.odd_rank
+    if is_odd:
+        config = odd_config(settings.odd, config)
+        make_odd(settings.odd, model)
+    if settings.uses_loader:
+        rows = make_batch(4 * B, 1)
+        given["training_data"] = [{key: value[i] for key, value in rows.items()} for i in range(4 * B)]
+    engine = make_engine(model, sample, config, **given)
+    stream = None if settings.uses_loader else (make_batch(B, seed) for seed in itertools.count())
+    for _ in range(settings.steps):
+        engine.train_batch(data_iter=stream)
+    if settings.only_rank_zero_saves:
+        if rank == 0:
+            engine.save_checkpoint(settings.directory)
+        time.sleep(60)
+    engine.save_checkpoint(settings.directory)
+    engine.eval_batch(iter([sample]))
+    engine.load_checkpoint(settings.directory)
+    engine.train_batch(data_iter=stream)
+    engine.destroy()
+
+
+def make_odd(name: str, model: Any) -> None:
+    """Change what one rank has beside its configuration."""
+    import torch
+
+    from gpp_plugin.engine.guards import agreement
+
+    if name == "weights":
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.01)
+    elif name == "frozen":
+        next(model.parameters()).requires_grad_(False)
+    elif name == "torch_seed":
+        torch.manual_seed(99)
+    elif name == "version":
+        real = agreement.software_facts
+        agreement.software_facts = lambda: {**real(), "deepspeed": "0.0.1"}

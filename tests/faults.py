@@ -1,0 +1,75 @@
+"""Faults for tests: what happens to a rank, and where: kill, TERM, stop, raise, run out of memory, delay.
+
+    Fault("kill", rank=2, at="instruction:2B1")     at an instruction of its program, by its text or the text's beginning
+    Fault("stop", rank=1, at="doing:plan")          at a phase: what `Whereabouts.during` says
+    Fault("raise", rank=0, at="waits_for:the norm") when it begins to wait for something
+    Fault("raise", rank=3, at="call:train_batch", skip=1)   at the second call of train_batch
+
+Nothing of it is in the package: it watches the attributes by which a rank says where it is (`HERE`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from gpp_plugin.runtime.ranks import failure_board
+
+KINDS = ("kill", "TERM", "raise", "memory", "stop", "delay")
+DELAY_S = 3.0
+
+
+class Injected(RuntimeError):
+    """What a fault raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that happens to one rank at one place.
+
+    Args:
+        at: attribute of `Whereabouts`, a colon, and what its new value begins with.
+        skip: how often the place is passed before it happens.
+    """
+
+    kind: str
+    rank: int
+    at: str
+    skip: int = 0
+
+    def strike(self) -> None:
+        """Let it happen to this process."""
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "TERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        elif self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "delay":
+            time.sleep(DELAY_S)
+        elif self.kind == "memory":
+            raise MemoryError("injected")
+        else:
+            raise Injected("injected")
+
+
+def inject(fault: Fault, *, rank: int) -> None:
+    """Let a fault happen to this process, if it is the rank's that it is for."""
+    if rank != fault.rank:
+        return
+    watched, start = fault.at.split(":", 1)
+    left = [fault.skip]
+
+    class Watched(failure_board.Whereabouts):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == watched and value and str(value).startswith(start):
+                left[0] -= 1
+                if left[0] == -1:
+                    fault.strike()
+
+    failure_board.HERE.__class__ = Watched

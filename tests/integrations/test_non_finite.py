@@ -1,0 +1,78 @@
+"""Steps that are skipped for gradients that are not finite end a job, which says in which module they first appear."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_kept_ranks
+
+STEPS_ALLOWED = 3
+
+
+class Layer(nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        # the root of what is below 0 in the samples that are marked by a large first number
+        return torch.sqrt(x.clamp(min=1e-3) - 1e6 * (x[:, :1] > 50).float()) if self.breaks else torch.relu(x)
+
+
+class Net(nn.Module):
+    def __init__(self, breaking: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(i == breaking) for i in range(4)])
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.linear.weight.copy_(torch.eye(8))
+                layer.linear.bias.zero_()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def train_to_the_end(locate: bool) -> tuple[int, str, str, bool]:
+    """Train on batches of which the third micro-batch breaks; return steps, error, the next one's, and weights."""
+    from tests.integrations.engine_jobs import B, config_of, make_engine
+
+    batch = {"x": torch.rand(B, 8, generator=torch.Generator().manual_seed(0))}
+    bad = {"x": batch["x"].clone()}
+    bad["x"][4, 0] = 100.0
+    block = {"stages": 2, "max_skipped_steps": STEPS_ALLOWED, "locate_nan": locate}
+    engine = make_engine(Net(breaking=2), batch, config_of(block=block))
+    engine.train_batch(iter([batch]))
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    done, said, after = 0, "", ""
+    try:
+        for _ in range(2 * STEPS_ALLOWED):
+            engine.train_batch(iter([bad]))
+            done += 1
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    is_unchanged = all(torch.equal(before[name], p) for name, p in engine.module.named_parameters())
+    try:
+        engine.train_batch(iter([batch]))
+    except Exception as error:
+        after = str(error)
+    return done, said, after, is_unchanged
+
+
+def test_steps_that_are_all_skipped_end_the_job_on_every_rank() -> None:
+    for done, said, after, is_unchanged in run_kept_ranks(train_to_the_end, 2, False):
+        assert done == STEPS_ALLOWED - 1
+        assert said.startswith("RuntimeFailure: 3 steps running were skipped (steps 2 to 4)")
+        assert "set graph_pipeline.locate_nan to see where" in said
+        assert after == "" and is_unchanged
+
+
+def test_the_module_and_micro_batch_of_the_first_nan_are_named() -> None:
+    for _, said, after, is_unchanged in run_kept_ranks(train_to_the_end, 2, True):
+        assert "module layers.2" in said and "(operator sqrt" in said, said
+        assert "in micro-batch 2" in said
+        assert after == "" and is_unchanged

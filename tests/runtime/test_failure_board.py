@@ -1,0 +1,125 @@
+"""The board: the first failure is everyone's, the dead and the silent are told apart, and nothing is made up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+import torch.distributed as dist
+
+from gpp_plugin.errors import CommTimeout, ConfigError
+from gpp_plugin.runtime.ranks import failure_board
+from gpp_plugin.runtime.ranks.failure_board import (
+    FailureBoard,
+    FirstFailure,
+    is_broken_connection,
+    mark_shared,
+)
+
+
+def make_boards(num_ranks: int) -> list[FailureBoard]:
+    store = dist.HashStore()
+    return [
+        FailureBoard(store, rank=rank, num_ranks=num_ranks, epoch=1, limit_s=5.0) for rank in range(num_ranks)
+    ]
+
+
+def close(boards: list[FailureBoard]) -> None:
+    for board in boards:
+        board.close()
+
+
+def test_the_first_failure_is_what_every_rank_finds() -> None:
+    boards = make_boards(3)
+    first = FirstFailure(rank=2, stage="text", where="in train_batch at 2F0", why="ValueError: boom")
+    later = FirstFailure(
+        rank=1, stage="vision", where="in train_batch at 1F0", why="CommTimeout: nothing came"
+    )
+    assert boards[2].post(first) == first
+    assert boards[1].post(later) == first
+    assert boards[0].find() == first
+    assert str(first) == "rank 2 (stage 'text') failed first, in train_batch at 2F0: ValueError: boom"
+    close(boards)
+
+
+def test_the_thread_finds_a_failure_that_nobody_asked_for() -> None:
+    boards = make_boards(2)
+    boards[1].post(FirstFailure(rank=1, stage="", where="in destroy", why="KeyError: 1"))
+    deadline = time.monotonic() + 5
+    while boards[0].first is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert boards[0].first is not None and boards[0].first.rank == 1
+    close(boards)
+
+
+def test_a_store_that_is_gone_means_its_rank_is() -> None:
+    boards = make_boards(2)
+    close(boards)
+    boards[1]._lose_store()
+    assert boards[1].first is not None
+    assert boards[1].first.rank == 0
+    assert "its process is gone without a word" in str(boards[1].first)
+    boards[0]._lose_store()
+    assert boards[0].first is None
+
+
+def _sleep() -> None:
+    time.sleep(60)
+
+
+def test_a_process_is_alive_stopped_or_dead() -> None:
+    process = multiprocessing.get_context("fork").Process(target=_sleep)
+    process.start()
+    found = failure_board._stat(process.pid or 0)
+    assert found is not None
+    seen = failure_board._Process("here", process.pid or 0, found[1])
+    states = [seen.state()]
+    os.kill(process.pid or 0, signal.SIGSTOP)
+    time.sleep(0.1)
+    states.append(seen.state())
+    process.kill()
+    deadline = time.monotonic() + 5
+    while seen.state() != "dead" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    states.append(seen.state())  # a zombie by now: nobody has asked for it
+    process.join()
+    states.append(seen.state())
+    assert states == ["alive", "stopped", "dead", "dead"]
+    assert failure_board._Process("here", os.getpid(), "another start").state() == "dead"
+
+
+def test_what_ranks_raise_together_is_nobody_s_failure(monkeypatch) -> None:
+    boards = make_boards(2)
+    monkeypatch.setattr(failure_board, "_board", boards[1])
+    shared = ConfigError("no such stage")
+    mark_shared(shared)
+    failure_board.name_cause(shared, is_fatal=True)
+    survived = ConfigError("no optimizer")
+    failure_board.name_cause(survived, is_fatal=False)
+    assert boards[1].first is None
+    fatal = ValueError("boom")
+    failure_board.name_cause(fatal, is_fatal=True)
+    assert boards[1].first is not None and boards[1].first.why == "ValueError: boom"
+    assert str(fatal) == "boom"
+    assert "rank 1 failed first" in fatal.__notes__[0]
+    other = CommTimeout("nothing came")
+    monkeypatch.setattr(failure_board, "_board", boards[0])
+    failure_board.name_cause(other, is_fatal=True)
+    assert str(other) == f"nothing came; {boards[1].first}"
+    close(boards)
+
+
+def test_errors_of_connections_are_told_from_others() -> None:
+    assert is_broken_connection(
+        RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+    )
+    assert not is_broken_connection(RuntimeError("shapes do not match"))
+    try:
+        try:
+            raise RuntimeError("Connection closed by peer")
+        except RuntimeError as error:
+            raise ConfigError("construction failed") from error
+    except ConfigError as wrapped:
+        assert is_broken_connection(wrapped)

@@ -1,0 +1,169 @@
+"""Faults of ranks at every phase: who is named, when all have ended, what a disagreement is refused with.
+
+python -m tests.soak.rank_faults            all three tables, with their counts
+python -m tests.soak.rank_faults stops --first 4
+
+faults          kill -9, TERM, an exception, MemoryError at phases and instructions of 4 ranks: all end within 15 s, and
+                every survivor names the rank that failed first
+stops           SIGSTOP at every phase, before joining included: the others end by the limit and 5 s, and name it
+disagreements   one rank with another configuration, version, seed, weights or mode: refused on all, the key named
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+
+from tests.fault_job import FaultSettings
+from tests.fault_runs import Ended, run_job
+from tests.faults import Fault
+
+RANKS = 4
+LIMIT_S = 8.0
+ENDS_IN_S = 15.0
+
+PLACES = (
+    ("call:deepspeed.initialize", 0),
+    ("waits_for:a look at what each rank was given", 0),
+    ("doing:plan", 0),
+    ("doing:making the stages", 0),
+    ("doing:construction", 0),
+    ("call:train_batch", 0),
+    ("instruction:", 0),
+    ("instruction:", 3),
+    ("instruction:", 6),
+    ("instruction:STEP", 0),
+    ("waits_for:the norm", 1),
+    ("waits_for:the loss", 1),
+    ("call:save_checkpoint", 0),
+    ("call:eval_batch", 0),
+    ("call:load_checkpoint", 0),
+    ("call:destroy", 0),
+)
+"""Where, and how often it is passed before."""
+
+ON_RANK_ZERO = ("doing:plan",)
+
+DISAGREEMENTS = (
+    "lr", "weight_decay", "optimizer", "scheduler", "clip", "precision", "zero", "batch", "mode", "granularity",
+    "seed", "stages", "schedule", "slicing", "loss_mean", "bad_block", "weights", "frozen", "torch_seed", "version",
+)  # fmt: skip
+
+
+def _rank_of(number: int, at: str) -> int:
+    return 0 if at in ON_RANK_ZERO else number % RANKS
+
+
+def faults(count: int) -> list[str]:
+    """Return what went wrong in as many faults."""
+    wrong = []
+    cases = list(itertools.product(("kill", "raise", "TERM", "memory"), PLACES))[:count]
+    for number, (kind, (at, skip)) in enumerate(cases):
+        fault = Fault(kind=kind, rank=_rank_of(number, at), at=at, skip=skip)
+        ended = _run(fault)
+        late = [e.seconds for e in ended if e.code is None or e.seconds > ENDS_IN_S]
+        silent = _not_naming(ended, fault.rank)
+        _tell(fault, ended, bool(late or silent), silent)
+        if late or silent:
+            wrong.append(f"{fault}: late {late}, not naming it {silent}")
+    return wrong
+
+
+def stops(count: int) -> list[str]:
+    """Return what went wrong in as many stops."""
+    wrong = []
+    places = (("start:", 0), *PLACES)[:count]
+    for number, (at, skip) in enumerate(places):
+        fault = Fault(kind="stop", rank=_rank_of(number, at) if at != "start:" else 1, at=at, skip=skip)
+        started = time.monotonic()
+        ended = _run(fault, comm_timeout_s=LIMIT_S)
+        alive = [rank for rank, e in enumerate(ended) if rank != fault.rank and e.code is None]
+        late = [round(e.seconds, 1) for e in ended if e.code is not None and e.seconds > LIMIT_S + 5.0]
+        silent = _not_naming(ended, fault.rank)
+        _tell(fault, ended, bool(alive or late or silent), silent, time.monotonic() - started)
+        if alive or late or silent:
+            wrong.append(f"{fault}: alive {alive}, late {late}, not naming it {silent}")
+    return wrong
+
+
+def disagreements(count: int) -> list[str]:
+    """Return what went wrong in as many disagreements."""
+    wrong = []
+    for number, name in enumerate(DISAGREEMENTS[:count]):
+        with tempfile.TemporaryDirectory() as directory:
+            settings = FaultSettings(
+                directory=directory,
+                odd=name,
+                odd_rank=number % RANKS,
+                block={"stages": RANKS, "comm_timeout_s": 20},
+            )
+            ended = run_job(settings, RANKS)
+        last = [e.last_line for e in ended]
+        is_fine = all(e.code == 1 and "ConfigError" in line for e, line in zip(ended, last, strict=True))
+        print(f"  {'ok   ' if is_fine else 'WRONG'} {name}: {last[0][:200]}", flush=True)
+        if not is_fine:
+            wrong.append(f"{name}: {last}")
+    return wrong
+
+
+def _run(fault: Fault, **block: float) -> list[Ended]:
+    with tempfile.TemporaryDirectory() as directory:
+        settings = FaultSettings(
+            directory=directory,
+            fault=asdict(fault),
+            steps=2,
+            block={"stages": RANKS, "comm_timeout_s": 30, **block},
+        )
+        return run_job(settings, RANKS)
+
+
+def _not_naming(ended: list[Ended], failed: int) -> list[int]:
+    """Return the survivors whose last line does not name the rank that failed first."""
+    return [
+        rank
+        for rank, each in enumerate(ended)
+        if rank != failed
+        and not (
+            f"rank {failed}" in each.last_line and any(w in each.last_line for w in ("fail", "did not come"))
+        )
+    ]
+
+
+def _tell(fault: Fault, ended: list[Ended], is_wrong: bool, silent: list[int], seconds: float = 0.0) -> None:
+    witness = next(each for rank, each in enumerate(ended) if rank != fault.rank)
+    print(
+        f"  {'WRONG' if is_wrong else 'ok   '} {fault.kind} rank {fault.rank} at {fault.at} {fault.skip}: last after "
+        f"{max(e.seconds for e in ended if e.code is not None):.1f} s{f' of {seconds:.0f} s' if seconds else ''}: "
+        f"{(ended[silent[0]] if silent else witness).last_line[:220]}",
+        flush=True,
+    )
+
+
+TABLES = {"faults": (faults, 60), "stops": (stops, 16), "disagreements": (disagreements, 20)}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the tables that are named, or all; print their counts; return 1 where anything is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.rank_faults")
+    parser.add_argument("table", nargs="*", choices=[*TABLES, []], help="which tables; all of them if none")
+    parser.add_argument("--first", type=int, help="so many of each table")
+    options = parser.parse_args(arguments)
+    failed = 0
+    for name in options.table or TABLES:
+        run, most = TABLES[name]
+        count = min(most, options.first or most)
+        print(f"{name}:", flush=True)
+        wrong = run(count)
+        failed += len(wrong)
+        print(f"{name}: {count - len(wrong)} of {count} as they should be", flush=True)
+        for line in wrong:
+            print(f"  {line}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -149,6 +149,7 @@ class GraphPipelineEngine(PipelineSurface):
         files = PipelineFiles(
             stages=stages,
             steps=self._steps,
+            data=self._data,
             source=source,
             parameters=reference.analysis.op_graph.parameters,
             setting=setting,

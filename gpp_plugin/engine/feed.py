@@ -6,12 +6,13 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 
 from __future__ import annotations
 
+import copy
 import logging
 import traceback
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.engine.data_position import GIVEN, from_json, to_json
 from gpp_plugin.engine.row_loader import (
     Complete,
     RowLoader,
@@ -32,7 +34,7 @@ from gpp_plugin.engine.row_loader import (
     own_inputs,
     repeat,
 )
-from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
@@ -165,7 +167,8 @@ class Feed:
         self._units = units
         self._order = order
         self.reads_inputs = reads_inputs
-        self._source = source
+        self.source = source
+        self.rank = 0 if group is None else dist.get_rank()
         self._all_read = all_read
         self._group = group
         self._keys = frozenset(keys)
@@ -238,9 +241,26 @@ class Feed:
         loading = self._ahead or self._begin(iterator)
         self._ahead = None
         batch = self._end(loading)
-        if self._loads_ahead:
+        if self._loads_ahead and not self.draws:
             self._ahead = self._begin(iterator)
         return batch
+
+    def drop_ahead(self) -> None:
+        """Forget what was loaded one call ahead, when all ranks have told of it."""
+        loading, self._ahead = self._ahead, None
+        if loading is not None and loading.work is not None:
+            self._wait(loading.work)
+
+    def share_position(self, own: Any) -> Any:
+        """Return, on every rank, where the rank that tells shapes is in the engine's own data; collective."""
+        return self._meeting().tell(own, source=self.source, what="the position in the data")
+
+    def gather_positions(self, own: Any) -> list[Any]:
+        """Return where every rank is in the caller's data; collective."""
+        return self._meeting().gather(own, "the position in the data")
+
+    def _meeting(self) -> Meeting:
+        return Meeting(group=self._group, who=f"rank {self.rank}", timeout_s=self._timeout_s)
 
     def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
@@ -330,13 +350,12 @@ class Feed:
             own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
         elif self._is_source() and batch is not None:
             own = mini_batch_shapes(batch)
-        meeting = Meeting(group=self._group, who=f"rank {dist.get_rank()}", timeout_s=self._timeout_s)
-        told = meeting.tell(own, source=self._source, what=f"a new shape, from rank {self._source}")
+        told = self._meeting().tell(own, source=self.source, what=f"a new shape, from rank {self.source}")
         assert told is not None
         return told
 
     def _is_source(self) -> bool:
-        return dist.get_rank() == self._source
+        return self.rank == self.source
 
     def _wait(self, work: Any) -> None:
         try:
@@ -434,6 +453,9 @@ def _without_frames(error: BaseException) -> None:
 class TrainingData:
     """What `train_batch` reads when it is called without data: the engine's own loader, or what the user set.
 
+    It knows where training is in them (`position`): behind the mini-batches that `next` has given, whatever was taken
+    ahead.
+
     Args:
         own: this rank's share of ``training_data``; None where there is none.
         peeks_at_iterators: `peek` takes mini-batches from iterators too, and not from the engine's own loader alone.
@@ -446,6 +468,11 @@ class TrainingData:
         self._iterator: Iterator[Any] | None = None
         self._peeks_at_iterators = peeks_at_iterators
         self._taken = _TakenAhead()
+        self._num_given = 0
+        self._given: Any = None
+        self._repeats = False
+        self._state_before: Any = None
+        self._pending: Mapping[str, Any] | None = None
 
     def next(self, given: Iterator[Any] | None) -> Batch:
         """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs.
@@ -455,12 +482,18 @@ class TrainingData:
             RuntimeFailure: a rank could not load its rows.
         """
         taken = self._taken.pop(self._source(given))
+        if given is None:
+            self._state_before = None
         if taken is None:
-            return self._take(given)
-        if taken.error is not None:
+            batch = self._take(given)
+        elif taken.error is not None:
             raise taken.error
-        assert taken.batch is not None, "what was taken is a mini-batch or an error"
-        return taken.batch
+        else:
+            assert taken.batch is not None, "what was taken is a mini-batch or an error"
+            batch = taken.batch
+        if given is None and self._own is not None:
+            self._num_given += 1
+        return batch
 
     def peek(self, given: Iterator[Any] | None) -> Batch | None:
         """Return the mini-batch that `next` will return for the same source; None where there is none to be had ahead.
@@ -474,6 +507,8 @@ class TrainingData:
         taken = self._taken.place_for(source)
         if taken is None:
             return None
+        if source is self._iterator:
+            self._state_before = self._given_state()
         try:
             taken.batch = self._take(given)
         except Exception as error:  # the end of an iterator too
@@ -501,20 +536,128 @@ class TrainingData:
             raise
 
     def use_loader(self, loader: Any) -> None:
-        """Read ``loader``, the same batches on every rank, from its beginning.
+        """Read ``loader``, the same batches on every rank, from its beginning, or where a loaded checkpoint says.
 
         Raises:
             ConfigError: it packs mini-batches of another number of units.
         """
         self._feed.check_packing(getattr(loader, "batch_sampler", None))
-        self.use_iterator(repeat(loader))
+        self._use(loader, repeats=True)
         self.loader = loader
 
     def use_iterator(self, iterator: Iterator[Any]) -> None:
         """Read ``iterator``, the same batches on every rank."""
+        self._use(iterator, repeats=False)
+
+    def _use(self, given: Any, *, repeats: bool) -> None:
         self.close()
         self._taken.pop(self._source(None))
-        self._own, self._iterator = None, iterator
+        self._own, self._given, self._repeats, self._state_before = None, given, repeats, None
+        pending, self._pending = self._pending, None
+        is_resumed = pending is not None and self._restore_given(pending)
+        self._iterator = repeat(given, is_resumed=is_resumed) if repeats else given
+
+    # ---- where training is in the data -------------------------------------------------------------
+
+    def position(self) -> dict[str, Any] | None:
+        """Return where training is in the data, in JSON values, the same on every rank; collective.
+
+        Returns:
+            None where the data are a caller's without ``state_dict``, or its state is none that JSON holds (a warning).
+        """
+        if self._own is not None:
+            own = self._told(self._own_position) if self._feed.rank == self._feed.source else None
+            shared: dict[str, Any] | None = self._feed.share_position(own)
+            return shared
+        states = self._feed.gather_positions(self._told(self._given_position))
+        if any(state is None for state in states):
+            return None
+        if all(state == states[0] for state in states):
+            return {"kind": GIVEN, "states": states[:1]}
+        return {"kind": GIVEN, "states": states}
+
+    def _own_position(self) -> dict[str, Any]:
+        assert self._own is not None
+        return {**self._own.position(self._num_given), "draws": self._feed.draws}
+
+    def _given_position(self) -> Any:
+        state = self._given_state() if self._state_before is None else self._state_before
+        return None if state is None else to_json(state)
+
+    def _given_state(self) -> Any:
+        """Return the state of the caller's loader or iterator, None where it has none."""
+        if not hasattr(self._given, "load_state_dict") or not hasattr(self._given, "state_dict"):
+            return None
+        try:
+            return copy.deepcopy(self._given.state_dict())
+        except (
+            AttributeError
+        ):  # accelerate's loaders have the method, and a state only where they are asked for one
+            return None
+
+    def _told(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` gives, None and a warning where it is nothing that can be written."""
+        try:
+            return make()
+        except ValueError as error:
+            logger.warning(
+                "the position in the data is not saved: %s; let state_dict() hold numbers, strings, tensors, lists and "
+                "dicts",
+                error,
+            )
+            return None
+
+    def restore(self, position: Mapping[str, Any] | None) -> None:
+        """Go on where `position` was asked; collective.
+
+        Args:
+            position: None: of a checkpoint that has none; the data are left where they are.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        warns = self._feed.rank == self._feed.source
+        if position is None or (position.get("kind") == GIVEN) != (self._own is None):
+            if self._own is None:
+                return
+            if warns:
+                logger.warning(
+                    "the checkpoint has no position in training_data, which is %s",
+                    "read from its beginning" if not self._num_given else "read on where it is",
+                )
+            self._pending = position
+            return
+        self._taken.pop(self._source(None))
+        if self._own is not None:
+            self._feed.drop_ahead()
+            self._own.restore(position, warns=warns)
+            self._num_given = int(position["mini_batches"])
+            self._feed.draws = self._feed.draws or bool(position.get("draws"))
+        elif self._given is None:  # for the loader that will be set
+            self._pending = position
+        else:
+            self._pending = position
+            self._use(self._given, repeats=self._repeats)
+
+    def _restore_given(self, position: Mapping[str, Any]) -> bool:
+        """Let the caller's loader or iterator go on; return whether it could."""
+        states = position.get("states")
+        if not isinstance(states, list) or not states:
+            raise CheckpointError(
+                "the checkpoint's position in the data holds no state of a loader; load another tag"
+            )
+        if not hasattr(self._given, "load_state_dict"):
+            if self._feed.rank == self._feed.source:
+                logger.warning(
+                    "the checkpoint has the position of a loader with state_dict, and a %s has no load_state_dict: "
+                    "it is read from where it is",
+                    type(self._given).__name__,
+                )
+            return False
+        self._given.load_state_dict(
+            from_json(states[self._feed.rank if self._feed.rank < len(states) else 0])
+        )
+        return True
 
     def apply(self, fn: Callable[[Any], Any]) -> None:
         """Apply ``fn`` to every batch that is loaded or taken from an iterator.

@@ -7,6 +7,7 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import traceback
 import weakref
@@ -34,6 +35,7 @@ from gpp_plugin.engine.row_loader import (
     own_inputs,
     repeat,
 )
+from gpp_plugin.engine.training_steps import different_data
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
@@ -44,6 +46,7 @@ from gpp_plugin.runtime.batches import (
     UnitBatch,
     UnitRule,
     arrange_units,
+    batch_checksum,
     check_batch,
     collect_mini_batch,
     collect_units,
@@ -106,8 +109,9 @@ class _Loading:
     Args:
         batch: where this rank reads inputs; ``error`` what kept it from them.
         facts: a rank that failed (-1: none) and the number of the batch's shape, once ``work`` is done; then the
-            largest checksum of a reading rank's shape, and minus the smallest; then whether any rank drew random
-            numbers of torch's as it loaded; then for each key whether any rank loaded anything but ones.
+            largest checksum of a reading rank's shape, and minus the smallest; the same of the content; then whether
+            any rank drew random numbers of torch's as it loaded; then for each key whether any rank loaded anything but
+            ones.
     """
 
     facts: Tensor
@@ -139,6 +143,7 @@ class Feed:
     Attributes:
         draws: loading the first mini-batch drew random numbers on some rank, from the generator that dropout draws
             from: loaded ahead, both would draw others.
+        step: the step that mini-batches are for, in errors.
     """
 
     def __init__(
@@ -181,6 +186,7 @@ class Feed:
         self._loads_ahead = loads_ahead
         self._ahead: _Loading | None = None
         self.draws = False
+        self.step = 0
 
     def check_packing(self, sampler: Any) -> None:
         """Refuse units that were packed for mini-batches of another number of them.
@@ -222,7 +228,10 @@ class Feed:
     def take(self, iterator: Iterator[Any]) -> Batch:
         """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
-        units = self._complete(collect_units(prepared, self._units or 1))
+        # of units as many as there are, up to a mini-batch: an evaluation is of any number
+        first = collect_units(prepared, 1)
+        more = [check_batch(unit) for unit in itertools.islice(prepared, (self._units or 1) - 1)]
+        units = self._complete(first + more)
         if self._units is None:
             return units[0]
         # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
@@ -245,6 +254,46 @@ class Feed:
             self._ahead = self._begin(iterator)
         return batch
 
+    def agree(self, batch: Batch | None, error: Exception | None, *, compares: bool) -> None:
+        """Refuse on all ranks, before anything runs, what one was not given, or was given otherwise; collective.
+
+        Args:
+            batch: what this rank took from its iterator; None, with the ``error``, where it took nothing.
+            compares: the ranks that read inputs look whether they were given the same.
+
+        Raises:
+            StopIteration: an iterator ended, here or on another rank.
+            RuntimeFailure: another rank took nothing for another reason, or ranks were given different mini-batches.
+        """
+        # In mode async no rank waits for another one to begin: there `DataAgreement` finds it out a call later.
+        if self._group is None or (compares and self._loads_ahead):
+            if error is not None:
+                raise error
+            return
+        has_ended = isinstance(error, StopIteration)
+        facts = torch.tensor([-1, -1, _LEAST, _LEAST])
+        if error is not None:
+            facts[int(has_ended)] = self.rank
+        elif compares and batch is not None and self.reads_inputs:
+            checksum = batch_checksum(batch)
+            facts[2:] = torch.tensor([checksum, -checksum])
+        self._wait(dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        failed, ended, largest, least = facts.tolist()
+        if error is not None and not (has_ended and failed >= 0):
+            raise error
+        if failed >= 0:
+            raise RuntimeFailure(
+                f"rank {failed} could not take its mini-batch; see its error. Nothing of it has run on any rank"
+            ) from error
+        if ended >= 0:
+            raise StopIteration(f"the data of rank {ended} ended")
+        if largest != -least and largest != _LEAST:
+            raise self._different(batch)
+
+    def _different(self, batch: Batch | None) -> RuntimeFailure:
+        checksum = 0 if batch is None else batch_checksum(batch)
+        return different_data(self.step, checksum=checksum, rank=self.rank)
+
     def drop_ahead(self) -> None:
         """Forget what was loaded one call ahead, when all ranks have told of it."""
         loading, self._ahead = self._ahead, None
@@ -264,7 +313,7 @@ class Feed:
 
     def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
-        loading = _Loading(torch.tensor([-1, -1, _LEAST, _LEAST, 0] + [0] * len(self._keys)))
+        loading = _Loading(torch.tensor([-1, -1] + [_LEAST] * 4 + [0] * (1 + len(self._keys))))
         before = None if self._has_begun else torch.get_rng_state()
         self._has_begun, has_drawn = True, False
         if self.reads_inputs:
@@ -287,7 +336,9 @@ class Feed:
                 ones = ones_among(loading.batch, self._keys)
             checksum = zlib.crc32(repr(key).encode())
             other = [int(name not in ones) for name in sorted(self._keys)]
-            loading.facts[2:] = torch.tensor([checksum, -checksum, int(has_drawn), *other])
+            content = batch_checksum(loading.batch)
+            told = [checksum, -checksum, content, -content, int(has_drawn), *other]
+            loading.facts[2:] = torch.tensor(told)
             if self._is_source():
                 loading.facts[1] = self._number_of(key)
         # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
@@ -324,7 +375,7 @@ class Feed:
 
     def _learn_shape(self, loading: _Loading) -> Batch | None:
         """Return this rank's batch or its shape; one number a mini-batch travels, a new shape once."""
-        failed, index, largest, smallest, has_drawn, *others = loading.facts.tolist()
+        failed, index, largest, smallest, content, least, has_drawn, *others = loading.facts.tolist()
         self.draws = self.draws or bool(has_drawn)
         batch = loading.batch
         if failed >= 0:
@@ -333,6 +384,8 @@ class Feed:
             return None
         if largest != -smallest:
             raise _unlike_shapes(batch)
+        if content != -least:
+            raise self._different(batch)
         if not self._all_read and index not in self._shapes:  # a new shape: its source tells it
             self._shapes[index] = self._tell_shapes(batch)
             self._shapes.pop(index - MAX_TOLD, None)  # the oldest, as on the source
@@ -474,26 +527,48 @@ class TrainingData:
         self._state_before: Any = None
         self._pending: Mapping[str, Any] | None = None
 
-    def next(self, given: Iterator[Any] | None) -> Batch:
-        """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs.
+    def next(self, given: Iterator[Any] | None, *, step: int = 1) -> Batch:
+        """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs; collective.
 
         Raises:
             ConfigError: there is no data, or its keys or sizes do not fit.
-            RuntimeFailure: a rank could not load its rows.
+            RuntimeFailure: a rank could not load its rows, or ranks were given different ones.
+            StopIteration: the data ended, here or on another rank.
         """
+        self._feed.step = step
         taken = self._taken.pop(self._source(given))
         if given is None:
             self._state_before = None
-        if taken is None:
-            batch = self._take(given)
-        elif taken.error is not None:
-            raise taken.error
-        else:
-            assert taken.batch is not None, "what was taken is a mini-batch or an error"
-            batch = taken.batch
-        if given is None and self._own is not None:
+        if given is None and self._own is not None:  # whose ranks agree as they load
+            batch = self._take(None) if taken is None else _result(taken)
             self._num_given += 1
-        return batch
+            return batch
+        found: Batch | None = None
+        failure: Exception | None = None
+        try:
+            found = self._take(given) if taken is None else _result(taken)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        self._feed.agree(found, failure, compares=True)
+        assert found is not None, "a rank without a mini-batch has raised"
+        return found
+
+    def take(self, given: Iterator[Any]) -> Batch:
+        """Return a batch to evaluate, of any size and keys; collective.
+
+        Raises:
+            ConfigError: it is no batch.
+            StopIteration: ``given`` ended, here or on another rank.
+        """
+        found: Batch | None = None
+        failure: Exception | None = None
+        try:
+            found = self._feed.take(given)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        self._feed.agree(found, failure, compares=False)
+        assert found is not None, "a rank without a batch has raised"
+        return found
 
     def peek(self, given: Iterator[Any] | None) -> Batch | None:
         """Return the mini-batch that `next` will return for the same source; None where there is none to be had ahead.
@@ -677,6 +752,14 @@ class TrainingData:
         """End what loads ahead."""
         if self._own is not None:
             self._own.close()
+
+
+def _result(taken: _Taken) -> Batch:
+    """Return what was taken ahead, or raise what kept it from being."""
+    if taken.error is not None:
+        raise taken.error
+    assert taken.batch is not None, "what was taken is a mini-batch or an error"
+    return taken.batch
 
 
 def _check_iterator(iterator: Any) -> Iterator[Any]:

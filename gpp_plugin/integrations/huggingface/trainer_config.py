@@ -122,8 +122,8 @@ def _settle(config: dict[str, Any], key: str, value: Any, name: str, *, where: s
         config[key] = value
     elif found != value:
         raise ConfigError(
-            f"{where}{key}: {found!r} in the DeepSpeed configuration, and TrainingArguments say {value!r} ({name}); set "
-            'it to "auto", or make them equal'
+            f"{where}{key}: {found!r} in the DeepSpeed configuration, and TrainingArguments say {value!r} ({name}); "
+            'set it to "auto", or make them equal'
         )
 
 

@@ -170,3 +170,133 @@ def train_on_ranks(
 
 def config_of(zero: int = 0, **block: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": zero}, "graph_pipeline": {"comm_timeout_s": 60, **block}}
+
+
+def resume(directory: str, streams: bool) -> dict[str, Any]:
+    """Train with dropout and save in the middle of the second epoch; go on from there with a fresh trainer."""
+    import torch.distributed as dist
+
+    from gpp_plugin import GraphPipelineTrainer
+
+    ranks = dist.get_world_size()
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+    answers: dict[str, Any] = {}
+    for name in ("straight", "resumed"):
+        rows = data_of("gpt2", 36)  # four steps an epoch, and four samples left over
+        args = arguments(directory, total=UNIT * ACCUMULATION * ranks, ranks=ranks, **more)
+        trainer = GraphPipelineTrainer(
+            build("gpt2", dropout=0.2)[0],
+            args,
+            config=config_of(1, stages=2),
+            train_dataset=Stream(rows) if streams else rows,
+            data_collator=stack,
+        )
+        if name == "straight":
+            trainer.add_callback(_stop_at(6))
+            trainer.train()
+            trainer.engine.destroy()
+            trainer = GraphPipelineTrainer(
+                build("gpt2", dropout=0.2)[0],
+                arguments(directory + "/again", total=UNIT * ACCUMULATION * ranks, ranks=ranks),
+                config=config_of(1, stages=2),
+                train_dataset=Stream(rows) if streams else rows,
+                data_collator=stack,
+            )
+            rows.seen.clear()
+            trainer.train()
+        else:
+            rows.seen.clear()
+            trainer.train(resume_from_checkpoint=True)
+        answers[name] = logged(trainer)
+        answers[f"{name} seen"] = list(rows.seen)
+        answers[f"{name} kept"] = sorted(os.listdir(directory))
+        trainer.engine.destroy()
+    return answers
+
+
+def _stop_at(step: int) -> Any:
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        """Ends training after a step, as a job's time limit does."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            control.should_training_stop = state.global_step >= step
+            return control
+
+    return Stop()
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Return the share of right next tokens, of predictions padded with -100."""
+    found = np.argmax(prediction.predictions[:, :-1], axis=-1)
+    labels = prediction.label_ids[:, 1:]
+    return {"accuracy": float((found == labels).mean()), "sum": float(np.abs(prediction.predictions).sum())}
+
+
+def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) -> dict[str, Any]:
+    """Train with evaluations, keep the best model, and predict."""
+    args = arguments(
+        directory,
+        total=UNIT * ACCUMULATION * 2,
+        ranks=ranks,
+        eval_strategy="steps",
+        eval_steps=5,
+        save_strategy="steps",
+        save_steps=5,
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+        save_total_limit=2,
+    )
+    trainer = trainer_class(
+        build("gpt2")[0],
+        args,
+        train_dataset=data_of("gpt2", 36),
+        eval_dataset=data_of("gpt2", 13),
+        data_collator=stack,
+        compute_metrics=accuracy,
+        **given,
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    found = trainer.predict(data_of("gpt2", 7))
+    rows = [row for row in trainer.state.log_history if "eval_loss" in row]
+    keys = ("eval_loss", "eval_accuracy", "eval_sum", "epoch")
+    answer = {
+        "before": [before[key] for key in keys[:3]],
+        "during": [[row[key] for key in keys] for row in rows[1:]],
+        "predictions": found.predictions,
+        "metrics": [found.metrics[f"test_{key}"] for key in ("loss", "accuracy")],
+        "best": os.path.basename(trainer.state.best_model_checkpoint),
+        "flos": trainer.state.total_flos,
+        "losses": logged(trainer),
+    }
+    trainer.save_model(directory + "/final")
+    if getattr(trainer, "engine", None) is not None:
+        trainer.engine.destroy()
+    return answer
+
+
+def evaluate_on_ranks(directory: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from gpp_plugin import GraphPipelineTrainer
+
+    config = config_of(0, stages=2)
+    return evaluating(GraphPipelineTrainer, directory, ranks=dist.get_world_size(), config=config)
+
+
+def plain_trainer_with_a_block(directory: str) -> str:
+    """Give the block to Trainer itself; return what it says."""
+    from transformers import Trainer
+
+    args = arguments(directory, total=UNIT, ranks=1, deepspeed={**config_of(), "train_batch_size": "auto"})
+    args.use_cpu = False
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    try:
+        Trainer(model_of("gpt2"), args, train_dataset=data_of("gpt2", 4), data_collator=stack).train()
+    except GppError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    return ""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from gpp_plugin.errors import GppError
 from tests.models import build
 
 UNIT, STEPS, ACCUMULATION = 2, 10, 2
@@ -290,13 +293,10 @@ def plain_trainer_with_a_block(directory: str) -> str:
     """Give the block to Trainer itself; return what it says."""
     from transformers import Trainer
 
-    args = arguments(directory, total=UNIT, ranks=1, deepspeed={**config_of(), "train_batch_size": "auto"})
-    args.use_cpu = False
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    config = {**config_of(), "train_batch_size": "auto"}
+    args = arguments(directory, total=UNIT, ranks=1, use_cpu=False, deepspeed=config)
     try:
         Trainer(model_of("gpt2"), args, train_dataset=data_of("gpt2", 4), data_collator=stack).train()
     except GppError as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        del os.environ["ACCELERATE_USE_DEEPSPEED"]
     return ""

@@ -93,6 +93,7 @@ class GraphPipelineTrainer(Trainer):
         self._given_args = args
         self._engine: Any = None
         self._units: int | None = None
+        self._has_trained = self._has_schedule = False
         self._buffered: list[Any] = []
         self._random_states: tuple[Any, ...] | None = None
         self._prediction_outputs = prediction_outputs
@@ -212,7 +213,8 @@ class GraphPipelineTrainer(Trainer):
         )
         self._units = config[BLOCK].get("units")
         more: dict[str, Any] = {}
-        if max_steps:
+        self._has_schedule = max_steps > 0
+        if self._has_schedule:
             more = self._recipes(config, max_steps)
         _set_random_states(states)
         self._engine = deepspeed.initialize(
@@ -251,9 +253,12 @@ class GraphPipelineTrainer(Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
         """Make the engine and load a checkpoint, with the position in a stream."""
-        if self._engine is not None and not self._trains:
-            raise ConfigError("train() after evaluate() needs a train_dataset when the trainer is made")
-        engine = self._make_engine(train_dataloader, max_steps)
+        if self._has_trained or (self._engine is not None and not self._has_schedule):
+            raise ConfigError(
+                "GraphPipelineTrainer: train() is called once a trainer, with the train_dataset it was made with; make "
+                "another one, with resume_from_checkpoint to go on"
+            )
+        engine, self._has_trained = self._make_engine(train_dataloader, max_steps), True
         self.deepspeed = self.model_wrapped = engine
         self.optimizer, self.lr_scheduler = _Steps(engine), _Schedule(engine)
         self.accelerator._optimizers.append(self.optimizer)  # is asked whether a step was skipped
@@ -267,10 +272,6 @@ class GraphPipelineTrainer(Trainer):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         return stand, train_dataloader
-
-    @property
-    def _trains(self) -> bool:
-        return self._engine is not None and self._engine.optimizer is not None
 
     def _init_training_state(self, *given: Any) -> tuple[int, int]:
         """Let a stream go on by itself: Trainer would skip in it what was trained in all passes."""

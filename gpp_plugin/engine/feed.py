@@ -34,6 +34,7 @@ from gpp_plugin.engine.row_loader import (
     inputs_of,
     own_inputs,
     repeat,
+    stream_state,
 )
 from gpp_plugin.engine.training_steps import different_data
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError, RuntimeFailure
@@ -74,7 +75,10 @@ def sample_from_dataset(
     if isinstance(dataset, PackedUnits):  # a unit as they will come
         items = [dataset.dataset[index] for index in dataset.typical_unit()]
     elif isinstance(dataset, IterableDataset):
-        items = [item for item, _ in zip(dataset, range(num_samples), strict=False)]
+        state = stream_state(dataset)  # it may keep its place in itself
+        items = list(itertools.islice(dataset, num_samples))
+        if state is not None:
+            dataset.load_state_dict(state)
     else:
         items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
     if not items:

@@ -158,6 +158,13 @@ def repeat(loader: Iterable[Any], *, is_resumed: bool = False) -> Iterator[Any]:
             raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")
 
 
+def stream_state(dataset: Any) -> Any:
+    """Return a copy of a stream's own state; None where it has none."""
+    if not hasattr(dataset, "state_dict") or not hasattr(dataset, "load_state_dict"):
+        return None
+    return copy.deepcopy(dataset.state_dict())
+
+
 def check_keys(batch: Batch, keys: frozenset[str]) -> None:
     """Refuse a batch of other keys than the model was captured with.
 
@@ -554,7 +561,7 @@ class _LoadedStream(IterableDataset[Any]):
             found = _guarded(read, reader)
             number += 1
             # a copy: the dataset goes on, and a worker writes it down on a thread of its own
-            state = copy.deepcopy(dataset.state_dict()) if hasattr(dataset, "state_dict") else None
+            state = stream_state(dataset)
             yield _Passed(
                 found=found, point=StreamPoint(mini_batches=number, passes=self._passes, state=state)
             )
@@ -621,7 +628,11 @@ class RowLoader:
         self.batch_fn: Callable[[Any], Any] | None = None
         self._is_stream = is_stream
         self._taken = 0
-        self._begin: EpochPoint | StreamPoint = StreamPoint() if is_stream else EpochPoint()
+        self._begin: EpochPoint | StreamPoint = EpochPoint()
+        if (
+            is_stream
+        ):  # a stream may keep its place in itself: going back to its beginning takes its state there
+            self._begin = StreamPoint(state=stream_state(loader.dataset))
         self._points: list[EpochPoint] | list[StreamPoint] = []
 
     def __iter__(self) -> RowLoader:
@@ -672,8 +683,9 @@ class RowLoader:
         common = {"mini_batches": trained, "list_size": self.loader.batch_size}
         if isinstance(point, StreamPoint):
             state = to_json(point.state)
+            passes = point.passes if state is not None else 0  # without a state it is read from its beginning
             return {
-                **common, "kind": STREAM, "lists": trained * units, "passes": point.passes, "state": state
+                **common, "kind": STREAM, "lists": trained * units, "passes": passes, "state": state
             }  # fmt: skip
         lists = point.lists + (trained - point.mini_batches) * units
         return {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.integrations.loading_jobs import WIDTH, Noisy, Samples, Streamed, make
+from tests.integrations.loading_jobs import WIDTH, Samples, Streamed, make
 
 
 class NoisyStream(Streamed):
@@ -32,7 +32,7 @@ def set_random_states(states: tuple[Any, ...]) -> None:
 
 def resume(kind: str, directory: str) -> dict[str, Any]:
     """Eight steps straight; four, and four of a fresh engine from a checkpoint in the middle of an epoch; and again."""
-    make_dataset: Any = {"samples": Samples, "noisy": Noisy, "stream": NoisyStream}[kind]
+    make_dataset: Any = {"samples": Samples, "stream": Streamed}[kind]
     straight = make(make_dataset(), workers=0, stages=2)
     for _ in range(3):
         straight.train_batch()

@@ -274,7 +274,7 @@ def test_states_are_json() -> None:
             from_json(broken)
 
 
-@pytest.mark.parametrize("kind", ["samples", "noisy", "stream"])
+@pytest.mark.parametrize("kind", ["samples", "stream"])
 def test_an_engine_resumes_in_the_middle_of_an_epoch(kind: str, tmp_path: Any) -> None:
     for found in run_kept_ranks(jobs.resume, 2, kind, str(tmp_path)):
         assert found["resumed"] == found["straight"]

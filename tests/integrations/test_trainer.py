@@ -51,9 +51,10 @@ def test_batches_padded_to_their_longest_are_units(tmp_path: Path) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_resumed_in_the_middle_it_is_bit_equal_on_the_same_data(streams: bool, tmp_path: Path) -> None:
     for found in run_kept_ranks(jobs.resume, 2, str(tmp_path), streams):
-        assert found["resumed"] == found["straight"][6:]
-        seen, again = found["straight seen"], found["resumed seen"]
-        assert again == seen[len(seen) - len(again) :] and set(again) <= set(range(36))
+        assert found["resumed"] == found["straight"] and len(found["straight"]) == jobs.STEPS
+        seen, again = found["straight seen"][2:], found["resumed seen"][2:]  # two samples were captured with
+        assert 32 <= len(again) < 40 and again == seen[len(seen) - len(again) :]
+        assert len(set(seen[:32])) == 32
         assert found["straight kept"][-1] == "checkpoint-6"
         assert [name for name in found["resumed kept"] if name.startswith("checkpoint")] == ["checkpoint-9"]
 

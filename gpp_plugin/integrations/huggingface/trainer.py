@@ -32,6 +32,7 @@ from transformers import Trainer
 from transformers.training_args import ParallelMode
 
 from gpp_plugin.config import BLOCK, load_deepspeed_json
+from gpp_plugin.engine.feed import sample_from_dataset
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.huggingface.trainer_config import engine_config
@@ -39,7 +40,6 @@ from gpp_plugin.integrations.huggingface.trainer_data import (
     StreamLoader,
     WholeSteps,
     as_one_process,
-    first_batch,
 )
 
 _REFUSED = {
@@ -200,7 +200,8 @@ class GraphPipelineTrainer(Trainer):
         if self._engine is not None:
             return self._engine
         states = _random_states()
-        sample = first_batch(loader, self.args.per_device_train_batch_size)
+        count = self.args.per_device_train_batch_size
+        sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
         counts_tokens = _divides_by_items(self.model) and "labels" in sample
         if max_steps and self._units is None and _pads_to_longest(self.data_collator):
             self._units = int(self.args.gradient_accumulation_steps)

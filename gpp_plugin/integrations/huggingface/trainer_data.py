@@ -9,17 +9,16 @@ Tests: tests/integrations/test_trainer.py
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.engine.row_loader import stream_state
 
 logger = logging.getLogger(__name__)
 
@@ -142,20 +141,4 @@ class _Stated(IterableDataset[Any]):
             next(items, None)
         while len(taken := list(itertools.islice(items, self._size))) == self._size:
             # a copy: the dataset goes on, and a worker writes it down on a thread of its own
-            yield taken, copy.deepcopy(dataset.state_dict()) if hasattr(dataset, "state_dict") else None
-
-
-def first_batch(loader: Any, count: int) -> dict[str, Any]:
-    """Return one batch of a loader's first samples, without touching the loader.
-
-    Raises:
-        ConfigError: there are no samples.
-    """
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset):
-        items = list(itertools.islice(iter(dataset), count))
-    else:
-        items = [dataset[index] for index in range(min(count, len(dataset)))]
-    if not items:
-        raise ConfigError("the dataset is empty; capture needs at least one sample of it")
-    return cast(dict[str, Any], loader.collate_fn(items))
+            yield taken, stream_state(dataset)

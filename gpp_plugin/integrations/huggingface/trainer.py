@@ -240,7 +240,7 @@ class GraphPipelineTrainer(Trainer):
                     "optimizers: the scheduler is bound to an optimizer of the whole model; pass None for it and set "
                     "lr_scheduler_type, or subclass create_scheduler"
                 )
-            make = super().create_scheduler
+            make = self.create_scheduler
 
             def schedule(optimizer: Any) -> Any:
                 found = make(num_training_steps=max_steps, optimizer=optimizer)
@@ -268,6 +268,7 @@ class GraphPipelineTrainer(Trainer):
         if resume_from_checkpoint is not None:
             engine.load_checkpoint(resume_from_checkpoint)
             self._random_states = _random_states()
+            self.lr_scheduler.step()
         stand = _Stand(engine)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -336,7 +337,7 @@ class GraphPipelineTrainer(Trainer):
     ) -> tuple[Any, Any, Any]:
         """Return loss, outputs and labels of a batch, on every rank."""
         names = [key for key in self._outputs() if key not in (ignore_keys or ())]
-        labels = tuple(inputs.get(name) for name in self.label_names)
+        labels = tuple(self._prepare_input(inputs.get(name)) for name in self.label_names)
         has_loss = all(label is not None for label in labels) if labels else self._returns_loss(inputs)
         batches = iter([dict(inputs)])
         loss: Tensor | None = None
@@ -443,18 +444,26 @@ class _Steps:
 
 
 class _Schedule:
-    """What Trainer knows as the schedule: the engine's, which its own steps advance."""
+    """What Trainer knows as the schedule: the engine's, which is a step ahead once `train_batch` has returned."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._rates: list[float] = []
+        self.step()
 
     def step(self) -> None:
-        """Do nothing: `train_batch` has advanced it."""
+        """Take over the rates of the next step; `train_batch` has advanced the schedule."""
+        try:
+            self._rates = list(self._engine.lr_scheduler.get_last_lr())
+        except (
+            AssertionError,
+            AttributeError,
+        ):  # DeepSpeed's have none before their first step; or there is none
+            self._rates = self._engine.get_lr()
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate of each parameter group of the model."""
-        scheduler = self._engine.lr_scheduler
-        return list(scheduler.get_last_lr()) if scheduler is not None else self._engine.get_lr()
+        """Return the rate of each parameter group, in the last step until `step` is called."""
+        return self._rates
 
 
 def _check_arguments(args: Any, given: Mapping[str, Any]) -> None:
@@ -471,7 +480,7 @@ def _check_arguments(args: Any, given: Mapping[str, Any]) -> None:
             )
     if getattr(args, "fsdp", None):
         raise ConfigError("GraphPipelineTrainer: fsdp and graph_pipeline both shard the model; remove fsdp")
-    if args.train_sampling_strategy == "batch_rebalance":
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise ConfigError(
             "GraphPipelineTrainer: train_sampling_strategy 'batch_rebalance' makes batches for ranks, which here "
             "read the same; choose 'random'"

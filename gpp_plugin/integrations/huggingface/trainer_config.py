@@ -41,6 +41,8 @@ def engine_config(
     (8, 1.0, {})
     """
     config = copy.deepcopy(dict(given))
+    if not (config.get(BLOCK) or {}).get("enabled", True):
+        raise ConfigError(f"{BLOCK}.enabled is false: use transformers.Trainer, or enable the block")
     unit = args.per_device_train_batch_size
     _settle(config, "train_micro_batch_size_per_gpu", unit, "per_device_train_batch_size")
     _settle(

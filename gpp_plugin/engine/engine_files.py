@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gpp_plugin.engine import checkpoint
+from gpp_plugin.engine.feed import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.training_steps import StepStrategy
@@ -28,6 +29,7 @@ class PipelineFiles:
     Args:
         stages: this rank's.
         steps: drains the pipeline.
+        data: what is trained on; checkpoints hold where training is in it.
         source: writes exports, as the user's model has them.
         parameters: of the whole model.
         timeout_s: how long ranks wait for one that writes an export.
@@ -38,6 +40,7 @@ class PipelineFiles:
         *,
         stages: RankEngine,
         steps: StepStrategy,
+        data: TrainingData,
         source: EngineModel,
         parameters: Sequence[Parameter],
         setting: Setting,
@@ -46,6 +49,7 @@ class PipelineFiles:
     ) -> None:
         self._stages = stages
         self._steps = steps
+        self._data = data
         self._source = source
         self._parameters = parameters
         self._setting = setting
@@ -67,6 +71,7 @@ class PipelineFiles:
             directory,
             tag or f"global_step{self._stages.global_steps}",
             client_state=dict(client_state or {}),
+            rank_state={"data": self._data.position()},
             save_latest=save_latest,
         )
 
@@ -87,6 +92,8 @@ class PipelineFiles:
             load_scheduler=scheduler,
             weights_only=weights_only,
         )
+        if not weights_only:
+            self._data.restore((loaded.rank_state or {}).get("data"))
         return str(loaded.directory), loaded.client_state
 
     def export(self, directory: str | Path) -> None:

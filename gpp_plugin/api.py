@@ -29,7 +29,7 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import planner_granularity
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import load, save
+from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.library.named_models import (
@@ -44,6 +44,7 @@ from gpp_plugin.plan.cluster_files import USUAL_DTYPE, read_cluster
 from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.plan_form import check_form, read_plan
 from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
@@ -353,7 +354,8 @@ def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
             memory_limit_bytes=request.memory_limit_bytes,
             zero_stage=request.zero_stage,
         )
-    _check_edges(plan)
+    else:
+        check_form(plan)
     if plan.mode == "async":
         make_windows(plan)
     else:
@@ -378,7 +380,7 @@ def load_plan(path: str | Path) -> PipelinePlan:
     Raises:
         GppError: the file is missing, or no plan of this release; the message names it.
     """
-    return load(PipelinePlan, Path(path))
+    return read_plan(path)
 
 
 def _check_is_plan(given: object) -> None:
@@ -391,15 +393,6 @@ def _check_times(plan: PipelinePlan) -> None:
     _check_is_plan(plan)
     if not any(stage.forward_us for stage in plan.stages):
         raise ConfigError("its stages have no forward_us; make the plan with gpp plan")
-
-
-def _check_edges(plan: PipelinePlan) -> None:
-    for edge in plan.edges:
-        if not 0 <= edge.src < edge.dst < len(plan.stages):
-            raise PlanError(
-                f"an edge goes from stage {edge.src} to stage {edge.dst} of {len(plan.stages)}; data goes to a later "
-                "stage of the plan"
-            )
 
 
 def _links(plan: PipelinePlan, cluster: ClusterSource | None) -> Cluster | None:

@@ -21,11 +21,16 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, ReadError
 from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS, planner_granularity
+from gpp_plugin.ir.serialize import SMALL_BYTES, parse_json, read_text
+from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
 BLOCK = "graph_pipeline"
+_WHAT = "a DeepSpeed configuration"
+_MOST_COMMENTED = 256 << 10
+"""Characters of JSON with comments, whose reader is slow."""
 
 Granularity = Literal["layer", "sub_layer", "node"]
 Mode = Literal["sync", "async"]
@@ -416,25 +421,22 @@ def load_deepspeed_json(ds_config: Mapping[str, Any] | str | Path) -> dict[str, 
         return dict(ds_config)
     if not isinstance(ds_config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a dict or a file name, found {type(ds_config).__name__}")
-    path = Path(ds_config)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_text(ds_config, what=_WHAT)
+    except ReadError:
         decoded = _from_base64(str(ds_config))
         if decoded is None:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the JSON's path") from error
+            raise
         text = decoded
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is no text ({error.reason}); give the JSON's path") from error
+    name = show(str(ds_config)).strip('"')
     try:
-        plain = json.loads(text)
-    except json.JSONDecodeError as error:
-        plain = _from_hjson(text)
+        plain = parse_json(text, what=_WHAT, max_bytes=SMALL_BYTES)
+    except ReadError as error:
+        plain = _from_hjson(text) if isinstance(error.__cause__, json.JSONDecodeError) else None
         if plain is None:
-            place = f"line {error.lineno}, column {error.colno}"
-            raise ConfigError(f"{path}: not JSON at {place}: {error.msg}") from error
+            raise ReadError(f"{name}: {error}") from error.__cause__
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: holds a {type(plain).__name__}; a DeepSpeed configuration is an object")
+        raise ReadError(f"{name}: holds a {type(plain).__name__}; a DeepSpeed configuration is an object")
     return plain
 
 
@@ -452,9 +454,12 @@ def _from_hjson(text: str) -> Any | None:
         import hjson
     except ImportError:  # comes with deepspeed; without it the strict reader's message stands
         return None
+    if len(text) > _MOST_COMMENTED:
+        return None
     try:
-        return json.loads(hjson.dumpsJSON(hjson.loads(text)))
-    except ValueError:
+        plain = hjson.loads(text, object_pairs_hook=dict)
+        return parse_json(hjson.dumpsJSON(plain), what=_WHAT)
+    except (ValueError, RecursionError):
         return None
 
 

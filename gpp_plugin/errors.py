@@ -2,6 +2,7 @@
 
 GppError
 ├── ConfigError          the graph_pipeline block or the DeepSpeed JSON around it
+│   └── ReadError        a file, or a value in it, is not what it should be
 ├── ExtensionError       what another package adds to gpp_plugin cannot be used
 ├── CaptureError         the model cannot be exported or split
 ├── ProfileError         costs cannot be measured or read
@@ -24,6 +25,10 @@ class GppError(Exception):
 
 class ConfigError(GppError, ValueError):
     """The configuration is wrong; the message starts with the key path."""
+
+
+class ReadError(ConfigError):
+    """A file is not what it should be, or a value in it is not valid; names the file, the key path and the fix."""
 
 
 class ExtensionError(GppError):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.errors import GppError
+from gpp_plugin.errors import GppError, ReadError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import fingerprint, load, to_plain
+from gpp_plugin.ir.serialize import MAX_BYTES, fingerprint, from_envelope, is_envelope, read_json, to_plain
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.plan.plan_form import check_events, plan_of_envelope, read_plan
 from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.plan_text import format_breakdown, format_plan, stage_rows
 from gpp_plugin.report.summary import summarize_timeline
@@ -39,13 +40,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     #
     #   plan.json                  picture of the stages, table, memory       --trace is refused
     #   timeline.json --plan P     picture over time, summary                 fingerprints must agree
-    kind = _kind_of(args.file)
-    if kind == "PipelinePlan":
+    content = _read_content(args.file)
+    if isinstance(content, PipelinePlan):
         if args.trace is not None:
             raise GppError(
                 f"--trace: {args.file} is a plan; gpp simulate {args.file} --out FILE makes its timeline"
             )
-        plan = load(PipelinePlan, args.file)
+        plan = content
         print(format_plan(plan, width=args.width))
         if plan.memory:
             print(f"\n{format_breakdown(plan.memory)}")
@@ -58,9 +59,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         }
     if args.plan is None:
         raise GppError(f"{args.file}: a timeline is shown with its plan; add --plan PLAN.json")
-    timeline, plan = load(Timeline, args.file), load(PipelinePlan, args.plan)
+    timeline, plan = content, read_plan(args.plan)
     if timeline.plan != fingerprint(plan):
         raise GppError(f"{args.plan}: is plan {fingerprint(plan)}, the timeline is of plan {timeline.plan}")
+    try:
+        check_events(timeline, plan)
+    except GppError as error:
+        raise type(error)(f"{args.file}: {error}") from error
     print(format_timeline(timeline, plan, width=args.width))
     if args.trace is not None:
         write_trace(timeline, plan, str(args.trace), step=0)
@@ -69,13 +74,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": [to_plain(event) for event in timeline.events], "summary": summary}
 
 
-def _kind_of(path: Path) -> str:
-    try:
-        kind = json.loads(path.read_text(encoding="utf-8"))["type"]
-    except OSError as error:
-        raise GppError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise GppError(f"{path}: is neither a plan nor a timeline of this package") from error
+def _read_content(path: Path) -> PipelinePlan | Timeline:
+    plain = read_json(path, what="a plan or a timeline", max_bytes=MAX_BYTES)
+    kind = plain["type"] if is_envelope(plain) else None
     if kind not in ("PipelinePlan", "Timeline"):
-        raise GppError(f"{path}: holds a {kind}; gpp report shows a PipelinePlan or a Timeline")
-    return str(kind)
+        held = (
+            f"holds a {show(kind)}"
+            if kind is not None
+            else "is neither a plan nor a timeline of this package"
+        )
+        raise ReadError(f"{path}: {held}; gpp report shows a PipelinePlan or a Timeline")
+    try:
+        return plan_of_envelope(plain) if kind == "PipelinePlan" else from_envelope(Timeline, plain)
+    except GppError as error:
+        raise type(error)(f"{path}: {error}") from error

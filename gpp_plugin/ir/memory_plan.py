@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from gpp_plugin.ir.typed_leaves import Bytes, Micros, SignedMicros
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedTensor:
@@ -18,8 +20,8 @@ class SwappedTensor:
     """
 
     name: str
-    bytes: int
-    free_us: float
+    bytes: Bytes
+    free_us: SignedMicros
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +40,9 @@ class RecomputedSegment:
 
     blocks: tuple[str, ...]
     tensors: tuple[str, ...]
-    bytes: int
-    held_bytes: int
-    recompute_us: float
+    bytes: Bytes
+    held_bytes: Bytes
+    recompute_us: Micros
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +57,8 @@ class MemoryPlan:
 
     swapped: tuple[SwappedTensor, ...] = ()
     recomputed: tuple[RecomputedSegment, ...] = ()
-    working_bytes: int = 0
-    swap_us: float = 0.0
+    working_bytes: Bytes = 0
+    swap_us: Micros = 0.0
 
     @property
     def swapped_bytes(self) -> int:
@@ -93,15 +95,15 @@ class MemoryBreakdown:
     """
 
     stage: str
-    weights: int
-    stashed_weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    working: int
-    transient: int
-    inputs: int = 0
-    limit: int = 0
+    weights: Bytes
+    stashed_weights: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    activations: Bytes
+    working: Bytes
+    transient: Bytes
+    inputs: Bytes = 0
+    limit: Bytes = 0
 
     @property
     def total(self) -> int:

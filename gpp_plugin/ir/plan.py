@@ -7,6 +7,7 @@ Tests: tests/plan/test_asynchronous.py, tests/plan/test_memory_breakdown.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import networkx as nx
 
@@ -14,6 +15,7 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryBreakdown, MemoryPlan
 from gpp_plugin.ir.samples import SampleRange, task_samples
 from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf
 
 LOSS_KEY = "loss"
 """What users call the stage that yields the loss wherever they name stages; `PipelinePlan.losses` says which it is."""
@@ -46,22 +48,22 @@ class Stage:
 
     name: str
     blocks: tuple[str, ...]
-    ranks: tuple[int, ...]
-    micro_batch_size: int
-    in_flight: int
+    ranks: tuple[Index, ...]
+    micro_batch_size: Count
+    in_flight: Count
     schedule: str = "1f1b"
-    k: int = 1
-    num_sliced: int = 0
+    k: Count = 1
+    num_sliced: Index = 0
     joins_last_slice: bool = False
-    forward_us: float = 0.0
-    backward_us: float = 0.0
-    half_forward_us: float = 0.0
-    input_gradient_us: float = 0.0
-    weight_gradient_us: float = 0.0
-    memory_bytes: int = 0
-    gradient_bytes: int = 0
+    forward_us: Micros = 0.0
+    backward_us: Micros = 0.0
+    half_forward_us: Micros = 0.0
+    input_gradient_us: Micros = 0.0
+    weight_gradient_us: Micros = 0.0
+    memory_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
     memory: MemoryPlan | None = None
-    tensor: int = 1
+    tensor: Count = 1
 
     @property
     def degree(self) -> int:
@@ -119,17 +121,17 @@ class StageEdge:
             different ways between the same two stages are on edges of their own.
     """
 
-    src: int
-    dst: int
+    src: Index
+    dst: Index
     batch_tensors: tuple[str, ...] = ()
     whole_tensors: tuple[str, ...] = ()
     gradient_tensors: tuple[str, ...] = ()
-    bytes_per_sample: float = 0.0
-    bytes_fixed: float = 0.0
-    gradient_bytes_per_sample: float = 0.0
-    gradient_bytes_fixed: float = 0.0
-    src_shard_axis: int | None = None
-    dst_shard_axis: int | None = None
+    bytes_per_sample: MeanBytes = 0.0
+    bytes_fixed: MeanBytes = 0.0
+    gradient_bytes_per_sample: MeanBytes = 0.0
+    gradient_bytes_fixed: MeanBytes = 0.0
+    src_shard_axis: Index | None = None
+    dst_shard_axis: Index | None = None
 
     @property
     def is_order_only(self) -> bool:
@@ -160,14 +162,14 @@ class PipelinePlan:
     model: str
     graph: str
     planner: str
-    mini_batch: int
-    loss_unit: int
+    mini_batch: Count
+    loss_unit: Count
     stages: tuple[Stage, ...]
     edges: tuple[StageEdge, ...]
-    iteration_us: float = 0.0
+    iteration_us: Micros = 0.0
     notes: tuple[str, ...] = ()
     tensors: tuple[TensorSpec, ...] = ()
-    mode: str = "sync"
+    mode: Annotated[str, OneOf(("sync", "async"))] = "sync"
     memory: tuple[MemoryBreakdown, ...] = ()
     losses: tuple[str, ...] = ()
     vertical_sync: bool = False

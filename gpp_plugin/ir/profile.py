@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from gpp_plugin.ir.typed_leaves import Bytes, Count, Factor, MeanBytes, Micros, Share, SignedBytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
@@ -27,17 +29,17 @@ class BlockCost:
     """
 
     block: str
-    samples: tuple[int, ...]
-    forward_us: tuple[float, ...]
-    backward_us: tuple[float, ...]
-    saved_bytes_per_sample: float = 0.0
-    saved_bytes_fixed: float = 0.0
-    parameter_bytes: int = 0
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
-    transient_bytes_per_sample: float = 0.0
-    split_factor: float = 1.0
-    input_share: float = 0.5
+    samples: tuple[Count, ...]
+    forward_us: tuple[Micros, ...]
+    backward_us: tuple[Micros, ...]
+    saved_bytes_per_sample: MeanBytes = 0.0
+    saved_bytes_fixed: MeanBytes = 0.0
+    parameter_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+    transient_bytes_per_sample: MeanBytes = 0.0
+    split_factor: Factor = 1.0
+    input_share: Share = 0.5
 
     def forward_us_for(self, num_samples: float) -> float:
         """Return forward microseconds for ``num_samples``, piecewise linear, extended at both ends."""
@@ -75,8 +77,8 @@ class SharedStorage:
     """
 
     blocks: tuple[str, ...]
-    bytes_per_sample: float
-    bytes_fixed: float = 0.0
+    bytes_per_sample: SignedBytes
+    bytes_fixed: SignedBytes = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +90,9 @@ class TiedCost:
     """
 
     blocks: tuple[str, ...]
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
+    parameter_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +105,9 @@ class KeptStorage:
         is_movable: plain bytes that nobody but autograd holds, which free memory where they leave.
     """
 
-    bytes_per_sample: float
-    bytes_fixed: float
-    last_use: float
+    bytes_per_sample: MeanBytes
+    bytes_fixed: MeanBytes
+    last_use: Share
     is_made: bool
     is_movable: bool
 
@@ -123,10 +125,10 @@ class ModuleMemory:
 
     block: str
     storages: tuple[KeptStorage, ...] = ()
-    dropped_bytes_per_sample: float = 0.0
-    dropped_bytes_fixed: float = 0.0
-    held_bytes_per_sample: float = 0.0
-    held_bytes_fixed: float = 0.0
+    dropped_bytes_per_sample: MeanBytes = 0.0
+    dropped_bytes_fixed: MeanBytes = 0.0
+    held_bytes_per_sample: MeanBytes = 0.0
+    held_bytes_fixed: MeanBytes = 0.0
 
     @property
     def storage_names(self) -> tuple[str, ...]:
@@ -145,7 +147,7 @@ class InputCost:
     """
 
     blocks: tuple[str, ...]
-    bytes: int
+    bytes: Bytes
     is_shared_out: bool
 
 
@@ -173,7 +175,7 @@ class Profile:
     tied: tuple[TiedCost, ...] = ()
     modules: tuple[ModuleMemory, ...] = ()
     inputs: tuple[InputCost, ...] = ()
-    growth: dict[str, float] = field(default_factory=dict)
+    growth: dict[str, Factor] = field(default_factory=dict)
 
     def input_bytes(self, blocks: Iterable[str], degree: int) -> float:
         """Return what one rank of a stage of ``degree`` ranks holds of the mini-batch."""

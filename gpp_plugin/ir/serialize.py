@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import hashlib
 import json
+import math
 import os
 import tempfile
-import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from gpp_plugin.errors import GppError
+from gpp_plugin.errors import ReadError
+from gpp_plugin.ir.typed_leaves import WrongLeaf, reader_of, show
 
 SCHEMA_VERSION = 1
 
@@ -35,62 +35,19 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(kind: Any, plain: Any) -> Any:
+def from_plain(kind: Any, plain: Any, *, root: str = "") -> Any:
     """Build ``kind`` (a dataclass or a typing form) from JSON types; the inverse of `to_plain`.
 
+    Args:
+        root: what the value is called at the beginning of an error's key path.
+
     Raises:
-        GppError: a field is missing or unknown.
+        ReadError: a field is missing or unknown, or a value has the wrong type or size; one line with its key path.
     """
-    # By the type that is expected, not by what the JSON looks like: a list is a tuple of BlockCost where the field says
-    # tuple[BlockCost, ...], and a pair where it says tuple[str, int]; an object's keys are integers again where the
-    # field is dict[int, float].
-    origin = typing.get_origin(kind)
-    args = typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if plain is None:
-            return None
-        return from_plain(next(a for a in args if a is not type(None)), plain)
-    if origin is tuple:
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(from_plain(args[0], item) for item in plain)
-        return tuple(from_plain(a, item) for a, item in zip(args, plain, strict=True))
-    if origin is dict:
-        return {from_plain(args[0], key): from_plain(args[1], item) for key, item in plain.items()}
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(plain)
-    if dataclasses.is_dataclass(kind):
-        return _dataclass_from_plain(typing.cast(type, kind), plain)
-    if kind is int and isinstance(plain, str):
-        return int(plain)
-    if kind is float and isinstance(plain, int):
-        return float(plain)
-    return plain
-
-
-def _dataclass_from_plain(kind: type, plain: Any) -> Any:
-    if not isinstance(plain, dict):
-        raise GppError(f"{kind.__name__}: expected an object, found {type(plain).__name__}")
-    hints, required = _fields_of(kind)
-    # fields with defaults may be missing, as files of older releases lack them; unknown ones are another release's
-    if not required <= plain.keys() <= hints.keys():
-        unknown, missing = sorted(plain.keys() - hints.keys()), sorted(required - plain.keys())
-        raise GppError(
-            f"{kind.__name__}: unknown fields {unknown}, missing fields {missing}; is the file of this release?"
-        )
-    return kind(**{name: from_plain(hints[name], item) for name, item in plain.items()})
-
-
-@functools.cache
-def _fields_of(kind: type) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the types of a dataclass's fields, and the fields that must be given."""
-    hints = typing.get_type_hints(kind)
-    fields = dataclasses.fields(kind)
-    required = frozenset(
-        f.name
-        for f in fields
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    )
-    return {f.name: hints[f.name] for f in fields}, required
+    try:
+        return reader_of(kind)(plain)
+    except WrongLeaf as error:
+        raise ReadError(error.line(root)) from None
 
 
 def fingerprint(value: Any) -> str:
@@ -111,25 +68,169 @@ def loads(kind: type[T], text: str) -> T:
     """Read what `dumps` wrote.
 
     Raises:
-        GppError: the text is not JSON, of another type, or of another schema version.
+        ReadError: the text is not JSON, of another type, or of another schema version, or a value of it is not valid.
     """
-    try:
-        envelope = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise GppError(f"not a {kind.__name__} file: {error}") from error
-    if not isinstance(envelope, dict) or not {"schema", "type", "value"} <= set(envelope):
-        raise GppError(f"not a {kind.__name__} file: keys schema, type and value expected")
-    if envelope["schema"] != SCHEMA_VERSION:
-        raise GppError(
-            f"schema {envelope['schema']} of this {kind.__name__} is not {SCHEMA_VERSION}; "
+    return from_envelope(kind, parse_json(text, what=f"a {kind.__name__} file"))
+
+
+def is_envelope(plain: Any) -> bool:
+    """Return whether this is what `dumps` writes, whatever it holds."""
+    return isinstance(plain, dict) and {"schema", "type", "value"} <= plain.keys()
+
+
+def from_envelope(kind: type[T], plain: Any) -> T:
+    """Build ``kind`` from the JSON types of what `dumps` writes.
+
+    Raises:
+        ReadError: as `loads`.
+    """
+    if not is_envelope(plain):
+        raise ReadError(f"not a {kind.__name__} file: keys schema, type and value expected")
+    if plain["schema"] != SCHEMA_VERSION:
+        raise ReadError(
+            f"schema {show(plain['schema'])} of this {kind.__name__} is not {SCHEMA_VERSION}; "
             "write it anew with this release"
         )
-    if envelope["type"] != kind.__name__:
-        raise GppError(f"the file holds a {envelope['type']}, not a {kind.__name__}")
+    if plain["type"] != kind.__name__:
+        raise ReadError(f"the file holds a {show(plain['type'])}, not a {kind.__name__}")
+    return typing.cast(T, from_plain(kind, plain["value"], root="value"))
+
+
+MAX_BYTES = 256 << 20
+"""Of a file of ours: the timeline of some thousand devices."""
+SMALL_BYTES = 4 << 20
+"""Of what people write: configurations, clusters, and plans in place."""
+MAX_DEPTH = 64
+"""Ours are 10 deep."""
+MAX_VALUES = 6_000_000
+"""More of them may fill a GiB, however short the text is."""
+_MOST_DIGITS = 20
+"""Of an integer: 64 bits."""
+
+
+def read_json(
+    path: str | Path, *, what: str, max_bytes: int = SMALL_BYTES, max_depth: int = MAX_DEPTH
+) -> Any:
+    """Return what a JSON file holds; every file that others may have written is read here.
+
+    Args:
+        what: what it should be, for errors: ``a plan``.
+
+    Raises:
+        ReadError: it cannot be read, is too large or too deep, is no JSON, has a key twice or a number that is not
+            finite; one line with the path.
+    """
+    text = read_text(path, what=what, max_bytes=max_bytes)
     try:
-        return typing.cast(T, from_plain(kind, envelope["value"]))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise GppError(f"not a {kind.__name__} file: a value has the wrong form ({error})") from error
+        return parse_json(text, what=what, max_bytes=max_bytes, max_depth=max_depth)
+    except ReadError as error:
+        raise ReadError(f"{path}: {error}") from error.__cause__
+
+
+def read_text(path: str | Path, *, what: str, max_bytes: int = SMALL_BYTES) -> str:
+    """Return what a text file holds.
+
+    Raises:
+        ReadError: it cannot be read, is too large or no text; one line with the path.
+    """
+    try:
+        with Path(path).open("rb") as stream:
+            content = stream.read(max_bytes + 1)  # a device never ends
+    except OSError as error:
+        raise ReadError(
+            f"{path}: cannot be read ({error.strerror or error}); give the path of {what}"
+        ) from error
+    except ValueError as error:  # a path with a NUL in it
+        raise ReadError(f"{show(str(path))}: is no path ({error}); give the path of {what}") from error
+    if len(content) > max_bytes:
+        raise ReadError(
+            f"{path}: is larger than {max_bytes:,} bytes, more than {what} may have; is it the right file?"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ReadError(f"{path}: is no text ({error.reason}); give the path of {what}") from error
+
+
+def parse_json(text: str, *, what: str, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
+    """Return what a JSON text holds.
+
+    Raises:
+        ReadError: as `read_json`, without a path.
+    """
+    num_values = text.count(",") + text.count("[") + text.count("{")
+    if len(text) > max_bytes or num_values > MAX_VALUES:
+        raise ReadError(
+            f"not {what}: {len(text):,} characters with about {num_values:,} values; at most {max_bytes:,} and "
+            f"{MAX_VALUES:,} are read"
+        )
+    try:
+        plain = json.loads(
+            text,
+            object_pairs_hook=_without_repeats,
+            parse_float=_finite,
+            parse_int=_whole,
+            parse_constant=_refuse_constant,
+        )
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ReadError(f"not {what}: no JSON at {place}: {error.msg}") from error
+    except RecursionError:
+        raise ReadError(f"not {what}: nested too deeply; at most {max_depth} levels are read") from None
+    _check_depth(plain, what, max_depth)
+    if "\\u" in text:
+        _check_encodable(plain, what)
+    return plain
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise ReadError(f"key {show(twice)} is there twice in one object; keep one")
+    return made
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ReadError(f"number {show(text)} is too large for 64 bits; give a finite one")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ReadError(f"number {show(text)} is too large for 64 bits; give a smaller one")
+    return int(text)
+
+
+def _refuse_constant(text: str) -> None:
+    raise ReadError(f"{text} is no number that a file may hold; give a finite one")
+
+
+def _check_depth(plain: Any, what: str, most: int) -> None:
+    # level by level, as the recursion that a deep value would need is what is refused
+    level = [plain]
+    for _ in range(most + 1):
+        containers = [value for value in level if isinstance(value, (dict, list))]
+        if not containers:
+            return
+        level = [
+            item
+            for value in containers
+            for item in (value.values() if isinstance(value, dict) else value)
+            if isinstance(item, (dict, list))
+        ]
+    raise ReadError(f"not {what}: nested more than {most} levels deep")
+
+
+def _check_encodable(plain: Any, what: str) -> None:
+    # "\\ud800" alone is half a character: it could neither be printed nor written
+    try:
+        json.dumps(plain, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ReadError(f"not {what}: a text has half a character (a lone surrogate)") from None
 
 
 def write_text_whole(path: str | Path, text: str) -> None:
@@ -159,18 +260,13 @@ def load(kind: type[T], path: str | Path) -> T:
     """Read a dataclass of `ir` from a JSON file.
 
     Raises:
-        GppError: the file is missing or not a ``kind``; the message names the path.
+        ReadError: the file is missing or not a ``kind``, or a value of it is not valid; the message names the path.
     """
+    plain = read_json(path, what=f"a {kind.__name__} file", max_bytes=MAX_BYTES)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise GppError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise GppError(f"{path}: not a {kind.__name__} file: {error}") from error
-    try:
-        return loads(kind, text)
-    except GppError as error:
-        raise GppError(f"{path}: {error}") from error
+        return from_envelope(kind, plain)
+    except ReadError as error:
+        raise ReadError(f"{path}: {error}") from error.__cause__
 
 
 MOST_CHARACTERS = 120

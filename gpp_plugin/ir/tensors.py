@@ -6,6 +6,8 @@ import enum
 import math
 from dataclasses import dataclass
 
+from gpp_plugin.ir.typed_leaves import Count, Index
+
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -42,8 +44,8 @@ class Layout:
     """
 
     kind: LayoutKind
-    axis: int = 0
-    rows_per_sample: int = 1
+    axis: Index = 0
+    rows_per_sample: Count = 1
 
 
 UNIFORM = Layout(kind=LayoutKind.UNIFORM)
@@ -66,8 +68,8 @@ class TensorSpec:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    num_samples: int
+    shape: tuple[Index, ...]
+    num_samples: Count
     layout: Layout
     requires_grad: bool = False
 

@@ -6,8 +6,10 @@ import enum
 from collections import defaultdict
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Annotated
 
 from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.ir.typed_leaves import Bytes, Half, Index, IndexOrNone, OneOf, SignedMicros
 
 
 class EventKind(enum.Enum):
@@ -51,16 +53,16 @@ class Event:
         half: of a forward of half the samples, 0 or 1.
     """
 
-    rank: int
-    stage: int
+    rank: Index
+    stage: IndexOrNone
     kind: EventKind
-    start_us: float
-    end_us: float
-    micro_batch: int = -1
-    edge: int = -1
-    bytes: int = 0
-    half: int | None = None
-    peer: int = -1
+    start_us: SignedMicros
+    end_us: SignedMicros
+    micro_batch: IndexOrNone = -1
+    edge: IndexOrNone = -1
+    bytes: Bytes = 0
+    half: Half | None = None
+    peer: IndexOrNone = -1
 
     @property
     def task(self) -> Task | None:
@@ -80,7 +82,7 @@ class Timeline:
         plan: fingerprint of the plan that was run.
     """
 
-    source: str
+    source: Annotated[str, OneOf(("predicted", "rehearsed", "measured"))]
     plan: str
     events: tuple[Event, ...]
 

@@ -7,7 +7,6 @@ Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.setting import Setting
-from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
+from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ReadError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.serialize import MAX_BYTES, read_json
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
@@ -264,9 +264,9 @@ def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:
     if isinstance(plan, dict):
         return plan
     try:
-        loaded = json.loads(Path(plan).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"graph_pipeline.plan: {plan} cannot be read as JSON: {error}") from error
+        loaded = read_json(plan, what="a plan", max_bytes=MAX_BYTES)
+    except ReadError as error:
+        raise ConfigError(f"graph_pipeline.plan: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"graph_pipeline.plan: {plan} holds a {type(loaded).__name__}, not an object")
     return loaded

@@ -17,12 +17,12 @@ each rank, or of each of the ``adapters`` of a group of the level inside, which 
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.serialize import read_json
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 
 CLUSTER_DIR = Path(__file__).resolve().parents[1] / "clusters"
@@ -64,10 +64,7 @@ def read_cluster(
         raise ConfigError(
             f"cluster {str(source)!r}: no such file{hint} (known: {', '.join(cluster_names())})"
         )
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cluster {path.name}: not readable as JSON ({error})") from error
+    plain = read_json(path, what="a cluster description")
     return _cluster_of(plain, path.name, num_devices, dtype)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import networkx as nx
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.plan.plan_form import check_form, check_shards, check_stages
 
 
 def validate_plan(
@@ -43,25 +44,19 @@ def validate_plan(
             f"the plan is for graph {plan.graph} and this model's graph is {fingerprint(graph)}; "
             "plan again (another model, batch shape or granularity)"
         )
+    check_stages(plan)
     _check_blocks(plan, graph)
-    _check_ranks(plan, cluster)
-    _check_batches(plan, graph)
+    check_form(plan)
+    if cluster is not None and plan.num_ranks > cluster.num_devices:
+        raise PlanError(f"the plan uses {plan.num_ranks} ranks; {cluster.name!r} has {cluster.num_devices}")
+    _check_coupled(plan, graph)
     _check_edges(plan, graph)
-    _check_in_flight(plan)
-    _check_progress(plan)
     if profile is not None:
         _check_memory(plan, graph, profile, cluster, memory_limit_bytes, zero_stage)
 
 
 def _check_blocks(plan: PipelinePlan, graph: BlockGraph) -> None:
-    seen: dict[str, str] = {}
-    for stage in plan.stages:
-        if not stage.blocks:
-            raise PlanError(f"stage {stage.name!r} has no blocks; remove it")
-        for block in stage.blocks:
-            if block in seen:
-                raise PlanError(f"block {block!r} is in stages {seen[block]!r} and {stage.name!r}; keep one")
-            seen[block] = stage.name
+    seen = {block: stage.name for stage in plan.stages for block in stage.blocks}
     known = {block.name for block in graph.blocks}
     unknown, missing = set(seen) - known, known - set(seen)
     if unknown:
@@ -69,8 +64,6 @@ def _check_blocks(plan: PipelinePlan, graph: BlockGraph) -> None:
     if missing:
         raise PlanError(f"{len(missing)} blocks are in no stage: {sorted(missing)[:3]}; add them to one")
     names = [stage.name for stage in plan.stages]
-    if len(set(names)) < len(names):
-        raise PlanError(f"stage names repeat: {names}; give each stage its own")
     yielding = {seen[block] for block in graph.loss_blocks}
     named = {names[index] for index in plan.loss_stages()}
     if (yielding or plan.losses) and yielding != named:
@@ -93,61 +86,10 @@ def _check_blocks(plan: PipelinePlan, graph: BlockGraph) -> None:
                 raise PlanError(f"stage {successor!r} reads from {stage.name!r} and is listed before it")
 
 
-def _check_ranks(plan: PipelinePlan, cluster: Cluster | None) -> None:
-    owners: dict[int, list[Stage]] = {}
-    for stage in plan.stages:
-        if not stage.ranks:
-            raise PlanError(f"stage {stage.name!r} has no ranks")
-        if stage.tensor < 1 or len(stage.ranks) % stage.tensor:
-            raise PlanError(
-                f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks"
-            )
-        twice = [rank for rank, count in Counter(stage.ranks).items() if count > 1]
-        if twice:
-            raise PlanError(f"stage {stage.name!r} lists rank {twice[0]} twice; keep one")
-        for rank in stage.ranks:
-            for other in owners.setdefault(rank, []):
-                _check_grids(rank, other, stage)
-            owners[rank].append(stage)
-    if set(owners) != set(range(len(owners))):
-        raise PlanError(f"the plan's ranks are {sorted(owners)}; they must be 0..{len(owners) - 1}")
-    if cluster is not None and len(owners) > cluster.num_devices:
-        raise PlanError(f"the plan uses {len(owners)} ranks; {cluster.name!r} has {cluster.num_devices}")
-    if plan.mode == "async" and plan.shares_ranks:
-        rank, held = next((rank, held) for rank, held in owners.items() if len(held) > 1)
-        raise PlanError(
-            f"rank {rank} holds the stages {held[0].name!r} and {held[1].name!r}, which mode async cannot run; give "
-            'each stage ranks of its own, or set mode to "sync"'
-        )
-
-
-def _check_grids(rank: int, first: Stage, second: Stage) -> None:
-    """Collectives inside tasks must come in one order on all ranks of a grid: shared whole, or of single ranks."""
-    is_same = (first.ranks, first.tensor) == (second.ranks, second.tensor)
-    if max(first.tensor, second.tensor) > 1 and not is_same:
-        raise PlanError(
-            f"rank {rank} holds stages {first.name!r} (tensor size {first.tensor} on ranks {list(first.ranks)}) and "
-            f"{second.name!r} ({second.tensor} on {list(second.ranks)}); stages with tensor ranks share a grid whole: "
-            "give both the same ranks and tensor size, or ranks of their own"
-        )
-
-
-def _check_batches(plan: PipelinePlan, graph: BlockGraph) -> None:
+def _check_coupled(plan: PipelinePlan, graph: BlockGraph) -> None:
     coupled = {block.name for block in graph.blocks if block.is_coupled}
-    if plan.mini_batch % plan.loss_unit:
-        raise PlanError(f"loss unit {plan.loss_unit} does not divide the mini-batch of {plan.mini_batch}")
     for stage in plan.stages:
         size, degree = stage.micro_batch_size, stage.degree
-        if size < 1 or plan.mini_batch % size:
-            raise PlanError(
-                f"stage {stage.name!r}: micro-batches of {size} do not divide the mini-batch of "
-                f"{plan.mini_batch}; choose a divisor"
-            )
-        if size % degree:
-            raise PlanError(
-                f"stage {stage.name!r}: {degree} ranks do not divide a micro-batch of {size} samples; "
-                "change micro_batch_sizes or the number of ranks"
-            )
         mixing = sorted(coupled & set(stage.blocks))
         if mixing and size // degree != plan.loss_unit:
             raise PlanError(
@@ -166,15 +108,15 @@ def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:
             key = (*ends, block_edge.src_shard_axis, block_edge.dst_shard_axis)
             expected.setdefault(key, set()).update(block_edge.tensors)
     found = {(edge.src, edge.dst, edge.src_shard_axis, edge.dst_shard_axis): edge for edge in plan.edges}
-    if len(found) < len(plan.edges):
-        raise PlanError("two edges join the same pair of stages; make one of them")
     if set(found) != set(expected):
         names = sorted((plan.stages[k[0]].name, plan.stages[k[1]].name) for k in set(found) ^ set(expected))
         raise PlanError(f"the plan's edges differ from the model's between stages {names}")
     for key, edge in found.items():
         src, dst = plan.stages[key[0]], plan.stages[key[1]]
         tensors = {name: graph.tensors[name] for name in expected[key]}
-        _check_shards(src, dst, edge, tensors)
+        name = f"{src.name} -> {dst.name}"
+        check_shards(name, src, edge.src_shard_axis, tensors.values())
+        check_shards(name, dst, edge.dst_shard_axis, tensors.values())
         batch = {n for n, spec in tensors.items() if spec.layout.kind is LayoutKind.BATCH}
         grads = {n for n, spec in tensors.items() if spec.requires_grad}
         if set(edge.batch_tensors) != batch or set(edge.whole_tensors) != set(tensors) - batch:
@@ -195,89 +137,6 @@ def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:
 
 _EdgeKey = tuple[int, int, int | None, int | None]
 """Producer, consumer, and the axes along which they hold shards."""
-
-
-def _check_shards(src: Stage, dst: Stage, edge: StageEdge, tensors: Mapping[str, TensorSpec]) -> None:
-    """Tensor ranks hold equal shards, along an axis that is not the samples'."""
-    for stage, axis in ((src, edge.src_shard_axis), (dst, edge.dst_shard_axis)):
-        if axis is None or stage.tensor == 1:
-            continue
-        for spec in tensors.values():
-            if not 0 <= axis < len(spec.shape) or spec.shape[axis] % stage.tensor:
-                raise PlanError(
-                    f"edge {src.name!r} -> {dst.name!r}: stage {stage.name!r} holds {spec.name!r} of shape "
-                    f"{spec.shape} as {stage.tensor} shards along axis {axis}, which do not divide it; pad it, or "
-                    "choose another tensor size"
-                )
-            if spec.layout.kind is LayoutKind.BATCH and spec.layout.axis == axis:
-                raise PlanError(
-                    f"edge {src.name!r} -> {dst.name!r}: axis {axis} of {spec.name!r} holds the samples, which data "
-                    "positions share out; shard another axis over tensor ranks"
-                )
-
-
-def _check_in_flight(plan: PipelinePlan) -> None:
-    """A stage must hold what its successors hold or are about to take, or the pipeline stops."""
-    for i, stage in enumerate(plan.stages):
-        micro_batches = plan.num_micro_batches(i)
-        most = len(plan.stages) if plan.mode == "async" else micro_batches  # async mini-batches overlap
-        if not 1 <= stage.in_flight <= most:
-            raise PlanError(
-                f"stage {stage.name!r}: {stage.in_flight} micro-batches in flight of {most}; "
-                "at least one, at most all"
-            )
-    for edge in plan.edges:
-        src, dst = plan.stages[edge.src], plan.stages[edge.dst]
-        held, needed = src.in_flight * src.micro_batch_size, dst.micro_batch_size
-        if held < needed:
-            raise PlanError(
-                f"stage {src.name!r} holds at most {held} samples in flight and {dst.name!r} takes {needed} "
-                "at a time; the pipeline would stop"
-            )
-
-
-def _check_progress(plan: PipelinePlan) -> None:
-    """Play every stage's order without times: with these in-flight counts all tasks must get their turn.
-
-    A stage runs ``in_flight`` forwards, then k backwards and k forwards in turn. A forward needs its
-    samples from every producer, a backward its samples' gradients from every consumer that returns some.
-    """
-    totals = [plan.num_micro_batches(i) for i in range(len(plan.stages))]
-    done = [[0, 0] for _ in plan.stages]  # forwards and backwards each stage has run
-
-    def has_samples(way: int, stage: int, other: int) -> bool:
-        end = (done[stage][way] + 1) * plan.stages[stage].micro_batch_size
-        return done[other][way] * plan.stages[other].micro_batch_size >= end
-
-    def next_way(stage: int) -> int:
-        forwards, backwards = done[stage]
-        k = plan.stages[stage].k
-        # Before its backward of group g a stage has run in_flight + g k forwards, or all there are.
-        allowed = min(plan.stages[stage].in_flight + backwards // k * k, totals[stage])
-        return 0 if forwards < allowed else 1
-
-    feeders: list[tuple[list[int], list[int]]] = [([], []) for _ in plan.stages]
-    for edge in plan.edges:
-        feeders[edge.dst][0].append(edge.src)
-        if edge.gradient_tensors:
-            feeders[edge.src][1].append(edge.dst)
-    moved = True
-    while moved:
-        moved = False
-        for stage in range(len(plan.stages)):
-            while done[stage][1] < totals[stage]:
-                way = next_way(stage)
-                if not all(has_samples(way, stage, other) for other in feeders[stage][way]):
-                    break
-                done[stage][way] += 1
-                moved = True
-    stuck = [stage.name for i, stage in enumerate(plan.stages) if done[i][1] < totals[i]]
-    if stuck:
-        held = [stage.in_flight for i, stage in enumerate(plan.stages) if done[i][1] < totals[i]]
-        raise PlanError(
-            f"stages {stuck} would wait for each other with {held} micro-batches in flight; allow the first of "
-            "them more, or give them the same micro_batch_sizes"
-        )
 
 
 def _check_memory(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from gpp_plugin.errors import ConfigError, GppError, PlanError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import load
-from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.plan.plan_form import check_form, read_plan
 
 LARGEST_MEMORY_SHARE = 0.8
 """Of the memory that is free, what a rehearsal may fill with messages and gradients."""
@@ -51,7 +51,7 @@ def load_plan(path: Path) -> PipelinePlan:
     Raises:
         GppError: the file is missing, not a plan of this release, or cannot be rehearsed.
     """
-    plan = load(PipelinePlan, path)
+    plan = read_plan(path)
     try:
         check_rehearsable(plan)
     except GppError as error:
@@ -65,23 +65,9 @@ def check_rehearsable(plan: PipelinePlan) -> None:
     Raises:
         PlanError: it says what is missing and how to get it.
     """
-    # In the order in which later checks may rely on earlier ones; a plan comes from a file that anyone may
-    # have edited: stages, ranks 0..n-1 (0, 1, 3 points at the 3), times, dtypes, and the
-    # shape of all that is sent. Memory and programs are checked elsewhere (`check_memory`,
-    # `run._check_programs`).
-    if not plan.stages:
-        raise PlanError("the plan has no stages; make it anew with gpp plan --out")
-    ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
-    if ranks != list(range(len(ranks))):
-        wrong = next((r for i, r in enumerate(ranks) if r != i), ranks[-1])
-        raise PlanError(
-            f"its stages use the ranks {_shorten(ranks)}; each of 0..{len(ranks) - 1} must be in a stage "
-            f"(look at rank {wrong})"
-        )
-    for stage in plan.stages:
-        twice = [rank for rank in stage.ranks if stage.ranks.count(rank) > 1]
-        if twice:
-            raise PlanError(f"stage {stage.name!r} has rank {twice[0]} twice; give it each rank once")
+    # What any plan is, then times, and the shape of all that is sent. Memory and programs are checked elsewhere
+    # (`check_memory`, `run._check_programs`).
+    check_form(plan)
     if not any(stage.forward_us for stage in plan.stages):
         raise PlanError("its stages have no forward_us; make the plan with gpp plan --out")
     for stage in plan.stages:
@@ -89,11 +75,6 @@ def check_rehearsable(plan: PipelinePlan) -> None:
         if not all(math.isfinite(time) and time >= 0 for time in times):
             raise PlanError(
                 f"stage {stage.name!r} takes {times[0]} and {times[1]} us; times must be 0 or more"
-            )
-    for spec in plan.tensors:
-        if spec.dtype not in DTYPE_BYTES:
-            raise PlanError(
-                f"tensor {spec.name!r} has dtype {spec.dtype!r}; the dtypes are {', '.join(DTYPE_BYTES)}"
             )
     known = {spec.name for spec in plan.tensors}
     for number, edge in enumerate(plan.edges):
@@ -103,11 +84,6 @@ def check_rehearsable(plan: PipelinePlan) -> None:
                 f"edge {number} sends {missing[0]!r}, whose shape the plan does not hold; "
                 "make the plan anew with gpp plan --out"
             )
-
-
-def _shorten(ranks: list[int]) -> str:
-    text = ", ".join(map(str, ranks[:8]))
-    return f"{text}, ..." if len(ranks) > 8 else text
 
 
 def scale_tensors(plan: PipelinePlan, factor: float) -> dict[str, TensorSpec]:

@@ -6,7 +6,6 @@ For planning a model without its weights; training takes the user's own model an
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.serialize import read_json
 
 # 0, 1 and 2 are padding, start and end in most vocabularies: models look for them, so
 # made-up texts avoid them.
@@ -28,11 +28,7 @@ def read_hf_config(path: str | Path) -> Any:
         ConfigError: there is none, or its ``model_type`` is unknown to the installed transformers.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: is no HuggingFace configuration ({error})") from error
-    return config_of(plain, file)
+    return config_of(read_json(file, what="a HuggingFace configuration"), file)
 
 
 def config_of(plain: Any, source: str | Path) -> Any:

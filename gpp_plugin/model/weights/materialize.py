@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.errors import CheckpointError
+from gpp_plugin.errors import CheckpointError, ReadError
 from gpp_plugin.integrations.huggingface.hf_weights import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -31,6 +30,8 @@ from gpp_plugin.integrations.huggingface.hf_weights import (
     rebuild_constants,
     tied_names,
 )
+from gpp_plugin.ir.serialize import MAX_BYTES, read_json
+from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 
 Finish = Callable[[str, Tensor], Tensor]
@@ -411,10 +412,20 @@ def _files_of(path: Path) -> dict[str, Path]:
 
 def _indexed_files(index: Path) -> dict[str, Path]:
     try:
-        content: Any = json.loads(index.read_text(encoding="utf-8"))
-        files = {str(key): index.parent / str(name) for key, name in content["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+        content = read_json(index, what="an index of safetensors files", max_bytes=MAX_BYTES)
+    except ReadError as error:
+        raise CheckpointError(str(error)) from error
+    where = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(where, dict):
+        raise CheckpointError(f"{index} is not an index of safetensors files: it has no object weight_map")
+    files: dict[str, Path] = {}
+    for key, name in where.items():
+        # a name and nothing else, as save_pretrained writes it: no way out of the directory, whoever wrote the index
+        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+            raise CheckpointError(
+                f"{index}: weight_map.{key}: {show(name)} is no name of a file beside it; give one without a directory"
+            )
+        files[key] = index.parent / name
     absent = sorted({path.name for path in files.values() if not path.exists()})
     if absent:
         raise CheckpointError(

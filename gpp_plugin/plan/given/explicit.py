@@ -7,12 +7,13 @@ from typing import Any
 
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
-from gpp_plugin.ir.serialize import SCHEMA_VERSION, fingerprint, from_plain
+from gpp_plugin.ir.serialize import fingerprint, is_envelope
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan, stage_edges
+from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_optimized, best_plan
@@ -36,7 +37,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
         PlanError: the description is malformed or names what the model does not have.
         PlanInfeasible: the stages do not fit the ranks or their memory.
     """
-    if {"schema", "type", "value"} <= set(spec):
+    if is_envelope(spec):
         return _saved_plan(spec, request)
     stages = spec.get("stages")
     if not isinstance(stages, list) or not stages or set(spec) - {"stages"}:
@@ -83,12 +84,8 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
 
 
 def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
-    if spec["schema"] != SCHEMA_VERSION or spec["type"] != "PipelinePlan":
-        raise PlanError(
-            f"plan: the file holds a {spec['type']} of schema {spec['schema']}, not a PipelinePlan of {SCHEMA_VERSION}"
-        )
     try:
-        plan: PipelinePlan = from_plain(PipelinePlan, spec["value"])
+        plan = plan_of_envelope(spec)
     except GppError as error:
         raise PlanError(f"plan: {error}") from error
     if plan.graph != fingerprint(request.graph):

@@ -34,6 +34,7 @@ from gpp_plugin.engine.checkpoints.manifest import (
     STATE,
     WEIGHT,
     CheckpointManifest,
+    SavedGroup,
     manifest_text,
     plain_of,
     read_manifest,
@@ -108,7 +109,9 @@ def read_checkpoint(path: Path) -> WholeState:
         optimizer=manifest.optimizer,
         state={name: trained(name) for name in sorted_names(set(manifest.numbers))},
         groups=[
-            (sorted_names(set(names)), saved.shared_state(told)) for names, told in manifest.groups if names
+            (sorted_names(set(group.names)), saved.shared_state(group.options))
+            for group in manifest.groups
+            if group.names
         ],
         step=manifest.step,
     )
@@ -155,8 +158,12 @@ def write_checkpoint(state: WholeState, directory: Path, tag: str) -> Path:
             optimizer=state.optimizer,
             numbers=numbers,
             groups=tuple(
-                (tuple(names), to_json(options, path="param_groups", tensors={}))
-                for names, options in state.groups
+                SavedGroup(
+                    number=number,
+                    names=tuple(names),
+                    options=to_json(options, path=f"param_groups.{number}", tensors={}),
+                )
+                for number, (names, options) in enumerate(state.groups)
             ),
         )
         for name, text in texts.items():
@@ -189,14 +196,20 @@ def _head(state: WholeState) -> CheckpointManifest:
 
 
 def write_torch(state: WholeState, path: Path) -> None:
-    """Write one file, which ``torch.load(path, weights_only=True)`` reads."""
+    """Write one file, which ``torch.load(path, weights_only=True)`` reads; steps in tensors, as torch counts them."""
     module = {**state.weights, **state.buffers}
     for name, aliases in state.aliases.items():
         if name in module:
             module |= dict.fromkeys(aliases, module[name])
     numbers = {name: at for at, name in enumerate(name for names, _ in state.groups for name in names)}
     optimizer = {
-        "state": {numbers[name]: kept for name, kept in state.state.items() if kept},
+        "state": {
+            numbers[name]: {
+                what: torch.tensor(float(value)) if what == "step" else value for what, value in kept.items()
+            }
+            for name, kept in state.state.items()
+            if kept
+        },
         "param_groups": [
             {**options, "params": [numbers[name] for name in names], "param_names": list(names)}
             for names, options in state.groups

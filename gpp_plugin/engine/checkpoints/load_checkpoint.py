@@ -17,7 +17,6 @@ Tests: tests/integrations/test_checkpoint.py, tests/integrations/test_resharding
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,9 +45,11 @@ from gpp_plugin.engine.checkpoints.rank_files import (
 )
 from gpp_plugin.engine.checkpoints.save_checkpoint import all_ranks
 from gpp_plugin.engine.checkpoints.saved_tensors import SavedTensors, StageOptimizerState
+from gpp_plugin.engine.checkpoints.state_values import MOST_DEPTH
 from gpp_plugin.engine.checkpoints.tensor_file import BrokenFile
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import CheckpointError
+from gpp_plugin.ir.serialize import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -240,8 +241,8 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
     beside = saved.file(own_file).metadata().get(STATE_KEY) if has_own else None
     return _Checked(
         saved=saved,
-        state=json.loads(state_text),
-        own=None if beside is None else json.loads(beside),
+        state=parse_json(state_text, what=STATE, max_depth=MOST_DEPTH),
+        own=None if beside is None else parse_json(beside, what=own_file, max_depth=MOST_DEPTH),
         optimizers=optimizers,
     )
 

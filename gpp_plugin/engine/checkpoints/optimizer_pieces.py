@@ -83,19 +83,34 @@ class OptimizerPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PieceGroup:
+    """A parameter group, as far as a rank has it.
+
+    Args:
+        number: of the group among the model's.
+        names: of its parameters.
+        options: learning rate, betas and so on.
+    """
+
+    number: int
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPieces:
     """All that one rank's optimizer of a stage keeps.
 
     Args:
         kind: the optimizer's class.
         numbers: by parameter, what is a number (``step``).
-        groups: of each parameter group the names in it and its options.
+        groups: the parameter groups it has parameters of.
     """
 
     kind: str
     pieces: tuple[OptimizerPiece, ...]
     numbers: Mapping[str, Mapping[str, Any]]
-    groups: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...]
+    groups: tuple[PieceGroup, ...]
 
 
 class SavedOptimizer(Protocol):
@@ -129,12 +144,14 @@ def optimizer_pieces(
     *,
     has_masters: bool,
     foreign: Collection[str] = (),
+    group_numbers: Sequence[int] | None = None,
 ) -> OptimizerPieces:
     """Return what ``optimizer`` keeps, as views of its tensors.
 
     Args:
         has_masters: masters are not the parameters themselves.
         foreign: parameters that another stage saves.
+        group_numbers: of the optimizer's groups among the model's; None: it has all of them.
 
     Raises:
         CheckpointError: a flat master has state that is not of its shape: nothing says which parameter it is of.
@@ -169,10 +186,19 @@ def optimizer_pieces(
         pieces=tuple(pieces),
         numbers=numbers,
         groups=tuple(
-            (names, {key: value for key, value in group.items() if key not in ("params", "param_names")})
-            for group, names in zip(optimizer.param_groups, group_names(optimizer, fragments), strict=True)
+            PieceGroup(number=number, names=names, options=_own_options(group))
+            for number, group, names in zip(
+                range(len(optimizer.param_groups)) if group_numbers is None else group_numbers,
+                optimizer.param_groups,
+                group_names(optimizer, fragments),
+                strict=True,
+            )
         ),
     )
+
+
+def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def group_names(optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragment]) -> list[tuple[str, ...]]:
@@ -288,7 +314,7 @@ def _options_of(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], names: Sequence[str], saved: SavedOptimizer
 ) -> dict[str, Any]:
     """Return a group's options: those its parameters had, where this optimizer knows them, over its own."""
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    own = _own_options(group)
     told = saved.options(names[0]) if names else {}
     is_same = saved.kind() == type(optimizer).__name__
     return {**own, **{key: value for key, value in told.items() if is_same or key in own}}

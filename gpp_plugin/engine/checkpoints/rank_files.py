@@ -23,6 +23,7 @@ from gpp_plugin.engine.checkpoints.manifest import (
     STATE_TENSOR,
     WEIGHT,
     SavedFile,
+    SavedGroup,
     SavedTensor,
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import TensorPlace
@@ -67,7 +68,7 @@ class RankFiles:
     files: dict[str, FileContents]
     optimizer: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
-    groups: list[tuple[tuple[str, ...], Any]] = field(default_factory=list)
+    groups: list[SavedGroup] = field(default_factory=list)
 
 
 def rank_files(stages: Sequence[StageEngine], rank_state: Any) -> RankFiles:
@@ -160,8 +161,9 @@ def _add_optimizer(engine: StageEngine, found: RankFiles) -> None:
     found.optimizer = held.kind
     for name, numbers in held.numbers.items():
         found.numbers[name] = _without_tensors(numbers, f"optimizer state of {name}")
-    for names, options in held.groups:
-        found.groups.append((names, _without_tensors(options, "optimizer.param_groups")))
+    for group in held.groups:
+        options = _without_tensors(group.options, f"optimizer.param_groups.{group.number}")
+        found.groups.append(SavedGroup(number=group.number, names=group.names, options=options))
     if not engine.is_partitioned and engine.position > 0:
         return
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))

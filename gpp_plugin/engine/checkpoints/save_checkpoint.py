@@ -35,6 +35,7 @@ from gpp_plugin.engine.checkpoints.manifest import (
     STATE_TENSORS,
     CheckpointManifest,
     SavedFile,
+    SavedGroup,
     manifest_text,
     plain_of,
     saved_stages,
@@ -87,7 +88,7 @@ class WrittenPart:
     files: dict[str, SavedFile]
     optimizer: str
     numbers: dict[str, dict[str, Any]]
-    groups: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+    groups: tuple[SavedGroup, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,13 +247,13 @@ def complete_manifest(
     """Return the manifest of what all ranks have written."""
     files: dict[str, SavedFile] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    options: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
+    groups: dict[tuple[int, str], dict[str, None]] = {}
     for part in parts:
         files |= part.files
         numbers |= part.numbers
-        for names, told in part.groups:
-            members, _ = options.setdefault(json.dumps(told, sort_keys=True), ({}, told))
-            members.update(dict.fromkeys(names))
+        for group in part.groups:
+            key = (group.number, json.dumps(group.options, sort_keys=True))
+            groups.setdefault(key, {}).update(dict.fromkeys(group.names))
     return CheckpointManifest(
         **{
             **{name: getattr(head, name) for name in CheckpointManifest.__slots__},
@@ -260,7 +261,10 @@ def complete_manifest(
             "texts": {name: text_sum(text) for name, text in texts.items()},
             "optimizer": next((part.optimizer for part in parts if part.optimizer), ""),
             "numbers": numbers,
-            "groups": tuple((tuple(members), told) for members, told in options.values()),
+            "groups": tuple(
+                SavedGroup(number=number, names=tuple(names), options=json.loads(options))
+                for (number, options), names in sorted(groups.items(), key=lambda item: item[0])
+            ),
         }
     )
 

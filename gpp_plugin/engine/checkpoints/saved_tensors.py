@@ -309,7 +309,7 @@ class StageOptimizerState:
     def __init__(self, saved: SavedTensors, places: Mapping[str, TensorPlace]) -> None:
         self._saved = saved
         self._places = places
-        self._options = {name: options for names, options in saved.manifest.groups for name in names}
+        self._options = {name: group.options for group in saved.manifest.groups for name in group.names}
 
     def kind(self) -> str:
         """Return the class of the optimizer that was saved."""

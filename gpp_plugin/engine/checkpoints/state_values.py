@@ -28,6 +28,8 @@ from gpp_plugin.errors import CheckpointError
 
 MOST_LEVELS = 64
 """Deeper states are refused when written, so that a reader may refuse them too."""
+MOST_DEPTH = 4 * MOST_LEVELS
+"""Of the JSON of such a state: a dict whose keys are no strings is an object, a list and pairs."""
 
 
 def to_json(value: Any, *, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -237,14 +237,19 @@ class MasterWeights:
         if not self.is_plain:
             self._wrapper.loss_scale = scale
 
-    def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
+    def pieces(self, foreign: Collection[str], *, group_numbers: Sequence[int]) -> OptimizerPieces:
         """Return masters and optimizer state by parameter, this rank's part where they are partitioned.
 
         Args:
             foreign: parameters that another stage saves.
+            group_numbers: of the optimizer's groups among the model's.
         """
         return optimizer_pieces(
-            self.optimizer, self.fragments, has_masters=not self.is_plain, foreign=foreign
+            self.optimizer,
+            self.fragments,
+            has_masters=not self.is_plain,
+            foreign=foreign,
+            group_numbers=group_numbers,
         )
 
     def restore(self, saved: SavedOptimizer) -> None:

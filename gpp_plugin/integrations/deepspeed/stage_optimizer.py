@@ -269,7 +269,7 @@ class DeepSpeedOptimizer:
 
     def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
         """Return optimizer state and masters by parameter, this rank's part under ZeRO 1 and 2."""
-        return self._trained_masters.pieces(foreign)
+        return self._trained_masters.pieces(foreign, group_numbers=self._rates.local_groups)
 
     def spans(self) -> dict[str, list[tuple[int, int]]]:
         """Return the elements of each trained parameter that this rank steps: first one, and how many."""

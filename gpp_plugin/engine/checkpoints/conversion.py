@@ -8,7 +8,7 @@ All of them hold masters where there are some, else the weights. Parameters of t
 model's order, group by group, which is that of ``torch.optim.AdamW(model.parameters())``; its groups name them too
 (``param_names``). Files of torch are read with ``weights_only=True``: nothing in them is run.
 
-Source: https://www.deepspeed.ai/tutorials/universal-checkpointing (format)
+Source: this project
 Tests: tests/checkpoints/test_conversion.py
 """
 

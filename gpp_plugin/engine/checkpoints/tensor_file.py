@@ -7,7 +7,7 @@
 Header and tensors are the whole file, so that a flipped bit is in exactly one of the sums. They are taken while the
 file is written, not read back. A reader checks the header and those tensors that it is going to read.
 
-Source: https://huggingface.co/docs/safetensors (format)
+Source: this project
 Tests: tests/checkpoints/test_tensor_file.py
 """
 

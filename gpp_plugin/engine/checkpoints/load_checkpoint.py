@@ -140,15 +140,17 @@ def _check_first_whole(
     reasons: list[str] = []
     tried: list[str] = []
     while True:
-        tags = all_ranks(
+        told = all_ranks(
             engine,
-            lambda: _next_tag(root, tag, tried, reasons) if engine.rank == 0 else str(tag),
+            lambda: (tag, _next_tag(root, tag, tried, reasons) if engine.rank == 0 else ""),
             doing=f"read {root}",
         )
-        asked = {told for told in tags if tag is not None}
+        asked = {given for given, _ in told}
         if len(asked) > 1:
-            raise CheckpointError(f"the ranks would load different checkpoints {sorted(asked)}; give one tag")
-        tried.append(tags[0])
+            raise CheckpointError(
+                f"the ranks are asked for different checkpoints: {sorted(map(str, asked))}; give all the same tag"
+            )
+        tried.append(told[0][1])
         found: list[_Checked] = []
 
         def check(found: list[_Checked] = found) -> tuple[str, set[str]]:
@@ -339,6 +341,8 @@ def _log_what_differs(
             if has_own
             else "no random state is restored",
         )
+    if engine.rank == 0 and not manifest.optimizer:
+        logger.warning("the checkpoint has no optimizer state: it begins anew, from the weights")
     if engine.rank == 0 and manifest.dtype != engine.config.dtype:
         logger.warning(
             "the checkpoint is of %s, this run computes in %s: weights are taken from its masters where it has some",

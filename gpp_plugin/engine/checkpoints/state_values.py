@@ -88,7 +88,16 @@ def _tensor_to_json(value: Tensor, path: str, tensors: dict[str, Tensor]) -> Any
     return {"$tensor": name}
 
 
-_SCALARS = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
+_SCALARS = {
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+}
 
 
 def from_json(plain: Any, *, tensor: Callable[[str], Tensor]) -> Any:

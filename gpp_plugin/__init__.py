@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "GraphPipelineEngine": "gpp_plugin.engine.engine",
     "GraphPipelineModule": "gpp_plugin.integrations.deepspeed.dispatch",
+    "GraphPipelineTrainer": "gpp_plugin.integrations.huggingface.trainer",
     "initialize": "gpp_plugin.integrations.deepspeed.dispatch",
     "GraphPipelineConfig": "gpp_plugin.config",
     "read_config": "gpp_plugin.config",

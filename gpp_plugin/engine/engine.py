@@ -149,6 +149,7 @@ class GraphPipelineEngine(PipelineSurface):
         files = PipelineFiles(
             stages=stages,
             steps=self._steps,
+            data=self._data,
             source=source,
             parameters=reference.analysis.op_graph.parameters,
             setting=setting,
@@ -289,7 +290,6 @@ class GraphPipelineEngine(PipelineSurface):
             )
         common: dict[str, Any] = dict(
             meeting=self._meeting,
-            reads_inputs=self._feed.reads_inputs,
             has_peers=self._setting.group is not None,
         )
         if isinstance(first, AheadLane):
@@ -321,11 +321,11 @@ class GraphPipelineEngine(PipelineSurface):
 
         Raises:
             ConfigError: there is no optimizer, no data, or its keys or sizes do not fit.
-            StopIteration: ``data_iter`` had ended already.
+            StopIteration: ``data_iter`` had ended, here or on another rank; nothing has run, and the next call goes on.
             BatchRefused: the mini-batch is too long for the plan or a rank's memory; nothing of it has run, and the
                 next call goes on with the next one.
             CommTimeout, RuntimeFailure: a rank failed (names rank, stage, edge and micro-batch), or was given other
-                data; in mode async that is found out in the next call.
+                data, which is found out before anything runs; in mode async in the next call.
         """
         try:
             return self._train_batch(data_iter)
@@ -339,7 +339,7 @@ class GraphPipelineEngine(PipelineSurface):
         start = time.perf_counter()
         self._runner.refuse_after_failure()
         self.rank_engine.require_optimizer()
-        batch = self._data.next(data_iter)
+        batch = self._data.next(data_iter, step=self.global_steps + 1)
         self._memory.check(batch)
         following = self._data.peek(data_iter) if self._steps.looks_ahead else None
         if following is not None and self._memory.refusal(following):
@@ -424,7 +424,7 @@ class GraphPipelineEngine(PipelineSurface):
                 "eval_batch: only reduce_output='avg', bcast_loss=True and num_micro_batches=None are supported; "
                 "the mean loss is returned on every rank and the batch decides how many micro-batches run"
             )
-        batch: Batch = self._feed.take(data_iter)
+        batch = self._data.take(data_iter)
         wanted = tuple(outputs) if return_logits or not compute_loss else ()
         if not compute_loss:
             batch = without_keys(batch, NO_LOSS)

@@ -14,6 +14,7 @@ from torch import Tensor
 from gpp_plugin.config import CheckpointConfig
 from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
+from gpp_plugin.engine.feed import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.training_steps import StepStrategy
@@ -30,6 +31,7 @@ class PipelineFiles:
     Args:
         stages: this rank's.
         steps: drains the pipeline.
+        data: what is trained on; checkpoints hold where training is in it.
         source: writes exports, as the user's model has them.
         parameters: of the whole model.
         timeout_s: how long ranks wait for one that writes an export or its part of a checkpoint.
@@ -41,6 +43,7 @@ class PipelineFiles:
         *,
         stages: RankEngine,
         steps: StepStrategy,
+        data: TrainingData,
         source: EngineModel,
         parameters: Sequence[Parameter],
         setting: Setting,
@@ -52,6 +55,7 @@ class PipelineFiles:
         self._background = BackgroundSave(timeout_s=timeout_s)
         self._stages = stages
         self._steps = steps
+        self._data = data
         self._source = source
         self._parameters = parameters
         self._setting = setting
@@ -78,6 +82,7 @@ class PipelineFiles:
             directory,
             f"global_step{self._stages.global_steps}" if tag is None else str(tag),
             client_state=client_state,
+            data=self._data.position(),
             options=SaveOptions(
                 save_latest=save_latest,
                 keep_last=self._keeping.keep_last,
@@ -113,6 +118,8 @@ class PipelineFiles:
             load_scheduler=scheduler,
             weights_only=weights_only,
         )
+        if not weights_only:
+            self._data.restore(loaded.data)
         return str(loaded.directory), loaded.client_state
 
     def export(self, directory: str | Path) -> None:

@@ -6,12 +6,14 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import traceback
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.engine.data_position import GIVEN, from_json, to_json
 from gpp_plugin.engine.row_loader import (
     Complete,
     RowLoader,
@@ -32,7 +35,8 @@ from gpp_plugin.engine.row_loader import (
     own_inputs,
     repeat,
 )
-from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
+from gpp_plugin.engine.training_steps import different_data
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
@@ -42,6 +46,7 @@ from gpp_plugin.runtime.batches import (
     UnitBatch,
     UnitRule,
     arrange_units,
+    batch_checksum,
     check_batch,
     collect_mini_batch,
     collect_units,
@@ -104,8 +109,9 @@ class _Loading:
     Args:
         batch: where this rank reads inputs; ``error`` what kept it from them.
         facts: a rank that failed (-1: none) and the number of the batch's shape, once ``work`` is done; then the
-            largest checksum of a reading rank's shape, and minus the smallest; then whether any rank drew random
-            numbers of torch's as it loaded; then for each key whether any rank loaded anything but ones.
+            largest checksum of a reading rank's shape, and minus the smallest; the same of the content; then whether
+            any rank drew random numbers of torch's as it loaded; then for each key whether any rank loaded anything but
+            ones.
     """
 
     facts: Tensor
@@ -137,6 +143,7 @@ class Feed:
     Attributes:
         draws: loading the first mini-batch drew random numbers on some rank, from the generator that dropout draws
             from: loaded ahead, both would draw others.
+        step: the step that mini-batches are for, in errors.
     """
 
     def __init__(
@@ -165,7 +172,8 @@ class Feed:
         self._units = units
         self._order = order
         self.reads_inputs = reads_inputs
-        self._source = source
+        self.source = source
+        self.rank = 0 if group is None else dist.get_rank()
         self._all_read = all_read
         self._group = group
         self._keys = frozenset(keys)
@@ -178,6 +186,7 @@ class Feed:
         self._loads_ahead = loads_ahead
         self._ahead: _Loading | None = None
         self.draws = False
+        self.step = 0
 
     def check_packing(self, sampler: Any) -> None:
         """Refuse units that were packed for mini-batches of another number of them.
@@ -219,7 +228,10 @@ class Feed:
     def take(self, iterator: Iterator[Any]) -> Batch:
         """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
-        units = self._complete(collect_units(prepared, self._units or 1))
+        # of units as many as there are, up to a mini-batch: an evaluation is of any number
+        first = collect_units(prepared, 1)
+        more = [check_batch(unit) for unit in itertools.islice(prepared, (self._units or 1) - 1)]
+        units = self._complete(first + more)
         if self._units is None:
             return units[0]
         # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
@@ -238,13 +250,70 @@ class Feed:
         loading = self._ahead or self._begin(iterator)
         self._ahead = None
         batch = self._end(loading)
-        if self._loads_ahead:
+        if self._loads_ahead and not self.draws:
             self._ahead = self._begin(iterator)
         return batch
 
+    def agree(self, batch: Batch | None, error: Exception | None, *, compares: bool) -> None:
+        """Refuse on all ranks, before anything runs, what one was not given, or was given otherwise; collective.
+
+        Args:
+            batch: what this rank took from its iterator; None, with the ``error``, where it took nothing.
+            compares: the ranks that read inputs look whether they were given the same.
+
+        Raises:
+            StopIteration: an iterator ended, here or on another rank.
+            RuntimeFailure: another rank took nothing for another reason, or ranks were given different mini-batches.
+        """
+        # In mode async no rank waits for another one to begin: there `DataAgreement` finds it out a call later.
+        if self._group is None or (compares and self._loads_ahead):
+            if error is not None:
+                raise error
+            return
+        has_ended = isinstance(error, StopIteration)
+        facts = torch.tensor([-1, -1, _LEAST, _LEAST])
+        if error is not None:
+            facts[int(has_ended)] = self.rank
+        elif compares and batch is not None and self.reads_inputs:
+            checksum = batch_checksum(batch)
+            facts[2:] = torch.tensor([checksum, -checksum])
+        self._wait(dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        failed, ended, largest, least = facts.tolist()
+        if error is not None and not (has_ended and failed >= 0):
+            raise error
+        if failed >= 0:
+            raise RuntimeFailure(
+                f"rank {failed} could not take its mini-batch; see its error. Nothing of it has run on any rank"
+            ) from error
+        if ended >= 0:
+            raise StopIteration(f"the data of rank {ended} ended")
+        if largest != -least and largest != _LEAST:
+            raise self._different(batch)
+
+    def _different(self, batch: Batch | None) -> RuntimeFailure:
+        checksum = 0 if batch is None else batch_checksum(batch)
+        return different_data(self.step, checksum=checksum, rank=self.rank)
+
+    def drop_ahead(self) -> None:
+        """Forget what was loaded one call ahead, when all ranks have told of it."""
+        loading, self._ahead = self._ahead, None
+        if loading is not None and loading.work is not None:
+            self._wait(loading.work)
+
+    def share_position(self, own: Any) -> Any:
+        """Return, on every rank, where the rank that tells shapes is in the engine's own data; collective."""
+        return self._meeting().tell(own, source=self.source, what="the position in the data")
+
+    def gather_positions(self, own: Any) -> list[Any]:
+        """Return where every rank is in the caller's data; collective."""
+        return self._meeting().gather(own, "the position in the data")
+
+    def _meeting(self) -> Meeting:
+        return Meeting(group=self._group, who=f"rank {self.rank}", timeout_s=self._timeout_s)
+
     def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
-        loading = _Loading(torch.tensor([-1, -1, _LEAST, _LEAST, 0] + [0] * len(self._keys)))
+        loading = _Loading(torch.tensor([-1, -1] + [_LEAST] * 4 + [0] * (1 + len(self._keys))))
         before = None if self._has_begun else torch.get_rng_state()
         self._has_begun, has_drawn = True, False
         if self.reads_inputs:
@@ -267,7 +336,9 @@ class Feed:
                 ones = ones_among(loading.batch, self._keys)
             checksum = zlib.crc32(repr(key).encode())
             other = [int(name not in ones) for name in sorted(self._keys)]
-            loading.facts[2:] = torch.tensor([checksum, -checksum, int(has_drawn), *other])
+            content = batch_checksum(loading.batch)
+            told = [checksum, -checksum, content, -content, int(has_drawn), *other]
+            loading.facts[2:] = torch.tensor(told)
             if self._is_source():
                 loading.facts[1] = self._number_of(key)
         # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
@@ -304,7 +375,7 @@ class Feed:
 
     def _learn_shape(self, loading: _Loading) -> Batch | None:
         """Return this rank's batch or its shape; one number a mini-batch travels, a new shape once."""
-        failed, index, largest, smallest, has_drawn, *others = loading.facts.tolist()
+        failed, index, largest, smallest, content, least, has_drawn, *others = loading.facts.tolist()
         self.draws = self.draws or bool(has_drawn)
         batch = loading.batch
         if failed >= 0:
@@ -313,6 +384,8 @@ class Feed:
             return None
         if largest != -smallest:
             raise _unlike_shapes(batch)
+        if content != -least:
+            raise self._different(batch)
         if not self._all_read and index not in self._shapes:  # a new shape: its source tells it
             self._shapes[index] = self._tell_shapes(batch)
             self._shapes.pop(index - MAX_TOLD, None)  # the oldest, as on the source
@@ -330,13 +403,12 @@ class Feed:
             own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
         elif self._is_source() and batch is not None:
             own = mini_batch_shapes(batch)
-        meeting = Meeting(group=self._group, who=f"rank {dist.get_rank()}", timeout_s=self._timeout_s)
-        told = meeting.tell(own, source=self._source, what=f"a new shape, from rank {self._source}")
+        told = self._meeting().tell(own, source=self.source, what=f"a new shape, from rank {self.source}")
         assert told is not None
         return told
 
     def _is_source(self) -> bool:
-        return dist.get_rank() == self._source
+        return self.rank == self.source
 
     def _wait(self, work: Any) -> None:
         try:
@@ -434,6 +506,9 @@ def _without_frames(error: BaseException) -> None:
 class TrainingData:
     """What `train_batch` reads when it is called without data: the engine's own loader, or what the user set.
 
+    It knows where training is in them (`position`): behind the mini-batches that `next` has given, whatever was taken
+    ahead.
+
     Args:
         own: this rank's share of ``training_data``; None where there is none.
         peeks_at_iterators: `peek` takes mini-batches from iterators too, and not from the engine's own loader alone.
@@ -446,21 +521,54 @@ class TrainingData:
         self._iterator: Iterator[Any] | None = None
         self._peeks_at_iterators = peeks_at_iterators
         self._taken = _TakenAhead()
+        self._num_given = 0
+        self._given: Any = None
+        self._repeats = False
+        self._state_before: Any = None
+        self._pending: Mapping[str, Any] | None = None
 
-    def next(self, given: Iterator[Any] | None) -> Batch:
-        """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs.
+    def next(self, given: Iterator[Any] | None, *, step: int = 1) -> Batch:
+        """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs; collective.
 
         Raises:
             ConfigError: there is no data, or its keys or sizes do not fit.
-            RuntimeFailure: a rank could not load its rows.
+            RuntimeFailure: a rank could not load its rows, or ranks were given different ones.
+            StopIteration: the data ended, here or on another rank.
         """
+        self._feed.step = step
         taken = self._taken.pop(self._source(given))
-        if taken is None:
-            return self._take(given)
-        if taken.error is not None:
-            raise taken.error
-        assert taken.batch is not None, "what was taken is a mini-batch or an error"
-        return taken.batch
+        if given is None:
+            self._state_before = None
+        if given is None and self._own is not None:  # whose ranks agree as they load
+            batch = self._take(None) if taken is None else _result(taken)
+            self._num_given += 1
+            return batch
+        found: Batch | None = None
+        failure: Exception | None = None
+        try:
+            found = self._take(given) if taken is None else _result(taken)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        self._feed.agree(found, failure, compares=True)
+        assert found is not None, "a rank without a mini-batch has raised"
+        return found
+
+    def take(self, given: Iterator[Any]) -> Batch:
+        """Return a batch to evaluate, of any size and keys; collective.
+
+        Raises:
+            ConfigError: it is no batch.
+            StopIteration: ``given`` ended, here or on another rank.
+        """
+        found: Batch | None = None
+        failure: Exception | None = None
+        try:
+            found = self._feed.take(given)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        self._feed.agree(found, failure, compares=False)
+        assert found is not None, "a rank without a batch has raised"
+        return found
 
     def peek(self, given: Iterator[Any] | None) -> Batch | None:
         """Return the mini-batch that `next` will return for the same source; None where there is none to be had ahead.
@@ -474,6 +582,8 @@ class TrainingData:
         taken = self._taken.place_for(source)
         if taken is None:
             return None
+        if source is self._iterator:
+            self._state_before = self._given_state()
         try:
             taken.batch = self._take(given)
         except Exception as error:  # the end of an iterator too
@@ -501,20 +611,128 @@ class TrainingData:
             raise
 
     def use_loader(self, loader: Any) -> None:
-        """Read ``loader``, the same batches on every rank, from its beginning.
+        """Read ``loader``, the same batches on every rank, from its beginning, or where a loaded checkpoint says.
 
         Raises:
             ConfigError: it packs mini-batches of another number of units.
         """
         self._feed.check_packing(getattr(loader, "batch_sampler", None))
-        self.use_iterator(repeat(loader))
+        self._use(loader, repeats=True)
         self.loader = loader
 
     def use_iterator(self, iterator: Iterator[Any]) -> None:
         """Read ``iterator``, the same batches on every rank."""
+        self._use(iterator, repeats=False)
+
+    def _use(self, given: Any, *, repeats: bool) -> None:
         self.close()
         self._taken.pop(self._source(None))
-        self._own, self._iterator = None, iterator
+        self._own, self._given, self._repeats, self._state_before = None, given, repeats, None
+        pending, self._pending = self._pending, None
+        is_resumed = pending is not None and self._restore_given(pending)
+        self._iterator = repeat(given, is_resumed=is_resumed) if repeats else given
+
+    # ---- where training is in the data -------------------------------------------------------------
+
+    def position(self) -> dict[str, Any] | None:
+        """Return where training is in the data, in JSON values, the same on every rank; collective.
+
+        Returns:
+            None where the data are a caller's without ``state_dict``, or its state is none that JSON holds (a warning).
+        """
+        if self._own is not None:
+            own = self._told(self._own_position) if self._feed.rank == self._feed.source else None
+            shared: dict[str, Any] | None = self._feed.share_position(own)
+            return shared
+        states = self._feed.gather_positions(self._told(self._given_position))
+        if any(state is None for state in states):
+            return None
+        if all(state == states[0] for state in states):
+            return {"kind": GIVEN, "states": states[:1]}
+        return {"kind": GIVEN, "states": states}
+
+    def _own_position(self) -> dict[str, Any]:
+        assert self._own is not None
+        return {**self._own.position(self._num_given), "draws": self._feed.draws}
+
+    def _given_position(self) -> Any:
+        state = self._given_state() if self._state_before is None else self._state_before
+        return None if state is None else to_json(state)
+
+    def _given_state(self) -> Any:
+        """Return the state of the caller's loader or iterator, None where it has none."""
+        if not hasattr(self._given, "load_state_dict") or not hasattr(self._given, "state_dict"):
+            return None
+        try:
+            return copy.deepcopy(self._given.state_dict())
+        except (
+            AttributeError
+        ):  # accelerate's loaders have the method, and a state only where they are asked for one
+            return None
+
+    def _told(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` gives, None and a warning where it is nothing that can be written."""
+        try:
+            return make()
+        except ValueError as error:
+            logger.warning(
+                "the position in the data is not saved: %s; let state_dict() hold numbers, strings, tensors, lists and "
+                "dicts",
+                error,
+            )
+            return None
+
+    def restore(self, position: Mapping[str, Any] | None) -> None:
+        """Go on where `position` was asked; collective.
+
+        Args:
+            position: None: of a checkpoint that has none; the data are left where they are.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        warns = self._feed.rank == self._feed.source
+        if position is None or (position.get("kind") == GIVEN) != (self._own is None):
+            if self._own is None:
+                return
+            if warns:
+                logger.warning(
+                    "the checkpoint has no position in training_data, which is %s",
+                    "read from its beginning" if not self._num_given else "read on where it is",
+                )
+            self._pending = position
+            return
+        self._taken.pop(self._source(None))
+        if self._own is not None:
+            self._feed.drop_ahead()
+            self._own.restore(position, warns=warns)
+            self._num_given = int(position["mini_batches"])
+            self._feed.draws = self._feed.draws or bool(position.get("draws"))
+        elif self._given is None:  # for the loader that will be set
+            self._pending = position
+        else:
+            self._pending = position
+            self._use(self._given, repeats=self._repeats)
+
+    def _restore_given(self, position: Mapping[str, Any]) -> bool:
+        """Let the caller's loader or iterator go on; return whether it could."""
+        states = position.get("states")
+        if not isinstance(states, list) or not states:
+            raise CheckpointError(
+                "the checkpoint's position in the data holds no state of a loader; load another tag"
+            )
+        if not hasattr(self._given, "load_state_dict"):
+            if self._feed.rank == self._feed.source:
+                logger.warning(
+                    "the checkpoint has the position of a loader with state_dict, and a %s has no load_state_dict: "
+                    "it is read from where it is",
+                    type(self._given).__name__,
+                )
+            return False
+        self._given.load_state_dict(
+            from_json(states[self._feed.rank if self._feed.rank < len(states) else 0])
+        )
+        return True
 
     def apply(self, fn: Callable[[Any], Any]) -> None:
         """Apply ``fn`` to every batch that is loaded or taken from an iterator.
@@ -534,6 +752,14 @@ class TrainingData:
         """End what loads ahead."""
         if self._own is not None:
             self._own.close()
+
+
+def _result(taken: _Taken) -> Batch:
+    """Return what was taken ahead, or raise what kept it from being."""
+    if taken.error is not None:
+        raise taken.error
+    assert taken.batch is not None, "what was taken is a mini-batch or an error"
+    return taken.batch
 
 
 def _check_iterator(iterator: Any) -> Iterator[Any]:

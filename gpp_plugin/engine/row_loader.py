@@ -9,20 +9,26 @@ on what is compared is its content where a rank has that anyway, else which samp
 With workers, random numbers that a dataset draws depend on the sample's place in the stream alone: a sample is the same
 on every rank, with any number of workers.
 
+A loader knows where it is (`RowLoader.position`): a dataset with numbers goes on there without loading what comes
+before, a stream by its own ``state_dict``, or by reading on.
+
 Source: this project
-Tests: tests/integrations/test_loading.py
+Tests: tests/integrations/test_loading.py, tests/integrations/test_data_position.py
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
+import itertools
+import logging
 import multiprocessing
 import os
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -35,8 +41,16 @@ from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.engine.data_position import (
+    SAMPLES,
+    STREAM,
+    EpochPoint,
+    StreamPoint,
+    from_json,
+    to_json,
+)
 from gpp_plugin.engine.setting import Setting
-from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import SampleRange, merged_ranges
 from gpp_plugin.runtime.batches import (
@@ -50,6 +64,10 @@ from gpp_plugin.runtime.batches import (
     mini_batch_shapes,
 )
 
+logger = logging.getLogger(__name__)
+
+_MOST_AHEAD = 4
+"""Mini-batches that are taken before they are trained, at most: points in the data are remembered for so many."""
 _MOST_SAMPLES = 2**20
 """More than a mini-batch of units has: places in the stream of samples are apart by so many a mini-batch."""
 MOST_WORKERS = 4
@@ -78,17 +96,16 @@ def make_loader(
     """
     collate = collate_fn or default_collate
     if isinstance(dataset, PackedUnits):
-        own = torch.Generator().manual_seed(seed)  # draws nothing but seeds of workers
+        own = torch.Generator().manual_seed(seed)
         return DataLoader(dataset.dataset, batch_sampler=dataset, collate_fn=collate, generator=own)
-    if units is not None:
-        if isinstance(dataset, IterableDataset):
-            return DataLoader(dataset, batch_size=mini_batch // units, drop_last=True, collate_fn=collate)
-        mini_batch, whole = mini_batch // units, mini_batch
-    else:
-        whole = mini_batch
+    mini_batch, whole = mini_batch // (units or 1), mini_batch
     # Whole mini-batches: ranks take their rows of them, so that a shuffle is the same everywhere and padding too.
+    # What a loader draws as an epoch begins comes from its own generator, not from the numbers that dropout draws.
+    generator = torch.Generator().manual_seed(seed)
     if isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate)
+        return DataLoader(
+            dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate, generator=generator
+        )
     if len(dataset) < whole:
         raise ConfigError(
             f"training_data has {len(dataset)} samples, fewer than train_batch_size={whole}; "
@@ -100,7 +117,7 @@ def make_loader(
         shuffle=True,
         drop_last=True,
         collate_fn=collate,
-        generator=torch.Generator().manual_seed(seed),
+        generator=generator,
     )
 
 
@@ -123,14 +140,17 @@ def count_workers(asked: int | str, device: torch.device) -> int:
     return min(max(cores - 1, 1), MOST_WORKERS)
 
 
-def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+def repeat(loader: Iterable[Any], *, is_resumed: bool = False) -> Iterator[Any]:
     """Yield the loader's batches, starting anew when it ends.
+
+    Args:
+        is_resumed: it goes on somewhere, maybe at an epoch's end: its first pass may have nothing left.
 
     Raises:
         ConfigError: the loader yields nothing.
     """
     while True:
-        empty = True
+        empty, is_resumed = not is_resumed, False
         for batch in loader:
             empty = False
             yield batch
@@ -309,20 +329,43 @@ class _Failure:
 
 
 class _Order:
-    """The mini-batches of all epochs, as iterating over the loader again and again gives them."""
+    """The mini-batches of all epochs, as iterating over the loader again and again gives them.
 
-    def __init__(self, loader: DataLoader[Any], units: int | None) -> None:
+    Args:
+        begin: the point that the first of them comes after.
+        began: is told of each epoch as it begins, a point with no lists before it.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        units: int | None,
+        *,
+        begin: EpochPoint | None = None,
+        began: Callable[[EpochPoint], object] = lambda point: None,
+    ) -> None:
         self._loader = loader
         self._units = units
+        self._begin = begin or EpochPoint()
+        self._began = began
 
     def __iter__(self) -> Iterator[_Request]:
-        number = 0
+        point, generator = self._begin, self._loader.generator
+        sampler: Any = self._loader.batch_sampler
+        if point.generator is not None and generator is not None:
+            generator.set_state(point.generator)
+        if point.sampler is not None:
+            sampler.load_state_dict(point.sampler)
+        number, skipped = point.mini_batches, point.lists
         units: list[Sequence[int]] = []
         while True:
+            own = sampler.state_dict() if hasattr(sampler, "state_dict") else None
+            state = None if generator is None else generator.get_state()
+            self._began(EpochPoint(mini_batches=number, lists=skipped, generator=state, sampler=own))
             # what a DataLoader draws for its workers' seeds as an epoch begins: without it the shuffle would differ
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
             units.clear()  # of the last epoch, fewer than a mini-batch
-            for indices in self._loader.batch_sampler or ():
+            for indices in itertools.islice(sampler or (), skipped, None):
                 units.append(indices)
                 if self._units is None:
                     yield _Request(number=number, indices=units.pop())
@@ -331,6 +374,7 @@ class _Order:
                     yield _Request(number=number, indices=tuple(units))
                     number += 1
                     units.clear()
+            skipped = 0
 
 
 class _Reader:
@@ -457,25 +501,79 @@ class _Loaded:
         return _guarded(lambda: read(self._dataset, request, self._seed), reader)
 
 
-class _LoadedStream(IterableDataset[Any]):
-    """The same of a dataset that is iterated over, again when it ends."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passed:
+    """A mini-batch of a stream, and the point behind it."""
 
-    def __init__(self, loader: DataLoader[Any], reader: _Reader) -> None:
+    found: OwnRows | UnitBatch | _Failure
+    point: StreamPoint
+
+    def pin_memory(self) -> _Passed:
+        """Return the same with the mini-batch in page-locked memory."""
+        return self if isinstance(self.found, _Failure) else replace(self, found=self.found.pin_memory())
+
+
+class _LoadedStream(IterableDataset[Any]):
+    """The same of a dataset that is iterated over, again when it ends.
+
+    Args:
+        begin: where to go on.
+    """
+
+    def __init__(self, loader: DataLoader[Any], reader: _Reader, *, begin: StreamPoint, seed: int) -> None:
         self._items = DataLoader(
-            loader.dataset, batch_size=loader.batch_size, drop_last=True, collate_fn=_as_it_is
+            loader.dataset,
+            batch_size=loader.batch_size,
+            drop_last=True,
+            collate_fn=_as_it_is,
+            generator=torch.Generator().manual_seed(seed),
         )
         self._reader = reader
+        self._begin = begin
+        self._passes = begin.passes
+        self._seed = seed
 
-    def __iter__(self) -> Iterator[OwnRows | UnitBatch | _Failure]:
-        items, reader = repeat(self._items), self._reader
+    def __iter__(self) -> Iterator[_Passed]:
+        reader, dataset, begin = self._reader, cast(Any, self._items.dataset), self._begin
+        items = self._lists()
+        with _undisturbed():  # what is only read again draws no numbers that dropout would have had
+            if begin.state is not None:
+                dataset.load_state_dict(begin.state)
+            for _ in range(begin.dropped):
+                next(items)
+        number = begin.mini_batches
 
         def read() -> OwnRows | UnitBatch:
+            if get_worker_info() is not None:
+                _seed_all(self._seed, number * _MOST_SAMPLES)
             if reader.units is None:
                 return reader.of_items(next(items))
             return reader.of_unit_items([next(items) for _ in range(reader.units)])
 
         while True:
-            yield _guarded(read, reader)
+            found = _guarded(read, reader)
+            number += 1
+            # a copy: the dataset goes on, and a worker writes it down on a thread of its own
+            state = copy.deepcopy(dataset.state_dict()) if hasattr(dataset, "state_dict") else None
+            yield _Passed(
+                found=found, point=StreamPoint(mini_batches=number, passes=self._passes, state=state)
+            )
+
+    def _lists(self) -> Iterator[list[Any]]:
+        """Yield the items of a mini-batch, or of a unit, pass after pass; a dataset is told of the second and on."""
+        dataset, is_resumed = cast(Any, self._items.dataset), self._begin.state is not None
+        while True:
+            if self._passes and hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(self._passes)
+            empty, is_resumed = not is_resumed, False
+            for items in self._items:
+                empty = False
+                yield items
+            if empty:
+                raise ConfigError(
+                    "training_data yields fewer samples than one mini-batch needs; give more data"
+                )
+            self._passes += 1
 
 
 class RowLoader:
@@ -521,6 +619,10 @@ class RowLoader:
         self._iterator: Any = None
         self._is_closed = False
         self.batch_fn: Callable[[Any], Any] | None = None
+        self._is_stream = is_stream
+        self._taken = 0
+        self._begin: EpochPoint | StreamPoint = StreamPoint() if is_stream else EpochPoint()
+        self._points: list[EpochPoint] | list[StreamPoint] = []
 
     def __iter__(self) -> RowLoader:
         return self
@@ -544,10 +646,128 @@ class RowLoader:
                 f"rank {self._share.rank}: a process that loads training_data is gone ({first_line(error)}); it may "
                 "have run out of memory: lower graph_pipeline.loader_workers"
             ) from error
+        if isinstance(found, _Passed):
+            cast(list[StreamPoint], self._points).append(found.point)
+            found = found.found
         if isinstance(found, _Failure):
             raise found.kind(found.message)
         assert isinstance(found, (OwnRows, UnitBatch))
+        self._taken += 1
+        # of the points remembered the first is the last one from which anything may still be trained
+        while len(self._points) > 1 and self._points[1].mini_batches <= self._taken - _MOST_AHEAD:
+            self._points.pop(0)
         return found
+
+    # ---- where it is -----------------------------------------------------------------------------
+
+    def position(self, trained: int) -> dict[str, Any]:
+        """Return where the data are after ``trained`` mini-batches, of which a few more may be taken already.
+
+        Raises:
+            ValueError: the stream's state cannot be written as JSON.
+        """
+        passed = [point for point in self._points if point.mini_batches <= trained]
+        point = passed[-1] if passed else self._begin
+        units = self._share.units or 1
+        common = {"mini_batches": trained, "list_size": self.loader.batch_size}
+        if isinstance(point, StreamPoint):
+            state = to_json(point.state)
+            return {
+                **common, "kind": STREAM, "lists": trained * units, "passes": point.passes, "state": state
+            }  # fmt: skip
+        lists = point.lists + (trained - point.mini_batches) * units
+        return {
+            **common,
+            "kind": SAMPLES,
+            "lists": lists,
+            "samples": len(cast(Any, self.loader.dataset)),
+            "generator": to_json(self._generator_of(point)),
+            "sampler": to_json(point.sampler),
+        }
+
+    def _generator_of(self, point: EpochPoint) -> Tensor | None:
+        if point.generator is not None or self.loader.generator is None:
+            return point.generator
+        return self.loader.generator.get_state()
+
+    def restore(self, position: Mapping[str, Any], *, warns: bool) -> None:
+        """Go on behind the mini-batches that were trained when `position` was asked.
+
+        Args:
+            warns: say here what does not fit.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            begin = self._stream_point(position) if self._is_stream else self._epoch_point(position)
+            problem = self._problem_with(position, begin)
+            if isinstance(begin, EpochPoint) and begin.sampler is not None:
+                cast(Any, self.loader.batch_sampler).load_state_dict(begin.sampler)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the checkpoint's position in training_data cannot be read ({type(error).__name__}: {error}); load "
+                "another tag"
+            ) from error
+        if problem and warns:
+            logger.warning("%s", problem)
+        self._end_iteration()
+        self._begin, self._taken = begin, begin.mini_batches
+        self._points.clear()
+
+    def _epoch_point(self, position: Mapping[str, Any]) -> EpochPoint:
+        """Return where a position is in a dataset with numbers; of another dataset, its beginning."""
+        number = int(position["mini_batches"])
+        if position["kind"] != SAMPLES or position["samples"] != len(cast(Any, self.loader.dataset)):
+            return EpochPoint(mini_batches=number)
+        lists, size, own = int(position["lists"]), position["list_size"], self.loader.batch_size
+        return EpochPoint(
+            mini_batches=number,
+            lists=lists if size is None or own is None else lists * int(size) // own,
+            generator=from_json(position["generator"]),
+            sampler=from_json(position["sampler"]),
+        )
+
+    def _stream_point(self, position: Mapping[str, Any]) -> StreamPoint:
+        number = int(position["mini_batches"])
+        if position["kind"] != STREAM:
+            return StreamPoint(mini_batches=number)
+        state = from_json(position["state"])
+        if state is not None and hasattr(self.loader.dataset, "load_state_dict"):
+            return StreamPoint(mini_batches=number, passes=int(position["passes"]), state=state)
+        size = self.loader.batch_size
+        assert size is not None, "a stream is not packed"
+        return StreamPoint(
+            mini_batches=number, dropped=int(position["lists"]) * int(position["list_size"]) // size
+        )
+
+    def _problem_with(self, position: Mapping[str, Any], begin: EpochPoint | StreamPoint) -> str:
+        """Return what a user should know of going on there; empty where all fits."""
+        kind, size = position["kind"], self.loader.batch_size
+        if kind != (STREAM if self._is_stream else SAMPLES):
+            return f"training_data was another ({kind}) when the checkpoint was saved: it is read from its beginning"
+        if isinstance(begin, StreamPoint):
+            if not begin.dropped:
+                return ""
+            return (
+                f"training_data is a stream without state_dict: {begin.dropped * (size or 1)} samples of it are read "
+                "and dropped to go on where the checkpoint was saved; with state_dict and load_state_dict it would skip"
+            )
+        have = len(cast(Any, self.loader.dataset))
+        if position["samples"] != have:
+            return (
+                f"training_data has {have} samples and had {position['samples']} when the checkpoint was saved: it is "
+                "read from its beginning"
+            )
+        trained = int(position["lists"]) * int(position["list_size"] or 0)
+        if size is not None and trained % size:
+            return (
+                f"{trained} samples of the epoch are trained, which are no whole number of batches of {size}: "
+                f"{trained % size} of them come again; use the train_batch_size of the checkpoint"
+            )
+        return ""
+
+    # ---- what it reads ---------------------------------------------------------------------------
 
     def apply(self, fn: Callable[[Any], Any]) -> None:
         """Apply ``fn`` to every batch as it is collated.
@@ -564,6 +784,9 @@ class RowLoader:
     def close(self) -> None:
         """End the workers; nothing is loaded any more."""
         self._is_closed = True
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
         iterator, self._iterator = self._iterator, None
         # An error's traceback may hold the iterator for long, and workers would live as long. torch says that a worker
         # was killed wherever it happens to notice, here too.
@@ -596,9 +819,14 @@ class RowLoader:
         }
         loader = self.loader
         if isinstance(loader.dataset, IterableDataset):
-            return DataLoader(_LoadedStream(loader, reader), **options)
+            assert isinstance(self._begin, StreamPoint)
+            return DataLoader(_LoadedStream(loader, reader, begin=self._begin, seed=self._seed), **options)
         dataset: Any = _Loaded(loader.dataset, reader, self._seed)
-        return DataLoader(dataset, sampler=_Order(loader, self._share.units), **options)
+        assert isinstance(self._begin, EpochPoint)
+        order = _Order(
+            loader, self._share.units, begin=self._begin, began=cast(list[EpochPoint], self._points).append
+        )
+        return DataLoader(dataset, sampler=order, **options)
 
 
 def _start(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -713,3 +941,15 @@ def _seed_all(seed: int, place: int) -> None:
     torch.default_generator.manual_seed(number >> 1)
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Leave the process' random numbers as they were, whatever is drawn."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

@@ -144,7 +144,7 @@ def test_a_tag_that_is_a_link_is_replaced_not_followed(tmp_path: Path) -> None:
 
 def test_files_of_torch_run_nothing(tmp_path: Path, bomb: Bomb) -> None:
     torch.save({"module": {"a": torch.zeros(1)}, "optimizer": bomb}, tmp_path / "one.pt")
-    (tmp_path / "two.pt").write_bytes(pickle.dumps(bomb))
+    (tmp_path / "two.pt").write_bytes(pickle.dumps(bomb, protocol=2))
     for name in ("one.pt", "two.pt"):
         with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values"):
             read_torch(tmp_path / name)

@@ -195,8 +195,8 @@ def test_another_model_is_refused(saved: Path) -> None:
 
 
 def test_another_optimizer_is_refused_before_anything_changes(saved: Path) -> None:
-    text = tell(saved, optimizer={"type": "SGD", "params": {"lr": 0.1}})
-    assert "state of AdamW, this run's optimizer is SGD" in text and "load_optimizer_states=False" in text
+    text = tell(saved, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+    assert "state of AdamW, this run's optimizer is Adagrad" in text and "load_optimizer_states=False" in text
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
@@ -249,7 +249,7 @@ def test_broken_checkpoints_are_named_and_passed_over(saved: Path, tmp_path: Pat
         "cut": f"{SECOND} has {(second / SECOND).stat().st_size - 5} bytes",
         "bit": f"{SECOND}: the bytes of",
         "header bit": f"{SECOND}: its header is not what was written",
-        "swap": f"{FRONT}: its header is not",
+        "swap": f"{FRONT} has {(second / FRONT.replace('00001.', '00000.')).stat().st_size} bytes",
         "manifest bit": "manifest.json is not what was written",
         "state": "state.json is not what was written",
     }[way]
@@ -294,6 +294,7 @@ def save_where_one_rank_cannot(directory: str) -> tuple[str, str]:
         engine.own_weights = unwritable  # type: ignore[method-assign]
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint([engine], directory, "bad")
+    vars(engine).pop("own_weights", None)
     with pytest.raises(CheckpointError) as caught_tags:
         save_checkpoint([engine], directory, f"tag{rank}")
     dist.barrier()
@@ -319,7 +320,7 @@ def reload_over_itself(directory: str) -> list[bool]:
     save_checkpoint([engine], directory, "same")
     toy.feed(engine, 0, 1)
     engine.step()
-    save_checkpoint([engine], directory, "same", save_latest=False)
+    save_checkpoint([engine], directory, "same", options=SaveOptions(save_latest=False))
     after = weights(engine)
     again = toy.make_engine(rank, make_config())
     load_checkpoint([again], directory, "same", load_scheduler=False)

@@ -14,6 +14,7 @@ Tests: tests/integrations/test_checkpoint.py, tests/checkpoints/test_killed_save
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _POLL_S = 0.05
 _PART = "part-{rank:05d}.json"
+_FAILED = "part-{rank:05d}.failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,29 +315,25 @@ class BackgroundSave:
         self._thread.join()
         self._thread = None
 
-        def tell() -> None:
-            if self._failure:
-                raise CheckpointError(self._failure[0])
-
-        all_ranks(engine, tell, doing=self._doing)
+        told = all_ranks(engine, lambda: list(self._failure), doing=self._doing)
+        failures = [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
+        if failures:
+            raise CheckpointError(f"the ranks could not {self._doing}: {'; '.join(failures)}")
 
     def _run(self, prepared: _Prepared, rank: int, num_ranks: int) -> None:
-        failure = ""
-        plain: Any = None
         try:
-            plain = to_plain(_write(prepared))
-        except BaseException as error:  # whatever it is: rank 0 must hear of it
-            failure = f"{type(error).__name__}: {error}"
-            self._failure.append(failure)
-        try:
-            text = json.dumps({"part": plain, "failure": failure})
+            text = json.dumps(to_plain(_write(prepared)))
             written = prepared.temporary / f".{_PART.format(rank=rank)}"
             places.write_synced(written, text)
             written.rename(prepared.temporary / _PART.format(rank=rank))
             if rank == 0:
                 _finish(prepared, self._await_parts(prepared.temporary, num_ranks))
-        except BaseException as error:  # told at the next meeting of the ranks
+        except (
+            BaseException
+        ) as error:  # whatever it is: told at the next meeting of the ranks, and rank 0 now
             self._failure.append(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # a full disk has room for an empty file
+                (prepared.temporary / _FAILED.format(rank=rank)).touch()
         if self._failure and rank == 0:
             places.abandon(prepared.temporary)
 
@@ -343,16 +341,14 @@ class BackgroundSave:
         """Return what all ranks have written, when they have, and remove the files that say so."""
         deadline = time.monotonic() + self._timeout_s
         paths = [temporary / _PART.format(rank=rank) for rank in range(num_ranks)]
+        failed = [temporary / _FAILED.format(rank=rank) for rank in range(num_ranks)]
         while absent := [rank for rank, path in enumerate(paths) if not path.exists()]:
+            if unable := [rank for rank in absent if failed[rank].exists()]:
+                raise CheckpointError(f"rank {unable[0]} could not write its part")
             if time.monotonic() > deadline:
                 raise CheckpointError(f"ranks {absent} have not written their parts in {self._timeout_s:g} s")
             time.sleep(_POLL_S)
-        parts = []
-        for rank, path in enumerate(paths):
-            told = json.loads(path.read_text(encoding="utf-8"))
-            if told["failure"]:
-                raise CheckpointError(f"rank {rank} could not write: {told['failure']}")
-            parts.append(from_plain(WrittenPart, told["part"]))
+        parts = [from_plain(WrittenPart, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
         for path in paths:
             path.unlink()
         return parts

@@ -103,6 +103,7 @@ def dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     ds_config = _find_config(given)
     block = read_config(ds_config) if ds_config is not None else None
     if block is not None:
+        _refuse_accelerate()
         return _initialize(load_deepspeed_json(ds_config), block, given)
     if isinstance(given.get("model"), (GraphPipelineModule, StageGraph)):
         raise ConfigError(
@@ -127,6 +128,22 @@ def initialize_block(**given: Any) -> Any:
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """`deepspeed.initialize` as the hook has it, whatever was imported first."""
     return dispatch(original_initialize(deepspeed), args, kwargs)
+
+
+def _refuse_accelerate() -> None:
+    """Refuse a call of accelerate's: it would call forward and backward of the engine, which has whole mini-batches.
+
+    Raises:
+        ConfigError: names what runs HuggingFace's training loop on a pipeline.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accelerate.accelerator":
+            raise ConfigError(
+                "graph_pipeline: accelerate and transformers.Trainer call forward and backward themselves, and a "
+                "pipeline runs whole mini-batches; use gpp_plugin.GraphPipelineTrainer in place of Trainer"
+            )
+        frame = frame.f_back
 
 
 def _find_config(given: Mapping[str, Any]) -> Any:

@@ -1,0 +1,540 @@
+"""`GraphPipelineTrainer`: HuggingFace's Trainer, over a graph of pipeline stages.
+
+Each rank runs Trainer's own loop as one process would, on the whole stream of batches; in place of forward, backward
+and step there is `engine.train_batch`, and in place of a forward for evaluation `engine.eval_batch`. Callbacks,
+logging, best models and limits on checkpoints are Trainer's own. accelerate prepares neither model nor optimizer.
+
+    Trainer                               here
+    batches of a step on W processes      per_device_train_batch_size x gradient_accumulation_steps x W, on every rank
+    forward, backward, clip, step         one `train_batch` when the last of these is there
+    optimizer, scheduler                  a recipe of each, for every stage
+    checkpoint-N/                         weights as HuggingFace has them, and the engine's checkpoint beside them
+
+Source: transformers, Trainer (release 5.23)
+Tests: tests/integrations/test_trainer.py
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.training_args import ParallelMode
+
+from gpp_plugin.config import BLOCK, load_deepspeed_json
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
+from gpp_plugin.integrations.huggingface.trainer_config import engine_config
+from gpp_plugin.integrations.huggingface.trainer_data import (
+    StreamLoader,
+    WholeSteps,
+    as_one_process,
+    first_batch,
+)
+
+_REFUSED = {
+    "label_smoothing_factor": (0, 0.0),
+    "neftune_noise_alpha": (None,),
+    "auto_find_batch_size": (False,),
+    "torch_compile": (False,),
+    "use_liger_kernel": (False,),
+    "fp16_full_eval": (False,),
+    "bf16_full_eval": (False,),
+}
+"""Arguments that change the model or its loss outside of what is captured, and the values that do not."""
+_METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+
+
+class GraphPipelineTrainer(Trainer):
+    """Trains, evaluates and predicts as Trainer does, with the model on a graph of pipeline stages.
+
+    Mini-batches are those of a Trainer on as many processes: ``per_device_train_batch_size x
+    gradient_accumulation_steps x ranks`` samples, in the order in which one process would have them; the loss of one
+    is that of a single process with that many accumulation steps. Batches of ``per_device_train_batch_size`` are loss
+    units. The last, incomplete mini-batch of an epoch is left out.
+
+    Args:
+        config: the DeepSpeed configuration with a ``graph_pipeline`` block, a dict or a file; None:
+            ``TrainingArguments.deepspeed``, or the defaults where that is missing too.
+        prediction_outputs: what `evaluate` and `predict` gather of the model's outputs; None: ``logits``, or of a model
+            like CLIP ``logits_per_image`` and ``logits_per_text``.
+        given: as of Trainer.
+
+    Raises:
+        ConfigError: an argument asks for what a pipeline cannot do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: Any = None,
+        *positional: Any,
+        config: Mapping[str, Any] | str | None = None,
+        prediction_outputs: Sequence[str] | None = None,
+        **given: Any,
+    ) -> None:
+        if args is None:
+            raise ConfigError(
+                "GraphPipelineTrainer: args is missing; pass transformers.TrainingArguments(...)"
+            )
+        _check_arguments(args, given)
+        self._given_config = load_deepspeed_json(config or args.deepspeed or {BLOCK: {}})
+        self._num_ranks = max(int(args.world_size), 1)
+        self._given_args = args
+        self._engine: Any = None
+        self._units: int | None = None
+        self._buffered: list[Any] = []
+        self._random_states: tuple[Any, ...] | None = None
+        self._prediction_outputs = prediction_outputs
+        super().__init__(model, _one_process_arguments(args, self._num_ranks), *positional, **given)
+        if self.compute_loss_func is not None:
+            raise ConfigError(
+                "GraphPipelineTrainer: compute_loss_func is outside of the model, whose loss the stages compute; "
+                "return the loss from its forward"
+            )
+        self._num_parameters = 0
+        if hasattr(self.model, "num_parameters"):  # a stage's share of it is all that stays here
+            self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
+
+    @property
+    def engine(self) -> Any:
+        """Return the `GraphPipelineEngine`, or None before the first `train`, `evaluate` or `predict`."""
+        return self._engine
+
+    # ---- what accelerate does -----------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **given: Any) -> dict[str, Any]:
+        """Let accelerate leave precision, devices and models alone: they are the engine's."""
+        built: dict[str, Any] = super()._build_accelerator_args(**given)
+        return {**built, "mixed_precision": "no", "deepspeed_plugin": None, "device_placement": False}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: each rank takes its own stages to its device."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        """Return what stands for the model in Trainer's loops."""
+        return _Stand(self._engine)
+
+    # ---- data -------------------------------------------------------------------------------------------
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """Return the loader that a single process would have, cut to whole mini-batches where it is for training."""
+        args = self.args
+        collate = self._get_collator_with_removed_columns(self.data_collator, description=description)
+        if hasattr(dataset, "column_names") and hasattr(dataset, "set_format"):  # of `datasets`
+            dataset, collate = (
+                self._remove_unused_columns(dataset, description=description),
+                self.data_collator,
+            )
+        options: dict[str, Any] = {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+        }
+        if isinstance(dataset, IterableDataset):
+            if is_training:
+                return StreamLoader(dataset, batch_size=batch_size, collate_fn=collate, **options)
+            loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, **options)
+            return as_one_process(loader, data_seed=args.data_seed)
+        options["persistent_workers"] = args.dataloader_persistent_workers
+        sampler = sampler_fn(dataset) if sampler_fn is not None else None
+        if is_training:
+            if len(dataset) < self._mini_batch:
+                raise ConfigError(
+                    f"train_dataset has {len(dataset)} samples, fewer than a mini-batch of {self._mini_batch} "
+                    f"(per_device_train_batch_size {batch_size} x {args.gradient_accumulation_steps} batches); lower "
+                    "them"
+                )
+            step = args.gradient_accumulation_steps
+            whole = WholeSteps(sampler, batch_size, step=step)
+            loader = DataLoader(dataset, batch_sampler=whole, collate_fn=collate, **options)
+        else:
+            loader = DataLoader(
+                dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, **options
+            )
+        return as_one_process(loader, data_seed=args.data_seed)
+
+    @property
+    def _mini_batch(self) -> int:
+        """Return the samples of an optimizer step; the arguments' accumulation is that of one process already."""
+        return int(self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """Return the batches of a mini-batch, none where fewer are left, and no count: the engine makes its own."""
+        batches: list[Any] = []
+        for _ in range(num_batches):
+            try:
+                batches.append(next(epoch_iterator))
+            except StopIteration:
+                return [], None
+        return batches, None
+
+    # ---- the engine ---------------------------------------------------------------------------------------
+
+    def _make_engine(self, loader: Any, max_steps: int) -> Any:
+        """Return the engine, made at the first call; collective.
+
+        Args:
+            loader: whose first samples the model is captured with.
+            max_steps: optimizer steps, of the schedule; 0 makes neither optimizer nor schedule.
+        """
+        if self._engine is not None:
+            return self._engine
+        states = _random_states()
+        sample = first_batch(loader, self.args.per_device_train_batch_size)
+        counts_tokens = _divides_by_items(self.model) and "labels" in sample
+        if max_steps and self._units is None and _pads_to_longest(self.data_collator):
+            self._units = int(self.args.gradient_accumulation_steps)
+        config = engine_config(
+            self._given_config,
+            self._given_args,
+            mini_batch=self._mini_batch,
+            units=self._units,
+            counts_tokens=counts_tokens,
+        )
+        self._units = config[BLOCK].get("units")
+        more: dict[str, Any] = {}
+        if max_steps:
+            more = self._recipes(config, max_steps)
+        _set_random_states(states)
+        self._engine = deepspeed.initialize(
+            model=GraphPipelineModule(self.model, sample_batch=sample), config=config, **more
+        )[0]
+        return self._engine
+
+    def _recipes(self, config: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
+        """Return what makes every stage's optimizer and schedule, where the configuration has none."""
+        more: dict[str, Any] = {}
+        if not isinstance(config.get("optimizer"), Mapping):
+            more["optimizer"] = self.create_optimizer()
+            self.optimizer = None
+        if not isinstance(config.get("scheduler"), Mapping):
+            if self.args.lr_scheduler_type in _METRIC_SCHEDULES:
+                raise ConfigError(
+                    f"lr_scheduler_type: {self.args.lr_scheduler_type!s} follows a metric; choose one of steps, e.g. "
+                    "'linear'"
+                )
+            if self.lr_scheduler is not None:
+                raise ConfigError(
+                    "optimizers: the scheduler is bound to an optimizer of the whole model; pass None for it and set "
+                    "lr_scheduler_type, or subclass create_scheduler"
+                )
+            make = super().create_scheduler
+
+            def schedule(optimizer: Any) -> Any:
+                found = make(num_training_steps=max_steps, optimizer=optimizer)
+                self.lr_scheduler = None
+                return found
+
+            more["lr_scheduler"] = schedule
+        return more
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        """Make the engine and load a checkpoint, with the position in a stream."""
+        if self._engine is not None and not self._trains:
+            raise ConfigError("train() after evaluate() needs a train_dataset when the trainer is made")
+        engine = self._make_engine(train_dataloader, max_steps)
+        self.deepspeed = self.model_wrapped = engine
+        self.optimizer, self.lr_scheduler = _Steps(engine), _Schedule(engine)
+        self.accelerator._optimizers.append(self.optimizer)  # is asked whether a step was skipped
+        if isinstance(train_dataloader, StreamLoader):  # its position is saved and restored
+            engine.set_dataloader(train_dataloader)
+        if resume_from_checkpoint is not None:
+            engine.load_checkpoint(resume_from_checkpoint)
+            self._random_states = _random_states()
+        stand = _Stand(engine)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return stand, train_dataloader
+
+    @property
+    def _trains(self) -> bool:
+        return self._engine is not None and self._engine.optimizer is not None
+
+    def _init_training_state(self, *given: Any) -> tuple[int, int]:
+        """Let a stream go on by itself: Trainer would skip in it what was trained in all passes."""
+        epochs, steps = super()._init_training_state(*given)
+        return epochs, 0 if isinstance(self.train_dataset, IterableDataset) else steps
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of an optimizer step."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps)
+
+    # ---- a step ----------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Keep a batch; train on all of the mini-batch when its last one is there, and return their loss."""
+        self._buffered.append(inputs)
+        zero = torch.zeros((), device=self.args.device)
+        if len(self._buffered) < self.current_gradient_accumulation_steps:
+            return zero
+        batches, self._buffered = self._buffered, []
+        loss: Tensor = self._engine.train_batch(iter(batches))
+        return loss.detach().to(zero.device)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Return the norm of the step's gradients, which the engine has clipped."""
+        return self._engine.get_global_grad_norm()
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self._engine.get_global_grad_norm()
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """Return the operations of a batch, of the whole model."""
+        found = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return 6 * found.numel() * self._num_parameters if isinstance(found, Tensor) else 0
+
+    # ---- evaluation ------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: Any, *given: Any, **more: Any) -> Any:
+        """Make the engine where nothing was trained yet, and evaluate."""
+        if self._engine is None:
+            max_steps = 0
+            loader = dataloader
+            if self.train_dataset is not None:
+                loader = self.get_train_dataloader()
+                max_steps = self.set_initial_training_values(self.args, loader)[-1]
+            self._make_engine(loader, max_steps)
+        self.gather_function = self._as_one_process
+        return super().evaluation_loop(dataloader, *given, **more)
+
+    def _as_one_process(self, tensors: Any, **_: Any) -> Any:
+        """Return what one process would gather: every rank has all of it, and of the last batch as much as there is."""
+        state = self.accelerator.gradient_state
+        left = state.remainder if state.end_of_dataloader else 0
+        return _cut(tensors, left) if left > 0 else tensors
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Return loss, outputs and labels of a batch, on every rank."""
+        names = [key for key in self._outputs() if key not in (ignore_keys or ())]
+        labels = tuple(inputs.get(name) for name in self.label_names)
+        has_loss = all(label is not None for label in labels) if labels else self._returns_loss(inputs)
+        batches = iter([dict(inputs)])
+        loss: Tensor | None = None
+        found: Any = {}
+        if prediction_loss_only or not names:
+            if has_loss:
+                loss = self._engine.eval_batch(batches)
+            return loss, None, None
+        answer = self._engine.eval_batch(batches, return_logits=True, compute_loss=has_loss, outputs=names)
+        loss, found = answer if has_loss else (None, answer)
+        if len(names) == 1:
+            found = {names[0]: found}
+        # of units, one here, the outputs are a list
+        values = tuple(value[0] if isinstance(value, list) else value for value in found.values())
+        outputs = values[0] if len(values) == 1 else values
+        if not has_loss:
+            return loss, outputs, None
+        return loss, outputs, labels[0] if len(labels) == 1 else labels or None
+
+    def _outputs(self) -> Sequence[str]:
+        if self._prediction_outputs is not None:
+            return self._prediction_outputs
+        return ("logits_per_image", "logits_per_text") if self.can_return_loss else ("logits",)
+
+    def _returns_loss(self, inputs: Mapping[str, Any]) -> bool:
+        return bool(inputs.get("return_loss", self.can_return_loss))
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as HuggingFace has it, a part a stage, with tokenizer and arguments; collective."""
+        target = output_dir or self.args.output_dir
+        if self._engine is None:
+            super().save_model(target, _internal_call)
+            return
+        os.makedirs(target, exist_ok=True)
+        self._engine.save_pretrained(target)
+        if self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(target)
+            torch.save(self._given_args, os.path.join(target, "training_args.bin"))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the engine's checkpoint: weights, optimizer, schedule, random states, position in a stream."""
+        self._engine.save_checkpoint(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: the loss scale is in the engine's checkpoint."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: random states are in the engine's checkpoint."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore what the engine's checkpoint had, where Trainer would: after batches were skipped."""
+        if self._random_states is not None:
+            _set_random_states(self._random_states)
+            self._random_states = None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Do nothing yet: the engine that is made next loads it."""
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights into the stages."""
+        self._engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
+
+
+class _Stand:
+    """What Trainer's loops call on a model, of which nothing is to be done: the engine does it in its step."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def train(self, mode: bool = True) -> _Stand:
+        return self
+
+    def eval(self) -> _Stand:
+        return self
+
+    def zero_grad(self) -> None:
+        """Do nothing: `train_batch` leaves no gradients."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(self._engine.module.parameters())
+
+
+class _Steps:
+    """What Trainer knows as the optimizer: the engine's, whose step is in `train_batch`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._skipped = engine.skipped_steps
+        self.step_was_skipped = False
+
+    def step(self) -> None:
+        """Note whether the step that the engine made was skipped for overflow."""
+        skipped = self._engine.skipped_steps
+        self.step_was_skipped, self._skipped = skipped > self._skipped, skipped
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(self._engine.optimizer.param_groups)
+
+
+class _Schedule:
+    """What Trainer knows as the schedule: the engine's, which its own steps advance."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def step(self) -> None:
+        """Do nothing: `train_batch` has advanced it."""
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rate of each parameter group of the model."""
+        scheduler = self._engine.lr_scheduler
+        return list(scheduler.get_last_lr()) if scheduler is not None else self._engine.get_lr()
+
+
+def _check_arguments(args: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what changes the model or the loss outside of what stages run.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    for name, allowed in _REFUSED.items():
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            raise ConfigError(
+                f"GraphPipelineTrainer: {name}={value!r} is not possible with stages; leave it at {allowed[0]!r}"
+            )
+    if getattr(args, "fsdp", None):
+        raise ConfigError("GraphPipelineTrainer: fsdp and graph_pipeline both shard the model; remove fsdp")
+    if args.train_sampling_strategy == "batch_rebalance":
+        raise ConfigError(
+            "GraphPipelineTrainer: train_sampling_strategy 'batch_rebalance' makes batches for ranks, which here "
+            "read the same; choose 'random'"
+        )
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError(
+            "GraphPipelineTrainer: load_best_model_at_end loads the engine's checkpoint, which save_only_model leaves "
+            "out; remove one of them"
+        )
+
+
+def _one_process_arguments(args: Any, num_ranks: int) -> Any:
+    """Return a copy of the arguments as one process would have them that accumulates what all ranks would train."""
+    kind = type(args)
+    own: Any = copy.copy(args)
+    one = {
+        "world_size": property(lambda self: 1),
+        "parallel_mode": property(lambda self: ParallelMode.NOT_PARALLEL),
+    }
+    own.__class__ = type(kind.__name__, (kind,), {**one, "__module__": kind.__module__})
+    own.deepspeed = own.deepspeed_plugin = own.hf_deepspeed_config = None
+    own.gradient_accumulation_steps = args.gradient_accumulation_steps * num_ranks
+    own._n_gpu = min(args.n_gpu, 1)
+    return own
+
+
+def _divides_by_items(model: Any) -> bool:
+    """Return whether a model divides its loss by ``num_items_in_batch``: what HuggingFace's loss functions do."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not getattr(base, "accepts_loss_kwargs", True):
+        return False
+    parameters = inspect.signature(base.forward).parameters
+    if "num_items_in_batch" in parameters:
+        return True
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return False
+    try:
+        return "loss_function(" in inspect.getsource(type(base).forward)
+    except (OSError, TypeError):
+        return False
+
+
+def _pads_to_longest(collator: Any) -> bool:
+    """Return whether batches of one mini-batch may have lengths of their own."""
+    return getattr(collator, "padding", None) in (True, "longest")
+
+
+def _cut(tensors: Any, count: int) -> Any:
+    if isinstance(tensors, Tensor):
+        return tensors[:count]
+    if isinstance(tensors, Mapping):
+        return {key: _cut(value, count) for key, value in tensors.items()}
+    if isinstance(tensors, (list, tuple)):
+        return type(tensors)(_cut(value, count) for value in tensors)
+    return tensors
+
+
+def _random_states() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(), cuda
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    if states[3] is not None:
+        torch.cuda.set_rng_state(states[3])

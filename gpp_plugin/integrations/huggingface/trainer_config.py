@@ -1,0 +1,134 @@
+"""The DeepSpeed configuration that HuggingFace's `TrainingArguments` mean, for a graph of stages.
+
+What a configuration says counts; what it leaves open, or has as ``"auto"``, comes from the arguments, as in Trainer's
+own use of DeepSpeed. Where both say something, and not the same, that is an error.
+
+Source: transformers, integrations/deepspeed.py (release 5.23)
+Tests: tests/integrations/test_trainer.py
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from gpp_plugin.config import BLOCK
+from gpp_plugin.errors import ConfigError
+
+AUTO = "auto"
+
+
+def engine_config(
+    given: Mapping[str, Any], args: Any, *, mini_batch: int, units: int | None, counts_tokens: bool
+) -> dict[str, Any]:
+    """Return a whole configuration for `deepspeed.initialize`.
+
+    Args:
+        given: the user's; with or without a ``graph_pipeline`` block.
+        args: the `TrainingArguments`.
+        mini_batch: samples of an optimizer step.
+        units: loss units of it, where they have shapes of their own.
+        counts_tokens: losses are means over the labelled tokens of the mini-batch, unless the block says otherwise.
+
+    Raises:
+        ConfigError: configuration and arguments contradict each other.
+
+    >>> from types import SimpleNamespace
+    >>> args = SimpleNamespace(per_device_train_batch_size=2, max_grad_norm=1.0, bf16=False, fp16=False)
+    >>> config = engine_config({"train_batch_size": "auto"}, args, mini_batch=8, units=None, counts_tokens=False)
+    >>> config["train_batch_size"], config["gradient_clipping"], config["graph_pipeline"]
+    (8, 1.0, {})
+    """
+    config = copy.deepcopy(dict(given))
+    unit = args.per_device_train_batch_size
+    _settle(config, "train_micro_batch_size_per_gpu", unit, "per_device_train_batch_size")
+    _settle(
+        config,
+        "train_batch_size",
+        mini_batch,
+        "per_device_train_batch_size x gradient_accumulation_steps x ranks",
+    )
+    if config.get("gradient_accumulation_steps", AUTO) != AUTO:
+        _settle(
+            config,
+            "gradient_accumulation_steps",
+            args.gradient_accumulation_steps,
+            "gradient_accumulation_steps",
+        )
+    config.pop(
+        "gradient_accumulation_steps", None
+    )  # of an engine it means the losses of a step, on all ranks
+    _settle(config, "gradient_clipping", float(args.max_grad_norm), "max_grad_norm")
+    for key in ("bf16", "fp16"):
+        asked = bool(getattr(args, key))
+        block = config.get(key)
+        if block is None and asked:
+            config[key] = {"enabled": True}
+        elif isinstance(block, dict):
+            _settle(block, "enabled", asked, key, where=f"{key}.")
+    _settle_optimizer(config, args)
+    block = dict(config.get(BLOCK) or {})
+    _settle_units(block, units)
+    if counts_tokens:
+        block.setdefault("loss_mean", "tokens")
+    own = _without_auto({key: value for key, value in config.items() if key != BLOCK})
+    return {**own, BLOCK: block}  # in the block "auto" is a value like others
+
+
+def _settle_optimizer(config: dict[str, Any], args: Any) -> None:
+    """Fill in what an ``optimizer`` and a ``scheduler`` block leave to the arguments."""
+    if isinstance(config.get("optimizer"), dict):
+        params = config["optimizer"].setdefault("params", {})
+        told = {
+            "lr": args.learning_rate,
+            "betas": [args.adam_beta1, args.adam_beta2],
+            "eps": args.adam_epsilon,
+        }
+        for key, value in {**told, "weight_decay": args.weight_decay}.items():
+            if params.get(key) == AUTO:
+                params[key] = value
+    if isinstance(config.get("scheduler"), dict):
+        params = config["scheduler"].setdefault("params", {})
+        if params.get("warmup_max_lr") == AUTO:
+            params["warmup_max_lr"] = args.learning_rate
+        if params.get("warmup_min_lr") == AUTO:
+            params["warmup_min_lr"] = 0
+        if params.get("warmup_num_steps") == AUTO:
+            params["warmup_num_steps"] = args.get_warmup_steps(args.max_steps)
+        if params.get("total_num_steps") == AUTO:
+            params["total_num_steps"] = args.max_steps
+
+
+def _settle_units(block: dict[str, Any], units: int | None) -> None:
+    if units is None:
+        return
+    if block.get("units", units) != units:
+        raise ConfigError(
+            f"{BLOCK}.units: {block['units']}, and an optimizer step has {units} batches (gradient_accumulation_steps "
+            "x ranks); remove the key"
+        )
+    block["units"] = units
+
+
+def _settle(config: dict[str, Any], key: str, value: Any, name: str, *, where: str = "") -> None:
+    """Set a key that is missing or ``auto``; refuse one that says something else than the arguments.
+
+    Raises:
+        ConfigError: says both.
+    """
+    found = config.get(key, AUTO)
+    if found == AUTO:
+        config[key] = value
+    elif found != value:
+        raise ConfigError(
+            f"{where}{key}: {found!r} in the DeepSpeed configuration, and TrainingArguments say {value!r} ({name}); "
+            'set it to "auto", or make them equal'
+        )
+
+
+def _without_auto(value: Any) -> Any:
+    """Return a configuration without what is left ``auto``: DeepSpeed's own defaults count."""
+    if isinstance(value, dict):
+        return {key: _without_auto(item) for key, item in value.items() if item != AUTO}
+    return value

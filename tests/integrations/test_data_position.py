@@ -1,0 +1,281 @@
+"""Where training is in its data: after a checkpoint the next mini-batch is the one after the last that was trained."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from gpp_plugin.data.unit_packing import pack
+from gpp_plugin.engine.data_position import from_json, to_json
+from gpp_plugin.engine.feed import Feed, TrainingData
+from gpp_plugin.engine.row_loader import RowLoader, Share, make_loader
+from gpp_plugin.errors import CheckpointError
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.runtime.batches import OwnRows, UnitBatch
+from tests.integrations import data_position_jobs as jobs
+from tests.integrations.loading_jobs import Noisy, Samples, Streamed
+from tests.ranks import run_kept_ranks
+
+B = 6
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """20 samples, another order each pass, which knows where it is."""
+
+    def __init__(self) -> None:
+        self.samples = Samples()
+        self.epoch = self.at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.at < 20:
+            self.at += 1
+            yield self.samples[order[self.at - 1]]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def loader_of(dataset: Any, *, workers: int, units: int | None = None, mini_batch: int = B) -> RowLoader:
+    return RowLoader(
+        make_loader(dataset, mini_batch=mini_batch, collate_fn=None, seed=1, units=units),
+        collate_fn=None,
+        prepare=lambda batch: batch,
+        share=Share(
+            rank=0,
+            mini_batch=mini_batch,
+            units=units,
+            samples=(SampleRange(first_sample=0, num_samples=mini_batch),),
+            keys=None,
+            dtype=None,
+        ),
+        keys=("x", "labels"),
+        seed=1,
+        workers=workers,
+    )
+
+
+def data_of(loader: RowLoader | None, *, peeks: bool = False) -> TrainingData:
+    feed = Feed(
+        prepare=lambda batch: batch,
+        mini_batch=B,
+        reads_inputs=True,
+        source=0,
+        group=None,
+        keys=("x", "labels"),
+        timeout_s=60,
+    )
+    return TrainingData(feed, loader, peeks_at_iterators=peeks)
+
+
+def taken(data: TrainingData, count: int, *, ahead: bool = False) -> list[Tensor]:
+    """Return the inputs of some mini-batches; with ``ahead`` each next one is taken before it is needed."""
+    found = []
+    for _ in range(count):
+        batch = data.next(None)
+        if isinstance(batch, UnitBatch):
+            found.append(torch.cat([unit["x"] for unit in batch.units]))
+        else:
+            found.append(batch.held["x"] if isinstance(batch, OwnRows) else batch["x"])
+        if ahead:
+            data.peek(None)
+    return found
+
+
+def alike(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+KINDS: dict[str, Any] = {
+    "samples": lambda workers: loader_of(Samples(), workers=workers),
+    "units": lambda workers: loader_of(Samples(), workers=workers, units=3),
+    "packed": lambda workers: loader_of(
+        pack(Samples(), cost=[1.0 + n % 4 for n in range(20)], budget=8, units=2), workers=workers, units=2
+    ),
+    "stream": lambda workers: loader_of(Stream(), workers=workers),
+    "dropped": lambda workers: loader_of(Streamed(), workers=workers),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_mini_batch_is_the_one_after_the_last_trained(kind: str, workers: int) -> None:
+    straight = data_of(KINDS[kind](workers))
+    wanted = taken(straight, 11, ahead=True)  # three epochs of three, and a half
+    straight.close()
+    for trained in (0, 1, 3, 5):
+        before = data_of(KINDS[kind](workers))
+        assert alike(taken(before, trained, ahead=True), wanted[:trained])
+        position = json.loads(json.dumps(before.position()))
+        before.close()
+        after = data_of(KINDS[kind](workers))
+        taken(after, 2)  # wherever it is
+        after.restore(position)
+        assert after.position() == position
+        assert alike(taken(after, 3), wanted[trained : trained + 3])
+        again = after.position()  # and once more
+        after.restore(again)
+        assert alike(taken(after, 3), wanted[trained + 3 : trained + 6])
+        after.close()
+
+
+def test_what_comes_before_is_not_loaded() -> None:
+    dataset = Samples()
+    before = data_of(loader_of(dataset, workers=0))
+    taken(before, 5)
+    dataset.fetched.clear()
+    after = data_of(loader_of(dataset, workers=0))
+    after.restore(before.position())
+    taken(after, 1)
+    assert len(dataset.fetched) == B
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Noisy, jobs.NoisyStream])
+def test_random_numbers_go_on(kind: Any, workers: int) -> None:
+    """What a dataset draws is what it would have drawn; and reading again leaves dropout's numbers alone."""
+    straight = data_of(loader_of(kind(), workers=workers))
+    taken(straight, 2)
+    position, states = straight.position(), jobs.random_states()
+    wanted, drawn = taken(straight, 3), torch.rand(3)
+    straight.close()
+    resumed = data_of(loader_of(kind(), workers=workers))
+    jobs.set_random_states(states)
+    resumed.restore(position)
+    assert alike(taken(resumed, 3), wanted) and torch.equal(torch.rand(3), drawn)
+    resumed.close()
+
+
+def test_a_stream_without_state_says_how_many_samples_it_drops(caplog: pytest.LogCaptureFixture) -> None:
+    before = data_of(loader_of(Streamed(), workers=0))
+    taken(before, 4)
+    with caplog.at_level(logging.WARNING):
+        data_of(loader_of(Streamed(), workers=0)).restore(before.position())
+    (record,) = caplog.records
+    assert "24 samples of it are read and dropped" in record.getMessage()
+
+
+def test_other_data_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    before = data_of(loader_of(Samples(), workers=0))
+    wanted = torch.cat(taken(before, 2))
+    position = before.position()
+    smaller = data_of(loader_of(Samples(), workers=0, mini_batch=4))
+    smaller.restore(position)
+    assert torch.equal(taken(smaller, 1)[0], taken(before, 1)[0][:4]) and wanted.shape[0] == 12
+    stream = data_of(loader_of(Streamed(), workers=0))
+    with caplog.at_level(logging.WARNING):
+        stream.restore(position)
+        data_of(loader_of(Samples(), workers=0, mini_batch=5)).restore(position)
+        data_of(loader_of(Samples(), workers=0)).restore(None)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.split(":")[0] for text in said] == [
+        "training_data was another (samples) when the checkpoint was saved",
+        "12 samples of the epoch are trained, which are no whole number of batches of 5",
+        "the checkpoint has no position in training_data, which is read from its beginning",
+    ]
+    for broken in (
+        {"kind": "samples"},
+        {**position, "generator": {"$": "tensor"}},
+        {**position, "lists": "x"},
+    ):
+        with pytest.raises(CheckpointError, match="position in"):
+            data_of(loader_of(Samples(), workers=0)).restore(broken)
+
+
+class Stateful:
+    """A caller's loader of 20 numbers, as torchdata has them: it goes on where its state says, once."""
+
+    def __init__(self) -> None:
+        self.at, self.epoch = 0, 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.at < 3:
+            self.at += 1
+            first = 100 * self.epoch + 6 * self.at
+            yield {"x": torch.arange(first, first + 6.0), "labels": torch.zeros(6)}
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": torch.tensor(self.epoch), "worker": (1, b"2")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["worker"] == (1, b"2")
+        self.at, self.epoch = state["at"], int(state["epoch"])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("is_set_first", [False, True])
+def test_a_loader_with_state_dict_goes_on(is_set_first: bool, ahead: bool) -> None:
+    straight = data_of(None)
+    straight.use_loader(Stateful())
+    wanted = taken(straight, 8)
+    for trained in (2, 3, 4):
+        before = data_of(None, peeks=ahead)
+        before.use_loader(Stateful())
+        taken(before, trained, ahead=ahead)
+        position = json.loads(json.dumps(before.position()))
+        after = data_of(None, peeks=ahead)
+        if is_set_first:
+            after.use_loader(Stateful())
+            taken(after, 1, ahead=ahead)
+        after.restore(position)
+        if not is_set_first:
+            after.use_loader(Stateful())
+        assert alike(taken(after, 4, ahead=ahead), wanted[trained : trained + 4])
+        assert after.position() != position
+
+
+def test_an_iterator_without_state_has_no_position() -> None:
+    data = data_of(None)
+    data.use_iterator(itertools.repeat({"x": torch.zeros(B), "labels": torch.zeros(B)}))
+    taken(data, 1)
+    assert data.position() is None
+    data.restore(None)
+
+
+def test_states_are_json() -> None:
+    value = {
+        "tensor": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 3),
+        "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "nested": [(1, None, True), {3: b"x"}, {"$": 1}],
+        "not a number": float("nan"),
+        "numpy": np.int64(7),
+    }
+    found = from_json(json.loads(json.dumps(to_json(value), allow_nan=False)))
+    assert torch.equal(found["tensor"], value["tensor"]) and found["empty"].shape == (0, 3)
+    assert found["array"].dtype == np.uint32 and found["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found["nested"] == value["nested"] and found["numpy"] == 7
+    assert found["not a number"] != found["not a number"]
+    with pytest.raises(ValueError, match="a object cannot be written"):
+        to_json({"x": object()})
+    for broken in (
+        {"$": "tensor", "dtype": "load", "shape": [], "base64": ""},
+        {"$": "code"},
+        {"$": "tuple"},
+    ):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            from_json(broken)
+
+
+@pytest.mark.parametrize("kind", ["samples", "noisy", "stream"])
+def test_an_engine_resumes_in_the_middle_of_an_epoch(kind: str, tmp_path: Any) -> None:
+    for found in run_kept_ranks(jobs.resume, 2, kind, str(tmp_path)):
+        assert found["resumed"] == found["straight"]
+        assert found["rolled back"] == found["straight"]

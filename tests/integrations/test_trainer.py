@@ -1,0 +1,123 @@
+"""HuggingFace's Trainer on a graph of stages: the numbers of a plain Trainer in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.huggingface.trainer_config import engine_config
+from tests.integrations import trainer_jobs as jobs
+from tests.ranks import run_kept_ranks, run_ranks
+
+COUNT = 36
+
+
+def check_alike(found: list[Any], wanted: list[Any], *, tolerance: float = 1e-6) -> None:
+    assert len(found) == len(wanted) == jobs.STEPS
+    for (loss, norm, rate), (loss_2, norm_2, rate_2) in zip(found, wanted, strict=True):
+        assert (
+            abs(loss - loss_2) <= tolerance and abs(norm - norm_2) <= 1e-4 * max(norm, 1) and rate == rate_2
+        )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "lora"])
+def test_losses_are_those_of_trainer_in_one_process(name: str, tmp_path: Path) -> None:
+    ranks = 2
+    total = jobs.UNIT * jobs.ACCUMULATION * ranks
+    configs = [jobs.config_of(0, stages=2), jobs.config_of(1, stages=1, data_parallel=2)]
+    if name == "gpt2":
+        configs.append(jobs.config_of(2, stages=1, data_parallel=2))
+    answers = run_kept_ranks(jobs.train_on_ranks, ranks, name, str(tmp_path), configs, COUNT)
+    plain = jobs.train_plain(name, str(tmp_path), total=total, count=COUNT)
+    for found in answers:
+        for losses in found:
+            check_alike(losses, jobs.logged(plain))
+
+
+def test_batches_padded_to_their_longest_are_units(tmp_path: Path) -> None:
+    total = jobs.UNIT * jobs.ACCUMULATION * 2
+    configs = [jobs.config_of(0, stages=2)]
+    found = run_kept_ranks(jobs.train_on_ranks, 2, "gpt2", str(tmp_path), configs, COUNT, jobs.Longest())
+    plain = jobs.train_plain("gpt2", str(tmp_path), total=total, count=COUNT, collator=jobs.Longest())
+    for (losses,) in found:
+        check_alike(losses, jobs.logged(plain))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_resumed_in_the_middle_it_is_bit_equal_on_the_same_data(streams: bool, tmp_path: Path) -> None:
+    for found in run_kept_ranks(jobs.resume, 2, str(tmp_path), streams):
+        assert found["resumed"] == found["straight"][6:]
+        seen, again = found["straight seen"], found["resumed seen"]
+        assert again == seen[len(seen) - len(again) :] and set(again) <= set(range(36))
+        assert found["straight kept"][-1] == "checkpoint-6"
+        assert [name for name in found["resumed kept"] if name.startswith("checkpoint")] == ["checkpoint-9"]
+
+
+def test_evaluation_metrics_and_the_best_model_are_trainers(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel, Trainer
+
+    plain = jobs.evaluating(Trainer, str(tmp_path / "plain"), ranks=1)
+    for found in run_kept_ranks(jobs.evaluate_on_ranks, 2, str(tmp_path / "ranks")):
+        assert found["best"] == plain["best"] and found["flos"] == plain["flos"]
+        check_alike(found["losses"], plain["losses"])
+        for key in ("before", "during", "metrics"):
+            assert torch.allclose(torch.tensor(found[key]), torch.tensor(plain[key]), rtol=1e-4), key
+        assert abs(found["predictions"] - plain["predictions"]).max() < 1e-4
+    saved = GPT2LMHeadModel.from_pretrained(tmp_path / "ranks" / "final").state_dict()
+    wanted = GPT2LMHeadModel.from_pretrained(tmp_path / "plain" / "final").state_dict()
+    assert all(torch.allclose(saved[name], value, atol=1e-5) for name, value in wanted.items())
+
+
+def test_trainer_itself_is_told_what_to_use(tmp_path: Path) -> None:
+    (said,) = run_ranks(jobs.plain_trainer_with_a_block, 1, str(tmp_path))
+    assert said.startswith("ConfigError") and "gpp_plugin.GraphPipelineTrainer" in said
+
+
+def test_configurations_are_settled() -> None:
+    args = SimpleNamespace(
+        per_device_train_batch_size=2, gradient_accumulation_steps=3, max_grad_norm=0.5, bf16=True, fp16=False,
+        learning_rate=1e-3, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-7, weight_decay=0.1,
+    )  # fmt: skip
+    given = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
+        "graph_pipeline": {"stages": "auto"},
+    }
+    assert engine_config(given, args, mini_batch=12, units=6, counts_tokens=True) == {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}},
+        "zero_optimization": {"stage": 1},
+        "graph_pipeline": {"stages": "auto", "units": 6, "loss_mean": "tokens"},
+    }
+    for wrong in ({"train_batch_size": 8}, {"gradient_clipping": 1.0}, {"graph_pipeline": {"units": 2}}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            engine_config(wrong, args, mini_batch=12, units=6, counts_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"save_only_model": True, "load_best_model_at_end": True, "save_strategy": "steps", "eval_steps": 5,
+          "save_steps": 5, "eval_strategy": "steps"}, "save_only_model"),
+    ],
+)  # fmt: skip
+def test_arguments_that_change_the_loss_are_refused(
+    wrong: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    from gpp_plugin import GraphPipelineTrainer
+
+    args = jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1, **wrong)
+    with pytest.raises(ConfigError, match=named):
+        GraphPipelineTrainer(jobs.model_of("gpt2"), args)

@@ -1,0 +1,302 @@
+"""Trainings with HuggingFace's Trainer and with ours, as one process or several ranks run them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from gpp_plugin.errors import GppError
+from tests.models import build
+
+UNIT, STEPS, ACCUMULATION = 2, 10, 2
+"""Samples of a batch, optimizer steps, and batches a step and rank."""
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Samples of a batch; ``seen`` are the numbers read since it was cleared."""
+
+    def __init__(self, name: str, count: int) -> None:
+        batch = build(name)[1](count, 0)
+        if name == "t5":  # Trainer does not divide T5's loss: one mean over all tokens is that of equal units
+            batch["labels"] = batch["labels"].clamp(min=1)
+        self.rows = [{k: v[i] for k, v in batch.items() if isinstance(v, Tensor)} for i in range(count)]
+        if name == "clip":
+            for row in self.rows:
+                row["input_ids"][-1] = 2
+        self.seen: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.seen.append(index)
+        return self.rows[index]
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """The same, one after the other, which knows where it is."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.at = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.at < len(self.rows):
+            self.at += 1
+            yield self.rows[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def stack(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+    batch: dict[str, Any] = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    if "pixel_values" in batch and "labels" not in batch:
+        batch["return_loss"] = True
+    return batch
+
+
+class Longest:
+    """Pads to the longest of a batch, as collators with ``padding=True`` do."""
+
+    padding = True
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+        lengths = [5 + int(row["input_ids"][0]) % 4 for row in rows]
+        width = max(lengths)
+        batch = {key: torch.stack([row[key][:width] for row in rows]) for key in rows[0]}
+        for at, length in enumerate(lengths):
+            batch["attention_mask"][at, length:] = 0
+            batch["labels"][at, length:] = -100
+        return batch
+
+
+def model_of(name: str) -> nn.Module:
+    if name != "lora":
+        return build(name)[0]
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model, _ = build("llava")
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        return get_peft_model(model, lora)
+
+
+def data_of(name: str, count: int) -> Rows:
+    return Rows("llava" if name == "lora" else name, count)
+
+
+def arguments(directory: str, *, total: int, ranks: int, one_batch: bool = False, **more: Any) -> Any:
+    """Return arguments of a job whose mini-batches have ``total`` samples on so many ranks."""
+    from transformers import TrainingArguments
+
+    unit = total if one_batch else UNIT
+    return TrainingArguments(
+        output_dir=directory,
+        per_device_train_batch_size=unit,
+        gradient_accumulation_steps=total // unit // ranks,
+        **{
+            "max_steps": STEPS,
+            "learning_rate": 2e-3,
+            "warmup_steps": 3,
+            "weight_decay": 0.05,
+            "max_grad_norm": 0.5,
+            "lr_scheduler_type": "cosine",
+            "logging_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "seed": 3,
+            "save_strategy": "no",
+            "dataloader_pin_memory": False,
+            "per_device_eval_batch_size": 5,
+            **more,
+        },  # fmt: skip
+    )
+
+
+def logged(trainer: Any) -> list[tuple[float, float, float]]:
+    """Return loss, gradient norm and learning rate of each step."""
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    return [(row["loss"], float(row["grad_norm"]), row["learning_rate"]) for row in rows]
+
+
+def train_plain(
+    name: str, directory: str, *, total: int, count: int, collator: Any = None, **more: Any
+) -> Any:
+    """Train with Trainer in this process."""
+    from transformers import Trainer
+
+    args = arguments(directory, total=total, ranks=1, one_batch=name == "t5", **more)
+    trainer = Trainer(
+        model_of(name), args, train_dataset=data_of(name, count), data_collator=collator or stack
+    )
+    trainer.train()
+    return trainer
+
+
+def train_on_ranks(
+    name: str, directory: str, configs: list[dict[str, Any]], count: int, collator: Any = None
+) -> list[Any]:
+    """Train on these ranks under each configuration; return what was logged."""
+    import torch.distributed as dist
+
+    from gpp_plugin import GraphPipelineTrainer
+
+    ranks = dist.get_world_size()
+    answers = []
+    for config in configs:
+        args = arguments(directory, total=UNIT * ACCUMULATION * ranks, ranks=ranks)
+        trainer = GraphPipelineTrainer(
+            model_of(name),
+            args,
+            config=config,
+            train_dataset=data_of(name, count),
+            data_collator=collator or stack,
+        )
+        trainer.train()
+        answers.append(logged(trainer))
+        trainer.engine.destroy()
+    return answers
+
+
+def config_of(zero: int = 0, **block: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": zero}, "graph_pipeline": {"comm_timeout_s": 60, **block}}
+
+
+def resume(directory: str, streams: bool) -> dict[str, Any]:
+    """Train with dropout and save in the middle of the second epoch; go on from there with a fresh trainer."""
+    import torch.distributed as dist
+
+    from gpp_plugin import GraphPipelineTrainer
+
+    ranks = dist.get_world_size()
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+    answers: dict[str, Any] = {}
+    for name in ("straight", "resumed"):
+        rows = data_of("gpt2", 36)  # four steps an epoch, and four samples left over
+        args = arguments(directory, total=UNIT * ACCUMULATION * ranks, ranks=ranks, **more)
+        trainer = GraphPipelineTrainer(
+            build("gpt2", dropout=0.2)[0],
+            args,
+            config=config_of(1, stages=2),
+            train_dataset=Stream(rows) if streams else rows,
+            data_collator=stack,
+        )
+        if name == "straight":
+            trainer.add_callback(_stop_at(6))
+            trainer.train()
+            trainer.engine.destroy()
+            trainer = GraphPipelineTrainer(
+                build("gpt2", dropout=0.2)[0],
+                arguments(directory + "/again", total=UNIT * ACCUMULATION * ranks, ranks=ranks),
+                config=config_of(1, stages=2),
+                train_dataset=Stream(rows) if streams else rows,
+                data_collator=stack,
+            )
+            rows.seen.clear()
+            trainer.train()
+        else:
+            rows.seen.clear()
+            trainer.train(resume_from_checkpoint=True)
+        answers[name] = logged(trainer)
+        answers[f"{name} seen"] = list(rows.seen)
+        answers[f"{name} kept"] = sorted(os.listdir(directory))
+        trainer.engine.destroy()
+    return answers
+
+
+def _stop_at(step: int) -> Any:
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        """Ends training after a step, as a job's time limit does."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            control.should_training_stop = state.global_step >= step
+            return control
+
+    return Stop()
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Return the share of right next tokens, of predictions padded with -100."""
+    found = np.argmax(prediction.predictions[:, :-1], axis=-1)
+    labels = prediction.label_ids[:, 1:]
+    return {"accuracy": float((found == labels).mean()), "sum": float(np.abs(prediction.predictions).sum())}
+
+
+def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) -> dict[str, Any]:
+    """Train with evaluations, keep the best model, and predict."""
+    args = arguments(
+        directory,
+        total=UNIT * ACCUMULATION * 2,
+        ranks=ranks,
+        eval_strategy="steps",
+        eval_steps=5,
+        save_strategy="steps",
+        save_steps=5,
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+        save_total_limit=2,
+    )
+    trainer = trainer_class(
+        build("gpt2")[0],
+        args,
+        train_dataset=data_of("gpt2", 36),
+        eval_dataset=data_of("gpt2", 13),
+        data_collator=stack,
+        compute_metrics=accuracy,
+        **given,
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    found = trainer.predict(data_of("gpt2", 7))
+    rows = [row for row in trainer.state.log_history if "eval_loss" in row]
+    keys = ("eval_loss", "eval_accuracy", "eval_sum", "epoch")
+    answer = {
+        "before": [before[key] for key in keys[:3]],
+        "during": [[row[key] for key in keys] for row in rows[1:]],
+        "predictions": found.predictions,
+        "metrics": [found.metrics[f"test_{key}"] for key in ("loss", "accuracy")],
+        "best": os.path.basename(trainer.state.best_model_checkpoint),
+        "flos": trainer.state.total_flos,
+        "losses": logged(trainer),
+    }
+    trainer.save_model(directory + "/final")
+    if getattr(trainer, "engine", None) is not None:
+        trainer.engine.destroy()
+    return answer
+
+
+def evaluate_on_ranks(directory: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from gpp_plugin import GraphPipelineTrainer
+
+    config = config_of(0, stages=2)
+    return evaluating(GraphPipelineTrainer, directory, ranks=dist.get_world_size(), config=config)
+
+
+def plain_trainer_with_a_block(directory: str) -> str:
+    """Give the block to Trainer itself; return what it says."""
+    from transformers import Trainer
+
+    config = {**config_of(), "train_batch_size": "auto"}
+    args = arguments(directory, total=UNIT, ranks=1, use_cpu=False, deepspeed=config)
+    try:
+        Trainer(model_of("gpt2"), args, train_dataset=data_of("gpt2", 4), data_collator=stack).train()
+    except GppError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

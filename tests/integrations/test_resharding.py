@@ -47,7 +47,7 @@ def resharded(tmp_path_factory: pytest.TempPathFactory) -> Resharded:
     @functools.cache
     def run(name: str) -> tuple[Path, list[dict[str, Any]]]:
         directory = tmp_path_factory.mktemp(name)
-        return directory, run_kept_ranks(jobs.reshard, 4, name, str(directory), timeout_s=240)
+        return directory, run_kept_ranks(jobs.reshard, 4, name, str(directory), timeout_s=400)
 
     return run
 

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from gpp_plugin.engine.checkpoints import checkpoint_directory as places
 from gpp_plugin.engine.checkpoints.manifest import (
-    BUFFER,
     STATE,
     STATE_TENSORS,
     WEIGHT,
@@ -256,9 +255,8 @@ def _check_weights(engine: StageEngine, saved: SavedTensors) -> set[tuple[str, s
         CheckpointError: one is not there, or of another shape.
     """
     needed: set[tuple[str, str]] = set()
-    buffers = engine.saved_buffers()
     held = engine.held_weights()
-    missing = [name for name in held if not saved.has(BUFFER if name in buffers else WEIGHT, name)]
+    missing = [name for name in held if not saved.has(saved.kind_of(name), name)]
     if missing:
         raise CheckpointError(
             f"stage {engine.stage.name!r} has {missing[0]!r}"
@@ -267,8 +265,7 @@ def _check_weights(engine: StageEngine, saved: SavedTensors) -> set[tuple[str, s
             "the model it was saved of"
         )
     for name, tensor in held.items():
-        what = BUFFER if name in buffers else WEIGHT
-        place = place_of(engine, name, tensor)
+        what, place = saved.kind_of(name), place_of(engine, name, tensor)
         saved.check_fits(what, name, place)
         needed |= saved.needed(what, name, place)
     return needed
@@ -324,7 +321,7 @@ def _read_weights(engine: StageEngine, saved: SavedTensors, own_file: str | None
         if name in buffers and own_file is not None and key in saved.manifest.files[own_file].tensors:
             value: Tensor = saved.file(own_file).whole(key)
         else:
-            value = saved.whole(BUFFER if name in buffers else WEIGHT, name, place_of(engine, name, tensor))
+            value = saved.whole(saved.kind_of(name), name, place_of(engine, name, tensor))
         tensor.copy_(value)
 
 

@@ -92,6 +92,10 @@ class SavedTensors:
         """Return the names of all tensors of a kind."""
         return {name for kind, name in self._index if kind == what}
 
+    def kind_of(self, name: str) -> str:
+        """Return whether a tensor of the model is a weight or a buffer; what one process wrote says weight of all."""
+        return BUFFER if (BUFFER, name) in self._index else WEIGHT
+
     def kept(self, name: str) -> list[str]:
         """Return what the optimizer keeps of a parameter in tensors."""
         return self._kept.get(name, [])

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpp_plugin.engine.checkpoints.manifest import WEIGHT, CheckpointManifest
 from gpp_plugin.engine.checkpoints.rank_files import FileContents, write_files
 from gpp_plugin.engine.checkpoints.saved_tensors import (
-    SavedTensors,
+    CheckpointTensors,
     TensorPlace,
     cut_shard,
     join_shards,
@@ -23,13 +23,13 @@ from gpp_plugin.errors import CheckpointError
 WHOLE = torch.arange(48.0).view(8, 6)
 
 
-def saved(target: Path, files: dict[str, FileContents]) -> SavedTensors:
+def saved(target: Path, files: dict[str, FileContents]) -> CheckpointTensors:
     """Write files and return what reads them."""
     manifest = CheckpointManifest(
         stages=(), num_ranks=1, dtype="float32", zero_stage=0, step=0, saved_ns=0,
         files=write_files(target, files), texts={},
     )  # fmt: skip
-    return SavedTensors(target, manifest)
+    return CheckpointTensors(target, manifest)
 
 
 def part(tensor: Tensor, **what: Any) -> FileContents:

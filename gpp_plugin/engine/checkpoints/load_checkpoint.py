@@ -43,7 +43,7 @@ from gpp_plugin.engine.checkpoints.rank_files import (
     restore_random_state,
 )
 from gpp_plugin.engine.checkpoints.save_checkpoint import all_ranks
-from gpp_plugin.engine.checkpoints.saved_tensors import SavedTensors, StageOptimizerState
+from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, StageOptimizerState
 from gpp_plugin.engine.checkpoints.state_values import MOST_DEPTH
 from gpp_plugin.engine.checkpoints.tensor_file import BrokenFile
 from gpp_plugin.engine.stage_engine import StageEngine
@@ -85,7 +85,7 @@ class _Wanted:
 class _Checked:
     """A checkpoint that this rank found whole and fitting."""
 
-    saved: SavedTensors
+    saved: CheckpointTensors
     state: dict[str, Any]
     own: dict[str, Any] | None
     optimizers: dict[int, StageOptimizerState]
@@ -175,7 +175,7 @@ def _check_first_whole(
             raise CheckpointError(f"{reasons[0]}; load another tag, or none for the newest whole one")
 
 
-def _check_all_held(saved: SavedTensors, held: set[str]) -> None:
+def _check_all_held(saved: CheckpointTensors, held: set[str]) -> None:
     """Refuse a checkpoint of a larger model: nothing of it may be left behind in silence."""
     extra = sorted(saved.names(WEIGHT) - held)
     if extra:
@@ -220,7 +220,7 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
     """
     target = places.directory_of(root, tag)
     manifest = read_manifest(target)
-    saved = SavedTensors(target, manifest)
+    saved = CheckpointTensors(target, manifest)
     optimizers: dict[int, StageOptimizerState] = {}
     needed: set[tuple[str, str]] = set()
     for engine in stages:
@@ -248,7 +248,7 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
     )
 
 
-def _check_weights(engine: StageEngine, saved: SavedTensors) -> set[tuple[str, str]]:
+def _check_weights(engine: StageEngine, saved: CheckpointTensors) -> set[tuple[str, str]]:
     """Return file and key of each weight that a stage reads.
 
     Raises:
@@ -271,7 +271,7 @@ def _check_weights(engine: StageEngine, saved: SavedTensors) -> set[tuple[str, s
     return needed
 
 
-def _optimizer_state(engine: StageEngine, saved: SavedTensors) -> StageOptimizerState:
+def _optimizer_state(engine: StageEngine, saved: CheckpointTensors) -> StageOptimizerState:
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     return StageOptimizerState(
         saved, {name: place_of(engine, name, parameters[name]) for name in engine.trained_spans()}
@@ -313,7 +313,7 @@ def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> 
 
 
 @torch.no_grad()
-def _read_weights(engine: StageEngine, saved: SavedTensors, own_file: str | None) -> None:
+def _read_weights(engine: StageEngine, saved: CheckpointTensors, own_file: str | None) -> None:
     """Read parameters and buffers, the buffers of a replica from its rank's own file where there is one."""
     buffers = engine.saved_buffers()
     for name, tensor in engine.held_weights().items():

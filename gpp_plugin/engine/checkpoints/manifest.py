@@ -40,7 +40,7 @@ _FILE = re.compile(r"^[A-Za-z0-9_~%][A-Za-z0-9_.~%-]*$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTensor:
+class TensorRecord:
     """A tensor of a file: what it is of the plain model.
 
     Args:
@@ -70,7 +70,7 @@ class SavedFile:
     """A file of tensors: its checksums, and what its tensors are, by their names in it."""
 
     sums: FileSums
-    tensors: dict[str, SavedTensor]
+    tensors: dict[str, TensorRecord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

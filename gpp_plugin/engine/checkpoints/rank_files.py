@@ -24,7 +24,7 @@ from gpp_plugin.engine.checkpoints.manifest import (
     WEIGHT,
     SavedFile,
     SavedGroup,
-    SavedTensor,
+    TensorRecord,
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import TensorPlace
 from gpp_plugin.engine.checkpoints.state_values import to_json
@@ -43,13 +43,13 @@ class FileContents:
     """A file to be: its tensors, what they are, and JSON beside them."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    entries: dict[str, SavedTensor] = field(default_factory=dict)
+    entries: dict[str, TensorRecord] = field(default_factory=dict)
     beside: Any = None
 
     def add(self, key: str, tensor: Tensor, **what: Any) -> None:
         """Add a tensor under a name in the file."""
         self.tensors[key] = tensor
-        self.entries[key] = SavedTensor(
+        self.entries[key] = TensorRecord(
             dtype=str(tensor.dtype).removeprefix("torch."),
             count=tensor.numel(),
             **{"shape": tuple(tensor.shape), "start": 0, **what},

@@ -31,7 +31,7 @@ from gpp_plugin.engine.checkpoints.manifest import (
     STATE_TENSORS,
     WEIGHT,
     CheckpointManifest,
-    SavedTensor,
+    TensorRecord,
     read_text,
 )
 from gpp_plugin.engine.checkpoints.optimizer_pieces import MASTER
@@ -61,10 +61,10 @@ class TensorPlace:
 class _Entry(NamedTuple):
     file: str
     key: str
-    tensor: SavedTensor
+    tensor: TensorRecord
 
 
-class SavedTensors:
+class CheckpointTensors:
     """Reads a checkpoint's tensors by name.
 
     Args:
@@ -134,7 +134,7 @@ class SavedTensors:
         Raises:
             CheckpointError: names both shapes.
         """
-        entry = self._index[what, name][0].tensor
+        entry = self._entries(what, name, place)[0].tensor
         whole = list(_whole_shape(entry))
         if place.shard is not None and whole:
             axis = place.axis if entry.shard is None else entry.axis
@@ -213,14 +213,13 @@ class SavedTensors:
         return self.state(plain, STATE_TENSORS)
 
     def _entries(self, what: str, name: str, place: TensorPlace) -> list[_Entry]:
-        """Return the parts of a tensor: of weights and buffers, which several stages may have, one stage's."""
+        """Return the parts of a tensor: where several stages wrote it (frozen weights, buffers), one stage's."""
         found = self._index.get((what, name))
         if not found:
             raise CheckpointError(f"{self.target} has no {what} of {name!r}")
-        if what in (WEIGHT, BUFFER):
-            stages = {entry.tensor.stage for entry in found}
-            stage = place.stage if place.stage in stages else min(stages)
-            found = [entry for entry in found if entry.tensor.stage == stage]
+        stages = {entry.tensor.stage for entry in found}
+        stage = place.stage if place.stage in stages else min(stages)
+        found = [entry for entry in found if entry.tensor.stage == stage]
         saved = found[0].tensor.shard
         if saved is None or (place.shard is not None and place.shard[1] != saved[1]) or place.shard is None:
             return found
@@ -266,7 +265,7 @@ class SavedTensors:
         return parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
 
 
-def _overlap(tensor: SavedTensor, start: int, count: int) -> tuple[int, int] | None:
+def _overlap(tensor: TensorRecord, start: int, count: int) -> tuple[int, int] | None:
     """Return the first element asked for that is in ``tensor``, and how many are."""
     begin = tensor.start or 0
     first, last = max(begin, start), min(begin + tensor.count, start + count)
@@ -277,7 +276,7 @@ def _whole_count(place: TensorPlace) -> int:
     return math.prod(place.shape)
 
 
-def _whole_shape(entry: SavedTensor) -> tuple[int, ...]:
+def _whole_shape(entry: TensorRecord) -> tuple[int, ...]:
     if entry.shard is None or not entry.shape:
         return entry.shape
     shape = list(entry.shape)
@@ -310,7 +309,7 @@ class StageOptimizerState:
         places: how the stage holds its trained parameters.
     """
 
-    def __init__(self, saved: SavedTensors, places: Mapping[str, TensorPlace]) -> None:
+    def __init__(self, saved: CheckpointTensors, places: Mapping[str, TensorPlace]) -> None:
         self._saved = saved
         self._places = places
         self._options = {name: group.options for group in saved.manifest.groups for name in group.names}

@@ -63,7 +63,7 @@ def _put(path: Path, text: str, *, write: bool) -> bool:
 
 def configuration_page() -> str:
     """Return the reference of the ``graph_pipeline`` block."""
-    from gpp_plugin.config import GraphPipelineConfig, LengthsConfig, MemoryConfig
+    from gpp_plugin.config import CheckpointConfig, GraphPipelineConfig, LengthsConfig, MemoryConfig
 
     lines = [
         "# Configuration\n",
@@ -79,6 +79,8 @@ def configuration_page() -> str:
         *_keys(MemoryConfig, "memory."),
         "\n## The keys of `lengths`\n",
         *_keys(LengthsConfig, "lengths."),
+        "\n## The keys of `checkpoint`\n",
+        *_keys(CheckpointConfig, "checkpoint."),
     ]
     return "\n".join(lines) + "\n"
 

@@ -75,6 +75,11 @@ COMMANDS = (
         module="gpp_plugin.commands.report_command",
         help="show a plan or a timeline, or write it as a trace",
     ),
+    Command(
+        name="convert",
+        module="gpp_plugin.commands.convert_command",
+        help="turn a checkpoint into a single process's, into DeepSpeed's universal one, or back",
+    ),
 )
 
 

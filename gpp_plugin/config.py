@@ -105,6 +105,22 @@ class LengthsConfig(_Block):
         return tuple(self.typical) or (self.max,)
 
 
+class CheckpointConfig(_Block):
+    """How `save_checkpoint` writes and what it keeps.
+
+    Args:
+        keep_last: so many of the newest checkpoints stay, of those that the engine named itself (``global_step<n>``);
+            null keeps all. Tags of yours are never removed.
+        keep_every: of the others those of every so many steps stay as well; null keeps none of them.
+        async_save: copies are taken at once, in host memory, and written while training goes on. The checkpoint is
+            there, whole, when it is; the next save, load or `destroy` waits for it and says what went wrong.
+    """
+
+    keep_last: Count | None = Field(default=None, description="null or a whole number of at least 1")
+    keep_every: Count | None = Field(default=None, description="null or a whole number of at least 1")
+    async_save: bool = Field(default=False, description="true or false")
+
+
 class GraphPipelineConfig(_Block):
     """The ``graph_pipeline`` block, checked.
 
@@ -166,6 +182,7 @@ class GraphPipelineConfig(_Block):
             the log names them.
         loader_workers: processes of each rank that load ``training_data`` ahead; 0 loads in the rank itself. "auto" is
             up to four where ranks compute on CUDA, and none where the cores compute.
+        checkpoint: how checkpoints are written, and which of them stay.
         look_ahead: mini-batches that frozen stages run ahead, where these read nothing but the data: 1 lets them run
             the forwards of the next mini-batch while the others train the present one, and takes it one call early from
             whatever `train_batch` reads; 0 does not. "auto" is 1 for ``training_data``, which the engine loads, and 0
@@ -215,6 +232,9 @@ class GraphPipelineConfig(_Block):
     eager: list[str] = Field(default=[], description='a list of module paths, like ["layers.*.router"]')
     loader_workers: Auto | Annotated[int, Field(ge=0)] = Field(
         default="auto", description='"auto" or a whole number of at least 0'
+    )
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="an object with keep_last, keep_every, async_save"
     )
     look_ahead: Auto | Annotated[int, Field(ge=0, le=1)] = Field(default="auto", description='"auto", 0 or 1')
 

@@ -12,7 +12,7 @@ GppError
 ├── BatchRefused         a mini-batch is too long for its plan, or for a rank's memory
 ├── RuntimeFailure       a rank failed while running a program
 │   └── CommTimeout      a message did not arrive in time
-├── CheckpointError      a checkpoint is missing, torn or of another plan
+├── CheckpointError      a checkpoint is missing, broken or of another model
 └── DeviceMissing        what was asked for needs a device that is not there
 """
 
@@ -68,7 +68,7 @@ class CommTimeout(RuntimeFailure):
 
 
 class CheckpointError(GppError):
-    """A checkpoint is missing, incomplete, or belongs to another plan."""
+    """A checkpoint is missing, broken, or of another model."""
 
 
 class DeviceMissing(GppError):

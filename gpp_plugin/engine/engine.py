@@ -177,6 +177,7 @@ class GraphPipelineEngine(PipelineSurface):
             setting=setting,
             meeting=self._meeting,
             timeout_s=max(config.comm_timeout_s, EXPORT_TIMEOUT_S),
+            keeping=config.checkpoint,
         )
         super().__init__(reference=reference, stages=stages, files=files, ds_config=ds_config)
 
@@ -570,6 +571,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._data.close()
         if self._runner.failure is None:
             self._steps.flush()
+            self._files.wait()
         self._is_destroyed = True
         self._runner.failure = "its engine was destroyed"
         group = self._setting.group

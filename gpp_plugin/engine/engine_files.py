@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gpp_plugin.engine import checkpoint
+from gpp_plugin.config import CheckpointConfig
+from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
+from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
 from gpp_plugin.engine.feed import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
@@ -32,7 +34,8 @@ class PipelineFiles:
         data: what is trained on; checkpoints hold where training is in it.
         source: writes exports, as the user's model has them.
         parameters: of the whole model.
-        timeout_s: how long ranks wait for one that writes an export.
+        timeout_s: how long ranks wait for one that writes an export or its part of a checkpoint.
+        keeping: how checkpoints are written and kept.
     """
 
     def __init__(
@@ -46,7 +49,10 @@ class PipelineFiles:
         setting: Setting,
         meeting: Meeting,
         timeout_s: float,
+        keeping: CheckpointConfig,
     ) -> None:
+        self._keeping = keeping
+        self._background = BackgroundSave(timeout_s=timeout_s)
         self._stages = stages
         self._steps = steps
         self._data = data
@@ -63,28 +69,48 @@ class PipelineFiles:
         client_state: Mapping[str, Any] | None,
         save_latest: bool,
     ) -> None:
-        """Write a checkpoint of all stages to ``directory/tag``; ``latest`` is written last."""
+        """Write a checkpoint of all stages to ``directory/tag``; ``latest`` is written last.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before, behind the training, could not.
+        """
         # Drained first, then named: what was under way counts as done in the tag's number of steps.
         self._steps.drain()
-        checkpoint.save_checkpoint(
+        self.wait()
+        save_checkpoint(
             self._stages.stages,
             directory,
-            tag or f"global_step{self._stages.global_steps}",
-            client_state=dict(client_state or {}),
-            rank_state={"data": self._data.position()},
-            save_latest=save_latest,
+            f"global_step{self._stages.global_steps}" if tag is None else str(tag),
+            client_state=client_state,
+            data=self._data.position(),
+            options=SaveOptions(
+                save_latest=save_latest,
+                keep_last=self._keeping.keep_last,
+                keep_every=self._keeping.keep_every,
+                names={parameter.name: parameter.aliases for parameter in self._parameters},
+            ),
+            background=self._background if self._keeping.async_save else None,
         )
+
+    def wait(self) -> None:
+        """Wait for a checkpoint that is being written behind the training; collective where there is one.
+
+        Raises:
+            CheckpointError: a rank could not write it.
+        """
+        self._background.wait(self._stages.stages[0])
 
     def load(
         self, directory: str | Path, tag: str | None, *, optimizer: bool, scheduler: bool, weights_only: bool
     ) -> tuple[str, dict[str, Any]]:
-        """Read a checkpoint written on the same plan; return the directory read and the client state.
+        """Read a checkpoint of this model, of any plan; return the directory read and the client state.
 
         Raises:
-            CheckpointError: it is missing, torn, or of another plan.
+            CheckpointError: it is missing, broken, or of another model.
         """
         self._steps.drain()
-        loaded = checkpoint.load_checkpoint(
+        self.wait()
+        loaded = load_checkpoint(
             self._stages.stages,
             directory,
             tag,
@@ -93,7 +119,7 @@ class PipelineFiles:
             weights_only=weights_only,
         )
         if not weights_only:
-            self._data.restore((loaded.rank_state or {}).get("data"))
+            self._data.restore(loaded.data)
         return str(loaded.directory), loaded.client_state
 
     def export(self, directory: str | Path) -> None:

@@ -10,7 +10,7 @@ The engine holds its parts and imports no framework. It defines here what it ask
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config import BatchSizes
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
 from gpp_plugin.engine.gradients.gradient_store import StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup
 from gpp_plugin.ir.plan import PipelinePlan
@@ -291,11 +292,29 @@ class WeightUpdater(Protocol):
     def own_tensors(self) -> list[Tensor]:
         """Return masters and optimizer state, parameters that are their own masters among them."""
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return optimizer state and masters, this rank's part where partitioned; None if nothing is trained."""
+    def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
+        """Return optimizer state and masters by parameter, this rank's part where partitioned.
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore what `state_dict` returned on this rank."""
+        Args:
+            foreign: parameters that another stage saves.
+        """
+
+    def spans(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the elements of each trained parameter that this rank steps: first one, and how many."""
+
+    def check_kind(self, saved: SavedOptimizer) -> None:
+        """Refuse the state of another optimizer.
+
+        Raises:
+            CheckpointError: names both.
+        """
+
+    def restore(self, saved: SavedOptimizer) -> None:
+        """Restore masters and optimizer state from those of any plan.
+
+        Raises:
+            CheckpointError: what was saved cannot be cut as this rank holds it.
+        """
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state of schedule and loss scale, which is the same on every rank."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
 from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.setting import StageReplica, StepCounters, WeightUpdater
@@ -27,7 +28,6 @@ from gpp_plugin.engine.stage_step import (
     StepRule,
     TiedSums,
 )
-from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.weight_versions import WeightPlaces
 
@@ -289,48 +289,46 @@ class StageEngine:
         """Let go of what the framework holds; the stage steps no more."""
         self._updater.close()
 
-    # ---- state, as checkpoint files hold it ----------------------------------------------------------------
+    # ---- state, as checkpoints hold it ----------------------------------------------------------------
 
-    def model_state(self) -> dict[str, Tensor]:
-        """Return copies of parameters and persistent buffers in host memory, each tie only on its owner."""
+    def held_weights(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers by name: the stage's own tensors."""
+        tensors: dict[str, Tensor] = dict(self.module.named_parameters())
+        return tensors | self.saved_buffers()
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers by name."""
+        persistent = set(self.module.state_dict(keep_vars=True))
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """Return what the stage saves of `held_weights`: each tie only on its owner."""
         foreign = self._foreign_ties()
-        return {
-            name: tensor.detach().to("cpu", copy=True)
-            for name, tensor in self._saved_tensors().items()
-            if name not in foreign
-        }
+        return {name: tensor for name, tensor in self.held_weights().items() if name not in foreign}
 
-    @torch.no_grad()
-    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
-        """Write parameters and persistent buffers; masters follow with `load_optimizer_state` or `refresh_masters`.
+    def optimizer_pieces(self) -> OptimizerPieces:
+        """Return what optimizer and masters keep on this rank of the parameters that the stage saves."""
+        return self._updater.pieces(self._foreign_ties())
+
+    def trained_spans(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the elements of each trained parameter that this rank's masters hold: first one, and how many."""
+        return self._updater.spans()
+
+    def check_optimizer(self, saved: SavedOptimizer) -> None:
+        """Refuse the state of another optimizer.
 
         Raises:
-            CheckpointError: a name or shape does not fit.
+            CheckpointError: names both.
         """
-        tensors = self._saved_tensors()
-        wrong = sorted(set(tensors) ^ set(state)) or sorted(
-            name for name, tensor in tensors.items() if tensor.shape != state[name].shape
-        )
-        if wrong:
-            raise CheckpointError(
-                f"stage {self.stage.name!r}: {wrong} differ in name or shape from the checkpoint's"
-            )
-        for name, tensor in tensors.items():
-            tensor.copy_(state[name])
+        self._updater.check_kind(saved)
 
-    def _saved_tensors(self) -> dict[str, Tensor]:
-        persistent = set(self.module.state_dict(keep_vars=True))
-        tensors: dict[str, Tensor] = dict(self.module.named_parameters())
-        tensors.update((name, b) for name, b in self.module.named_buffers() if name in persistent)
-        return tensors
+    def load_optimizer(self, saved: SavedOptimizer) -> None:
+        """Restore optimizer and masters.
 
-    def optimizer_state(self) -> dict[str, Any] | None:
-        """Return the state of optimizer and masters, this rank's part under ZeRO 1 and 2; None if untrained."""
-        return self._updater.state_dict()
-
-    def load_optimizer_state(self, state: dict[str, Any] | None) -> None:
-        """Restore what `optimizer_state` returned on this rank."""
-        self._updater.load_state_dict(state)
+        Raises:
+            CheckpointError: what was saved cannot be cut as this rank holds it.
+        """
+        self._updater.restore(saved)
 
     def shared_state(self) -> dict[str, Any]:
         """Return schedule, loss scaler and counters: the same on every rank."""

@@ -232,7 +232,9 @@ class PipelineSurface:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Read a checkpoint written on the same plan; collective.
+        """Read a checkpoint of this model, whatever plan it was saved on; collective.
+
+        Without a tag it is the one that `latest` names, or the newest whole one where that is broken.
 
         Args:
             load_module_only: only the weights: no optimizer, schedule, loss scale, counters or random states.
@@ -241,7 +243,7 @@ class PipelineSurface:
             The directory read and the client state.
 
         Raises:
-            CheckpointError: it is missing, torn, or of another plan.
+            CheckpointError: it is missing, broken, or of another model or optimizer.
         """
         return self._files.load(
             load_dir,

@@ -149,9 +149,9 @@ def resume(directory: str, zero: int) -> dict[str, Any]:
     other = make_engine(build("t5", seed=5)[0], batches[0], config)
     path, client_state = other.load_checkpoint(directory)
     found = steps(other, batches[2:])
-    elsewhere = make_engine(build("t5")[0], batches[0], config_of(block={"stages": 1}))
+    larger = make_engine(build("t5", layers=3)[0], batches[0], config_of(block={"stages": 2}))
     try:
-        elsewhere.load_checkpoint(directory)
+        larger.load_checkpoint(directory)
         refusal = ""
     except CheckpointError as error:
         refusal = str(error)

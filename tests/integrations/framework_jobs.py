@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.engine.checkpoints.optimizer_pieces import (
+    Fragment,
+    OptimizerPieces,
+    SavedOptimizer,
+    check_kind,
+    optimizer_pieces,
+    restore_optimizer,
+    whole_fragment,
+)
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 
@@ -72,11 +81,21 @@ class PlainOptimizer:
     def own_tensors(self) -> list[Tensor]:
         return list(self.trained.values())
 
-    def state_dict(self) -> dict[str, Any] | None:
-        return self.optimizer.state_dict()
+    @property
+    def fragments(self) -> dict[str, Fragment]:
+        return {name: whole_fragment(parameter) for name, parameter in self.trained.items()}
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self.optimizer.load_state_dict(state or {})
+    def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
+        return optimizer_pieces(self.optimizer, self.fragments, has_masters=False, foreign=foreign)
+
+    def spans(self) -> dict[str, list[tuple[int, int]]]:
+        return {name: [(0, parameter.numel())] for name, parameter in self.trained.items()}
+
+    def check_kind(self, saved: SavedOptimizer) -> None:
+        check_kind(self.optimizer, saved)
+
+    def restore(self, saved: SavedOptimizer) -> None:
+        restore_optimizer(self.optimizer, self.fragments, saved)
 
     def shared_state(self) -> dict[str, Any]:
         return {}

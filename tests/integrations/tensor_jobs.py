@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gpp_plugin.engine.checkpoint import load_checkpoint, save_checkpoint
+from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
+from gpp_plugin.engine.checkpoints.save_checkpoint import save_checkpoint
 from gpp_plugin.engine.gradients.gradient_store import GradientStore
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, sequence_parallel

@@ -98,7 +98,7 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(trained, case, zero):
     files = trained[0][case, zero]["files"]
     sharded = ["01-loss"] if case == "grid" else ["01-first", "02-second"]
     models = [name for name in files if name.startswith("model-")]
-    assert {f"model-{stage}-t{t}.pt" for stage in sharded for t in range(2)} <= set(models)
+    assert {f"model-{stage}-t{t}.safetensors" for stage in sharded for t in range(2)} <= set(models)
     assert len(models) == len(jobs.CASES[case]) + len(sharded)
 
 

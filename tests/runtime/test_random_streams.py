@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpp_plugin.engine import checkpoint
+from gpp_plugin.engine.checkpoints.rank_files import random_state, restore_random_state
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from tests.models import build
 
@@ -91,8 +90,8 @@ def test_streams_of_one_device_are_seeded_and_given_back(streams: CudaStreams) -
 
 
 def test_a_checkpoint_of_one_device_is_drawn_on_from_another(streams: CudaStreams) -> None:
-    saved = checkpoint._rank_contents(SimpleNamespace(device=FIRST, position=0), None)
+    saved = random_state(FIRST)
     streams.states = dict.fromkeys(range(8), 0)
     with torch.random.fork_rng(devices=[]):
-        checkpoint._restore_random_state(SimpleNamespace(device=LAST), saved)
+        restore_random_state(LAST, saved)
     assert streams.states == {**dict.fromkeys(range(7), 0), 7: 100}

@@ -71,7 +71,7 @@ def test_checkpoint_and_reload_with_a_tied_embedding(tmp_path: Path) -> None:
     }
     assert torch.equal(exported["last.safetensors"]["head.weight"], state["words.embedding.weight"])
     files = {path.name for path in (tmp_path / "global_step3").iterdir()}
-    assert {"model-00-words.pt", "model-01-b.pt", "model-02-last.pt"} <= files
+    assert {"model-00-words.safetensors", "model-01-b.safetensors", "model-02-last.safetensors"} <= files
 
 
 def test_evaluation_of_any_size_with_a_reported_output() -> None:

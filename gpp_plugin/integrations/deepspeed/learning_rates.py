@@ -122,6 +122,11 @@ class LearningRates:
         self.mirror = _mirror_optimizer(groups, optimizer, optimizer_block)
         self.scheduler = _scheduler(self.mirror, scheduler, scheduler_block)
 
+    @property
+    def local_groups(self) -> list[int]:
+        """Return the numbers of the model's groups that the stage's optimizer has."""
+        return self._groups.local
+
     def step(self) -> None:
         """Advance the schedule by one applied optimizer step."""
         if self.scheduler is not None:

@@ -17,7 +17,6 @@ Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -28,6 +27,14 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from gpp_plugin.engine.checkpoints.optimizer_pieces import (
+    Fragment,
+    OptimizerPieces,
+    SavedOptimizer,
+    optimizer_pieces,
+    restore_optimizer,
+    whole_fragment,
+)
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlace, WeightPlaces
@@ -45,24 +52,6 @@ def require_attributes(thing: object, *names: str) -> None:
             f"{type(thing).__name__} of DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}; "
             "this release of gpp_plugin works with DeepSpeed 0.19"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fragment:
-    """The part of a parameter whose master weight this rank steps.
-
-    Args:
-        master: the tensor the inner optimizer steps.
-        master_start: first element of the part in ``master``, flattened.
-        start, num_elements: the part, in the flattened parameter.
-        flat: ``master`` is one-dimensional and shared with other parameters.
-    """
-
-    master: Tensor
-    master_start: int
-    start: int
-    num_elements: int
-    flat: bool
 
 
 class MasterWeights:
@@ -91,16 +80,16 @@ class MasterWeights:
         # all of a but its last element, rank 1 that element and b: one fragment on rank 0, two on rank 1.
         if isinstance(wrapper, torch.optim.Optimizer):
             self.optimizer = wrapper
-            self._fragments = {n: _whole(p) for n, p in parameters.items()}
+            self.fragments = {n: whole_fragment(p) for n, p in parameters.items()}
             self._publish = _publish_nothing
         elif isinstance(wrapper, FP16_UnfusedOptimizer):
             require_attributes(wrapper, "optimizer", "fp16_groups", "fp32_groups", "refresh_fp32_params")
             self.optimizer = wrapper.optimizer
-            self._fragments = _unfused_fragments(wrapper, parameters)
+            self.fragments = _unfused_fragments(wrapper, parameters)
         elif isinstance(wrapper, FP16_Optimizer):
             require_attributes(wrapper, "optimizer", "fp16_groups", "fp32_groups_flat", "refresh_fp32_params")
             self.optimizer = wrapper.optimizer
-            self._fragments = _fused_fragments(wrapper, parameters)
+            self.fragments = _fused_fragments(wrapper, parameters)
         elif self.partitioned:
             require_attributes(
                 wrapper,
@@ -111,14 +100,14 @@ class MasterWeights:
             )
             self.optimizer = wrapper.optimizer
             self.layout = read_layout(wrapper, parameters)
-            self._fragments = _zero_fragments(wrapper, self.layout, dist.get_rank(data_group))
+            self.fragments = _zero_fragments(wrapper, self.layout, dist.get_rank(data_group))
             self._publish = wrapper.update_lp_params
         else:
             raise ConfigError(
                 f"optimizer wrapper {type(wrapper).__name__} of DeepSpeed {deepspeed.__version__} is not known; "
                 "this release of gpp_plugin works with DeepSpeed 0.19"
             )
-        masters = [fragment.master for fragment in self._fragments.values()]
+        masters = [fragment.master for fragment in self.fragments.values()]
         if self.partitioned:  # a partition may hold padding only
             masters = wrapper.single_partition_of_fp32_groups
         self._masters = list({id(master): master for master in masters}.values())
@@ -153,10 +142,10 @@ class MasterWeights:
             resting: parameters without gradients that are to stay as they are, whatever their masters.
         """
         # A flat master is stepped as one tensor, so that it needs a whole gradient: zeros where no loss reached.
-        for master in {id(f.master): f.master for f in self._fragments.values() if f.flat}.values():
+        for master in {id(f.master): f.master for f in self.fragments.values() if f.flat}.values():
             master.grad = torch.zeros_like(master)
         places, parts = [], []
-        for name, fragment in self._fragments.items():
+        for name, fragment in self.fragments.items():
             gradient = gradients.get(name)
             if not fragment.flat:
                 fragment.master.grad = None if gradient is None else gradient.to(fragment.master.dtype)
@@ -195,8 +184,7 @@ class MasterWeights:
             for master in self._masters:
                 master.grad = None
         self._publish()
-        if self.partitioned and all(master in self.optimizer.state for master in self._masters):
-            self._wrapper._lazy_init_hp_params_optimizer_state()  # for deepspeed.utils.safe_get_full_*
+        self._link_state()
 
     def _kept_of(self, resting: Collection[str]) -> list[tuple[Tensor, Tensor]]:
         """Return what is to be as before the step of flat masters: places, and copies of what is there.
@@ -206,7 +194,7 @@ class MasterWeights:
         # Of a flat master | a | b | c | with b resting: elements of b in the master and in each state tensor of its
         # size (momenta). The count of steps is the master's, so that b's bias correction is that of its neighbours.
         by_master: dict[int, list[tuple[str, Fragment]]] = {}
-        for name, fragment in self._fragments.items():
+        for name, fragment in self.fragments.items():
             if fragment.flat:
                 by_master.setdefault(id(fragment.master), []).append((name, fragment))
         kept = []
@@ -233,7 +221,7 @@ class MasterWeights:
     def full(self, name: str) -> Tensor:
         """Return a copy of the master of ``name``, fp32, in the parameter's shape; collective under ZeRO."""
         parameter = self._parameters[name]
-        fragment = self._fragments.get(name)
+        fragment = self.fragments.get(name)
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if fragment is not None:
             part = fragment.master.detach().reshape(-1)
@@ -249,22 +237,35 @@ class MasterWeights:
         if not self.is_plain:
             self._wrapper.loss_scale = scale
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapper's state of optimizer and masters, this rank's part where they are partitioned."""
-        state: dict[str, Any] = self._wrapper.state_dict()
-        return state
+    def pieces(self, foreign: Collection[str], *, group_numbers: Sequence[int]) -> OptimizerPieces:
+        """Return masters and optimizer state by parameter, this rank's part where they are partitioned.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned on this rank."""
-        if not self.partitioned:
-            self._wrapper.load_state_dict(state)
-            return
-        # DeepSpeed takes all ranks' states and picks this rank's by its place in the group.
-        states = [state] * dist.get_world_size(self._data_group)
-        self._wrapper.load_state_dict(states, load_optimizer_states=True, load_from_fp32_weights=True)
+        Args:
+            foreign: parameters that another stage saves.
+            group_numbers: of the optimizer's groups among the model's.
+        """
+        return optimizer_pieces(
+            self.optimizer,
+            self.fragments,
+            has_masters=not self.is_plain,
+            foreign=foreign,
+            group_numbers=group_numbers,
+        )
+
+    def restore(self, saved: SavedOptimizer) -> None:
+        """Restore masters and optimizer state from those of any plan."""
+        restore_optimizer(self.optimizer, self.fragments, saved)
+        if self.partitioned:  # what was linked is of the state before
+            self._wrapper._hp_optimizer_states_linked = False
+        self._link_state()
+
+    def _link_state(self) -> None:
+        """Let `deepspeed.utils.safe_get_full_*` find the state of each parameter, once there is some."""
+        if self.partitioned and all(master in self.optimizer.state for master in self._masters):
+            self._wrapper._lazy_init_hp_params_optimizer_state()
 
     def _copy_masters(self) -> None:
-        for name, fragment in self._fragments.items():
+        for name, fragment in self.fragments.items():
             parameter = self._parameters[name]
             part = fragment.master.detach()
             if fragment.flat:
@@ -287,16 +288,6 @@ def _publish_nothing() -> None:
     """Parameters are their own masters."""
 
 
-def _whole(parameter: Tensor, master: Tensor | None = None) -> Fragment:
-    return Fragment(
-        master=parameter if master is None else master,
-        master_start=0,
-        start=0,
-        num_elements=parameter.numel(),
-        flat=False,
-    )
-
-
 def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, str]:
     return {id(parameter): name for name, parameter in parameters.items()}
 
@@ -304,7 +295,7 @@ def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, str]:
 def _unfused_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
     names = _names(parameters)
     return {
-        names[id(parameter)]: _whole(parameter, master)
+        names[id(parameter)]: whole_fragment(parameter, master)
         for group, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
         for parameter, master in zip(group, masters, strict=True)
     }

@@ -54,7 +54,10 @@ _REFUSED_SWITCHES = {
     ("hybrid_engine", "enabled"): "not available with a graph of stages; remove it",
     ("expert_parallel", "enabled"): "not available with a graph of stages; remove it",
     ("compile", "deepcompile"): "stages compile their own graph; remove it",
-    ("checkpoint", "load_universal"): "checkpoints load on the plan they were saved on; remove it",
+    (
+        "checkpoint",
+        "load_universal",
+    ): "checkpoints load on any plan, and gpp convert reads universal ones; remove it",
     ("weight_quantization",): "not available with a graph of stages; remove it",
     ("compression_training",): "not available with a graph of stages; remove it",
     ("zero_optimization", "zenflow"): "needs the optimizer step of one process group; remove it",

@@ -11,7 +11,7 @@ import argparse
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer, check_kind
 from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, PartitionedGradients
 from gpp_plugin.engine.rank_engine import RankEngine
@@ -266,15 +267,35 @@ class DeepSpeedOptimizer:
         state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         return [*stepped, *state]
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return DeepSpeed's state of optimizer and masters, this rank's part under ZeRO 1 and 2; None if untrained."""
-        return None if self._masters is None else self._masters.state_dict()
+    def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
+        """Return optimizer state and masters by parameter, this rank's part under ZeRO 1 and 2."""
+        return self._trained_masters.pieces(foreign, group_numbers=self._rates.local_groups)
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore what `state_dict` returned on this rank."""
-        if self._masters is not None and state is not None:
-            self._masters.load_state_dict(state)
-            self._publish_loss_scale()
+    def spans(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the elements of each trained parameter that this rank steps: first one, and how many."""
+        spans: dict[str, list[tuple[int, int]]] = {name: [] for name in self.trained}
+        if self._masters is not None:
+            for name, fragment in self._masters.fragments.items():
+                spans[name].append((fragment.start, fragment.num_elements))
+        return spans
+
+    def check_kind(self, saved: SavedOptimizer) -> None:
+        """Refuse the state of another optimizer.
+
+        Raises:
+            CheckpointError: names both.
+        """
+        check_kind(self._trained_masters.optimizer, saved)
+
+    def restore(self, saved: SavedOptimizer) -> None:
+        """Restore masters and optimizer state from those of any plan."""
+        self._trained_masters.restore(saved)
+        self._publish_loss_scale()
+
+    @property
+    def _trained_masters(self) -> MasterWeights:
+        assert self._masters is not None, "the stage trains something"
+        return self._masters
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state of schedule and loss scaler: the same on every rank."""
@@ -282,10 +303,11 @@ class DeepSpeedOptimizer:
 
     def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool) -> None:
         """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""
-        if load_scheduler:
+        # a checkpoint that one process wrote has neither
+        if load_scheduler and "learning_rates" in state:
             self._rates.load_state_dict(state["learning_rates"])
             self._rates.publish(self._inner_optimizer)
-        self._scale.load_state_dict(state["loss_scaler"])
+        self._scale.load_state_dict(state.get("loss_scaler", {}))
         self._publish_loss_scale()
 
     def close(self) -> None:

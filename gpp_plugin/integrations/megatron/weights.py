@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_plugin.engine.checkpoints.saved_tensors import cut_shard, join_shards
 from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.model.graph.stage_context import StageContext
@@ -93,21 +94,12 @@ def shard_of(whole: Tensor, parameter: Tensor, *, rank: int, size: int) -> Tenso
     """Return the part of ``whole`` that ``rank`` of ``size`` ranks has; all of it where they have duplicates."""
     if size == 1 or not is_shard(parameter):
         return whole
-    # Gate and up projection in one tensor, 4 rows each, stride 2, on 2 ranks: 4 pieces.
-    #
-    #   whole   g0 g1 | g2 g3 | u0 u1 | u2 u3        rank 0: g0 g1 u0 u1     rank 1: g2 g3 u2 u3
-    #
-    # Each rank has a gate and the up projection that belongs to it, so the MLP's product needs no message.
-    pieces = whole.chunk(size * _stride(parameter), dim=_axis(parameter))
-    return torch.cat(pieces[rank::size], dim=_axis(parameter))
+    return cut_shard(whole, rank, size, axis=_axis(parameter), stride=_stride(parameter))
 
 
 def unshard(shares: list[Tensor], parameter: Tensor) -> Tensor:
     """Return the whole of the shares of all ranks, in order; the reverse of `shard_of`."""
-    stride, axis = _stride(parameter), _axis(parameter)
-    # By piece first, then by rank: (g0 g1)(g2 g3), then (u0 u1)(u2 u3).
-    cut = [share.chunk(stride, dim=axis) for share in shares]
-    return torch.cat([pieces[i] for i in range(stride) for pieces in cut], dim=axis)
+    return join_shards(shares, axis=_axis(parameter), stride=_stride(parameter))
 
 
 def _context_of(module: nn.Module) -> StageContext:

@@ -1,0 +1,396 @@
+"""A checkpoint as one process has it, as DeepSpeed's universal checkpoint, and back; in one process, without a job.
+
+    gpp          <dir>/<tag>/            this package's, of any plan
+    torch        one file                {"module", "optimizer", "step"}: `load_state_dict` of a model and its optimizer
+    universal    a directory             zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt, module.pt
+
+All of them hold masters where there are some, else the weights. Parameters of the torch file are numbered in the
+model's order, group by group, which is that of ``torch.optim.AdamW(model.parameters())``; its groups name them too
+(``param_names``). Files of torch are read with ``weights_only=True``: nothing in them is run.
+
+Source: this project
+Tests: tests/checkpoints/test_conversion.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpp_plugin import __version__
+from gpp_plugin.engine.checkpoints import checkpoint_directory as places
+from gpp_plugin.engine.checkpoints.manifest import (
+    BUFFER,
+    MANIFEST,
+    STATE,
+    WEIGHT,
+    CheckpointManifest,
+    SavedGroup,
+    manifest_text,
+    plain_of,
+    read_manifest,
+)
+from gpp_plugin.engine.checkpoints.optimizer_pieces import MASTER
+from gpp_plugin.engine.checkpoints.rank_files import FileContents, write_files
+from gpp_plugin.engine.checkpoints.save_checkpoint import WrittenPart, complete_manifest
+from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, TensorPlace
+from gpp_plugin.engine.checkpoints.state_values import to_json
+from gpp_plugin.errors import CheckpointError
+
+_PARAMETER_NAME = re.compile(r"^[A-Za-z0-9_.]+$")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(slots=True, kw_only=True)
+class WholeState:
+    """A model and its optimizer as one process holds them.
+
+    Args:
+        weights, buffers: by name, in the model's order.
+        aliases: other names of a parameter.
+        optimizer: class of the optimizer; empty where there is none.
+        state: by trained parameter, what the optimizer keeps of it.
+        groups: names and options.
+        step: optimizer steps so far.
+    """
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    optimizer: str = ""
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
+    step: int = 0
+
+
+# ---- this package's --------------------------------------------------------------------------------------
+
+
+def read_checkpoint(path: Path) -> WholeState:
+    """Return a checkpoint of any plan; ``path`` is its directory, or one whose ``latest`` names it.
+
+    Raises:
+        CheckpointError: it is not there, or broken.
+    """
+    if not (path / MANIFEST).exists() and (path / places.LATEST).exists():
+        path = places.directory_of(path, places.read_latest(path))
+    manifest = read_manifest(path)
+    saved = CheckpointTensors(path, manifest)
+    saved.check_everything()
+    order = {name: at for at, name in enumerate(manifest.names)}
+
+    def sorted_names(names: set[str]) -> list[str]:
+        return sorted(names, key=lambda name: (order.get(name, len(order)), name))
+
+    def whole(what: str, name: str) -> Tensor:
+        shape = saved.shape(what, name)
+        return saved.whole(what, name, TensorPlace(stage=0, shape=shape))
+
+    def trained(name: str) -> dict[str, Any]:
+        tensors = {what: whole(what, name) for what in saved.kept(name)}
+        return {**tensors, **saved.shared_state(manifest.numbers[name])}
+
+    return WholeState(
+        weights={
+            name: whole(MASTER if saved.has(MASTER, name) else WEIGHT, name)
+            for name in sorted_names(saved.names(WEIGHT))
+        },
+        buffers={name: whole(BUFFER, name) for name in sorted_names(saved.names(BUFFER))},
+        aliases={name: aliases for name, aliases in manifest.names.items() if aliases},
+        optimizer=manifest.optimizer,
+        state={name: trained(name) for name in sorted_names(set(manifest.numbers))},
+        groups=[
+            (sorted_names(set(group.names)), saved.shared_state(group.options))
+            for group in manifest.groups
+            if group.names
+        ],
+        step=manifest.step,
+    )
+
+
+def write_checkpoint(state: WholeState, directory: Path, tag: str) -> Path:
+    """Write a checkpoint of one process, which loads on any plan; `latest` names it.
+
+    Raises:
+        CheckpointError: something in it cannot be kept.
+    """
+    places.check_tag(tag)
+    model, optimizer = FileContents(), FileContents()
+    for what, tensors in ((WEIGHT, state.weights), (BUFFER, state.buffers)):
+        for name, tensor in tensors.items():
+            model.add(name, tensor, what=what, name=name, stage=0)
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, kept in state.state.items():
+        numbers[name] = {}
+        for what, value in kept.items():
+            shape = tuple(state.weights[name].shape)
+            if not isinstance(value, Tensor) or what == "step" or (value.dim() == 0 and shape):
+                numbers[name][what] = to_json(value, path=f"{name}.{what}", tensors={})
+                continue
+            start = 0 if tuple(value.shape) == shape else None
+            optimizer.add(
+                f"{what}/{name}",
+                value if start is None else value.reshape(-1),
+                what=what,
+                name=name,
+                stage=0,
+                start=start,
+                **({} if start is None else {"shape": shape}),
+            )
+    files = {"model-00-whole.safetensors": model}
+    if state.optimizer:
+        files["optimizer-00-whole-00000.safetensors"] = optimizer
+    counters = {"global_steps": state.step, "skipped_steps": 0, "global_samples": 0}
+    texts = {STATE: plain_of({"engine": {"counters": counters}, "client_state": {}, "data": None})}
+    temporary = places.begin(directory, tag)
+    try:
+        part = WrittenPart(
+            files=write_files(temporary, files),
+            optimizer=state.optimizer,
+            numbers=numbers,
+            groups=tuple(
+                SavedGroup(
+                    number=number,
+                    names=tuple(names),
+                    options=to_json(options, path=f"param_groups.{number}", tensors={}),
+                )
+                for number, (names, options) in enumerate(state.groups)
+            ),
+        )
+        for name, text in texts.items():
+            places.write_synced(temporary / name, text)
+        manifest = complete_manifest(_head(state), [part], texts)
+        places.write_synced(temporary / MANIFEST, manifest_text(manifest))
+        return places.finish(directory, tag, temporary, save_latest=True)
+    except BaseException:
+        places.abandon(temporary)
+        raise
+
+
+def _head(state: WholeState) -> CheckpointManifest:
+    dtypes = [tensor.dtype for tensor in state.weights.values() if tensor.is_floating_point()]
+    return CheckpointManifest(
+        stages=(),
+        num_ranks=1,
+        dtype=str(max(set(dtypes), key=dtypes.count, default=torch.float32)).removeprefix("torch."),
+        zero_stage=0,
+        step=state.step,
+        saved_ns=time.time_ns(),
+        files={},
+        texts={},
+        versions={"gpp_plugin": __version__, "torch": torch.__version__},
+        names={name: state.aliases.get(name, ()) for name in (*state.weights, *state.buffers)},
+    )
+
+
+# ---- one process -----------------------------------------------------------------------------------------
+
+
+def write_torch(state: WholeState, path: Path) -> None:
+    """Write one file, which ``torch.load(path, weights_only=True)`` reads; steps in tensors, as torch counts them."""
+    module = {**state.weights, **state.buffers}
+    for name, aliases in state.aliases.items():
+        if name in module:
+            module |= dict.fromkeys(aliases, module[name])
+    numbers = {name: at for at, name in enumerate(name for names, _ in state.groups for name in names)}
+    optimizer = {
+        "state": {
+            numbers[name]: {
+                what: torch.tensor(float(value)) if what == "step" else value for what, value in kept.items()
+            }
+            for name, kept in state.state.items()
+            if kept
+        },
+        "param_groups": [
+            {**options, "params": [numbers[name] for name in names], "param_names": list(names)}
+            for names, options in state.groups
+        ],
+    }
+    told = {"module": module, "optimizer": optimizer, "optimizer_class": state.optimizer, "step": state.step}
+    _save(told, path)
+
+
+def read_torch(path: Path) -> WholeState:
+    """Return what a single process has saved: ``{"module": ..., "optimizer": ...}``, the second where there is one.
+
+    The optimizer's groups must name their parameters: make it of ``model.named_parameters()``, or give the file
+    ``"parameters"``, the list of their names in the optimizer's order.
+
+    Raises:
+        CheckpointError: it is no such file, or would run code.
+    """
+    told = _load(path)
+    if not isinstance(told, dict) or not isinstance(told.get("module"), dict):
+        raise CheckpointError(
+            f"{path} holds no {{'module': state dict, 'optimizer': state dict}}; write torch.save of such a dict"
+        )
+    module = {str(name): value for name, value in told["module"].items() if isinstance(value, Tensor)}
+    optimizer = told.get("optimizer") or {}
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    by_number: dict[int, str] = {}
+    listed = list(told.get("parameters") or ())
+    for group in optimizer.get("param_groups", ()):
+        names = list(group.get("param_names") or ()) or [
+            listed[n] for n in group["params"] if n < len(listed)
+        ]
+        if len(names) != len(group["params"]) or not set(names) <= set(module):
+            raise CheckpointError(
+                f"{path}: the optimizer's groups do not say which parameters they have; make the optimizer of "
+                "model.named_parameters(), or add 'parameters': [names in its order] to the file"
+            )
+        by_number |= dict(zip(group["params"], names, strict=True))
+        groups.append(
+            (names, {key: value for key, value in group.items() if key not in ("params", "param_names")})
+        )
+    kept = optimizer.get("state", {})
+    state: dict[str, dict[str, Any]] = {name: dict(kept.get(n, {})) for n, name in by_number.items()}
+    weights, aliases = _without_aliases(module, set(state))
+    return WholeState(
+        weights=weights,
+        aliases=aliases,
+        optimizer=str(told.get("optimizer_class") or "AdamW") if groups else "",
+        state=state,
+        groups=groups,
+        step=int(told.get("step") or max((float(s.get("step", 0)) for s in state.values()), default=0)),
+    )
+
+
+def _without_aliases(
+    module: Mapping[str, Tensor], trained: set[str]
+) -> tuple[dict[str, Tensor], dict[str, tuple[str, ...]]]:
+    """Return a state dict's tensors each under one name, the optimizer's or the first, and their other names."""
+    # A file keeps it that two names are of one storage: a tied head.
+    first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    names: dict[str, list[str]] = {}
+    for name in sorted(module, key=lambda name: name not in trained):
+        tensor = module[name]
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        owner = first.setdefault(key, name) if tensor.numel() else name
+        names.setdefault(owner, [])
+        if owner != name:
+            names[owner].append(name)
+    ordered = [name for name in module if name in names]
+    return {name: module[name] for name in ordered}, {name: tuple(names[name]) for name in ordered}
+
+
+# ---- DeepSpeed's universal checkpoint --------------------------------------------------------------------
+
+
+def write_universal(state: WholeState, directory: Path) -> None:
+    """Write a directory as DeepSpeed's ``ds_to_universal.py`` does, of the parameters that are trained.
+
+    What is not trained, and buffers, are in ``module.pt``.
+
+    Raises:
+        CheckpointError: the optimizer keeps what a universal checkpoint has no place for.
+    """
+    other = sorted({what for kept in state.state.values() for what in kept} - {*_MOMENTS, "step"})
+    if other:
+        raise CheckpointError(
+            f"a universal checkpoint holds exp_avg, exp_avg_sq and step, not {other[0]!r} of {state.optimizer}"
+        )
+    for name, kept in state.state.items():
+        folder = directory / "zero" / _checked(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            "fp32": state.weights[name].float(),
+            **{what: kept[what] for what in _MOMENTS if what in kept},
+        }
+        for what, tensor in tensors.items():
+            _save({"param": tensor.clone(), "cat_dim": 0}, folder / f"{what}.pt")
+        if "step" in kept:
+            _save(kept["step"], folder / "step.pt")
+    rest = {name: tensor for name, tensor in state.weights.items() if name not in state.state}
+    options = [{**told, "params": list(names)} for names, told in state.groups]
+    _save(
+        {
+            "module": {**rest, **state.buffers},
+            "param_groups": options,
+            "optimizer_class": state.optimizer,
+            "step": state.step,
+            "names": {name: list(state.aliases.get(name, ())) for name in (*state.weights, *state.buffers)},
+            "buffers": list(state.buffers),
+        },
+        directory / "module.pt",
+    )
+
+
+def read_universal(directory: Path) -> WholeState:
+    """Return a universal checkpoint; of one that DeepSpeed wrote, the parameters that ZeRO trained.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    root = directory / "zero"
+    if not root.is_dir():
+        raise CheckpointError(f"{directory} has no directory zero: it is no universal checkpoint")
+    told = _load(directory / "module.pt") if (directory / "module.pt").exists() else {}
+    buffers = set(told.get("buffers", ()))
+    weights: dict[str, Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for folder in sorted(root.iterdir()):
+        name = _checked(folder.name)
+        places.check_inside(directory, folder)
+        found = {path.stem: _load(path) for path in sorted(folder.glob("*.pt"))}
+        if not isinstance(found.get("fp32"), dict):
+            raise CheckpointError(f"{folder} has no fp32.pt with a 'param'")
+        weights[name] = found.pop("fp32")["param"]
+        state[name] = {
+            what: value["param"] if isinstance(value, dict) else value for what, value in found.items()
+        }
+    weights |= {name: value for name, value in told.get("module", {}).items() if name not in buffers}
+    names = told.get("names") or dict.fromkeys(weights, ())
+    groups = [
+        (list(group["params"]), {key: value for key, value in group.items() if key != "params"})
+        for group in told.get("param_groups") or [{"params": list(state)}]
+    ]
+    steps = [float(kept.get("step", 0)) for kept in state.values()]
+    return WholeState(
+        weights={name: weights[name] for name in names if name in weights},
+        buffers={name: told["module"][name] for name in names if name in buffers},
+        aliases={name: tuple(aliases) for name, aliases in names.items() if aliases},
+        optimizer=str(told.get("optimizer_class") or "AdamW"),
+        state=state,
+        groups=groups,
+        step=int(told.get("step") or max(steps, default=0)),
+    )
+
+
+def _checked(name: str) -> str:
+    """Return a parameter's name, which becomes a directory's."""
+    if not _PARAMETER_NAME.match(name) or name.startswith("."):
+        raise CheckpointError(f"parameter {name[:100]!r} cannot be the name of a directory")
+    return name
+
+
+# ---- torch's files ---------------------------------------------------------------------------------------
+
+
+def _save(value: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as stream:
+            torch.save(value, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler fails in any way on what is none of its files
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path} cannot be read as tensors and plain values: {first}") from error

@@ -1,0 +1,320 @@
+"""An optimizer's state by parameter name: in pieces of parameters when it is saved, from any pieces when it is loaded.
+
+An optimizer steps *masters*: parameters themselves, fp32 copies, or parts of a flat buffer (`Fragment` says which part
+of which parameter). What it keeps of a master is of the master's shape (momenta), a number (steps), or of a shape of
+its own (factors of a whole parameter). Example, ZeRO on two ranks, parameters a (6 elements) and b (4):
+
+    rank 0   master  a0 a1 a2 a3 a4        saved: exp_avg of a, elements 0 to 5
+    rank 1   master  a5 b0 b1 b2 b3        saved: exp_avg of a, element 5; exp_avg of b, elements 0 to 4
+
+Another plan reads its own pieces of a and b from these, in whatever files they are.
+
+Source: this project
+Tests: tests/checkpoints/test_optimizer_pieces.py, tests/integrations/test_resharding.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MASTER = "master"
+_STEP = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """The part of a parameter whose master weight this rank steps.
+
+    Args:
+        master: the tensor the inner optimizer steps.
+        master_start: first element of the part in ``master``, flattened.
+        start, num_elements: the part, in the flattened parameter.
+        flat: ``master`` is one-dimensional and shared with other parameters.
+    """
+
+    master: Tensor
+    master_start: int
+    start: int
+    num_elements: int
+    flat: bool
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return this part of a tensor of the master's shape, as one row."""
+        return tensor.detach().reshape(-1).narrow(0, self.master_start, self.num_elements)
+
+    def write_part(self, tensor: Tensor, part: Tensor) -> None:
+        """Write this part of a tensor of the master's shape; one that is not flat may lie in memory in any order."""
+        if self.flat:
+            self.part_of(tensor).copy_(part)
+        else:
+            tensor.copy_(part.view(tensor.shape))
+
+
+def whole_fragment(parameter: Tensor, master: Tensor | None = None) -> Fragment:
+    """Return the fragment of a parameter that is its own master, or has one of its own."""
+    own = parameter if master is None else master
+    return Fragment(master=own, master_start=0, start=0, num_elements=parameter.numel(), flat=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPiece:
+    """Elements of what an optimizer keeps for a parameter.
+
+    Args:
+        name: the parameter's.
+        what: ``master``, or the optimizer's name of it (``exp_avg``).
+        start: first element in the flattened parameter; None: the tensor has a shape of its own, and is whole.
+    """
+
+    name: str
+    what: str
+    start: int | None
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceGroup:
+    """A parameter group, as far as a rank has it.
+
+    Args:
+        number: of the group among the model's.
+        names: of its parameters.
+        options: learning rate, betas and so on.
+    """
+
+    number: int
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPieces:
+    """All that one rank's optimizer of a stage keeps.
+
+    Args:
+        kind: the optimizer's class.
+        numbers: by parameter, what is a number (``step``).
+        groups: the parameter groups it has parameters of.
+    """
+
+    kind: str
+    pieces: tuple[OptimizerPiece, ...]
+    numbers: Mapping[str, Mapping[str, Any]]
+    groups: tuple[PieceGroup, ...]
+
+
+class SavedOptimizer(Protocol):
+    """The optimizer state of a checkpoint, by parameter name."""
+
+    def kind(self) -> str:
+        """Return the class of the optimizer that was saved."""
+
+    def kept(self, name: str) -> Collection[str]:
+        """Return what was kept of a parameter in tensors, ``master`` not among them."""
+
+    def is_whole(self, name: str, what: str) -> bool:
+        """Return whether it has a shape of its own."""
+
+    def read(self, name: str, what: str, start: int, count: int) -> Tensor:
+        """Return elements of it; of ``master``, the weights where no masters were saved."""
+
+    def read_whole(self, name: str, what: str) -> Tensor:
+        """Return what has a shape of its own."""
+
+    def numbers(self, name: str) -> Mapping[str, Any]:
+        """Return what was kept of a parameter in numbers."""
+
+    def options(self, name: str) -> Mapping[str, Any]:
+        """Return the options of the parameter group that ``name`` was in."""
+
+
+def optimizer_pieces(
+    optimizer: torch.optim.Optimizer,
+    fragments: Mapping[str, Fragment],
+    *,
+    has_masters: bool,
+    foreign: Collection[str] = (),
+    group_numbers: Sequence[int] | None = None,
+) -> OptimizerPieces:
+    """Return what ``optimizer`` keeps, as views of its tensors.
+
+    Args:
+        has_masters: masters are not the parameters themselves.
+        foreign: parameters that another stage saves.
+        group_numbers: of the optimizer's groups among the model's; None: it has all of them.
+
+    Raises:
+        CheckpointError: a flat master has state that is not of its shape: nothing says which parameter it is of.
+    """
+    pieces: list[OptimizerPiece] = []
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, fragment in fragments.items():
+        if name in foreign:
+            continue
+        state = optimizer.state.get(fragment.master, {})
+        if has_masters:
+            part = fragment.part_of(fragment.master)
+            pieces.append(OptimizerPiece(name=name, what=MASTER, start=fragment.start, tensor=part))
+        numbers[name] = {}
+        for what, value in state.items():
+            is_number = not isinstance(value, Tensor) or (value.dim() == 0 and fragment.master.dim() > 0)
+            if is_number or what == _STEP:
+                numbers[name][what] = value.clone() if isinstance(value, Tensor) else value
+            elif value.shape == fragment.master.shape:
+                part = fragment.part_of(value)
+                pieces.append(OptimizerPiece(name=name, what=what, start=fragment.start, tensor=part))
+            elif not fragment.flat:
+                pieces.append(OptimizerPiece(name=name, what=what, start=None, tensor=value.detach()))
+            else:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {what!r} of shape {tuple(value.shape)} for "
+                    f"{fragment.master.numel()} flat elements: it cannot be told which parameter that is of; use ZeRO "
+                    "0 in fp32, or an optimizer whose state is of the parameters' shape"
+                )
+    return OptimizerPieces(
+        kind=type(optimizer).__name__,
+        pieces=tuple(pieces),
+        numbers=numbers,
+        groups=tuple(
+            PieceGroup(number=number, names=names, options=_own_options(group))
+            for number, group, names in zip(
+                range(len(optimizer.param_groups)) if group_numbers is None else group_numbers,
+                optimizer.param_groups,
+                group_names(optimizer, fragments),
+                strict=True,
+            )
+        ),
+    )
+
+
+def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def group_names(optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragment]) -> list[tuple[str, ...]]:
+    """Return the names of the parameters of each group that this rank steps a part of."""
+    of_master: dict[int, list[str]] = {}
+    for name, fragment in fragments.items():
+        of_master.setdefault(id(fragment.master), []).append(name)
+    return [
+        tuple(name for master in group["params"] for name in of_master.get(id(master), ()))
+        for group in optimizer.param_groups
+    ]
+
+
+def check_kind(optimizer: torch.optim.Optimizer, saved: SavedOptimizer) -> None:
+    """Refuse the state of an optimizer that keeps other things.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    ours, theirs = type(optimizer).__name__, saved.kind()
+    if _family(ours) != _family(theirs):
+        raise CheckpointError(
+            f"the checkpoint has the state of {theirs}, this run's optimizer is {ours}; use the same, or load without "
+            "the optimizer (load_optimizer_states=False)"
+        )
+
+
+def _family(kind: str) -> str:
+    """Return a name that implementations of one update share: DeepSpeed's FusedAdam, torch's AdamW."""
+    plain = kind.lower()
+    for word in ("deepspeed", "fused", "cpu", "zenflow"):
+        plain = plain.replace(word, "")
+    return "adam" if plain == "adamw" else plain
+
+
+@torch.no_grad()
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragment], saved: SavedOptimizer
+) -> None:
+    """Write masters, and let ``optimizer`` go on from the state in ``saved``.
+
+    Raises:
+        CheckpointError: what is saved does not fit the masters.
+    """
+    for name, fragment in fragments.items():
+        fragment.write_part(fragment.master, saved.read(name, MASTER, fragment.start, fragment.num_elements))
+    by_master: dict[int, list[str]] = {}
+    for name, fragment in fragments.items():
+        by_master.setdefault(id(fragment.master), []).append(name)
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    count = 0
+    for group, names in zip(optimizer.param_groups, group_names(optimizer, fragments), strict=True):
+        numbers = range(count, count + len(group["params"]))
+        count += len(numbers)
+        for number, master in zip(numbers, group["params"], strict=True):
+            members = {name: fragments[name] for name in by_master.get(id(master), ())}
+            if kept := _state_of(optimizer, master, members, saved):
+                state[number] = kept
+        groups.append({**_options_of(optimizer, group, names, saved), "params": list(numbers)})
+    # torch moves and casts state as each optimizer wants it
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer, master: Tensor, members: Mapping[str, Fragment], saved: SavedOptimizer
+) -> dict[str, Any]:
+    """Return the state of one master from that of the parameters in it; empty where it never took a step."""
+    kept: dict[str, Any] = {}
+    for name, fragment in members.items():
+        for what in saved.kept(name):
+            if saved.is_whole(name, what):
+                if fragment.flat:
+                    raise CheckpointError(
+                        f"{what!r} of {name!r} is of the whole parameter, of which this run's ZeRO steps parts; load "
+                        "on ZeRO 0, or without the optimizer"
+                    )
+                kept[what] = saved.read_whole(name, what)
+                continue
+            part = saved.read(name, what, fragment.start, fragment.num_elements)
+            if what not in kept:
+                kept[what] = torch.zeros(master.shape, dtype=part.dtype, device=master.device)
+            fragment.write_part(kept[what], part)
+    counts = {name: saved.numbers(name) for name in members}
+    for what in sorted({key for numbers in counts.values() for key in numbers}):
+        found = [numbers[what] for numbers in counts.values() if what in numbers]
+        if any(float(value) != float(found[0]) for value in found if _is_number(value)):
+            logger.warning(
+                "%s of the parameters that ZeRO steps together with %s differs (%s); the largest is taken",
+                what,
+                next(iter(members)),
+                sorted({float(value) for value in found}),
+            )
+            found = [max(found, key=float)]
+        kept[what] = _like_own(optimizer, what, found[0], saved)
+    return kept
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _like_own(optimizer: torch.optim.Optimizer, what: str, value: Any, saved: SavedOptimizer) -> Any:
+    """Return a number as this optimizer keeps it: torch's count steps in tensors, DeepSpeed's in integers."""
+    if what != _STEP or saved.kind() == type(optimizer).__name__:
+        return value
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return torch.tensor(float(value), dtype=torch.float32)
+    return int(value)
+
+
+def _options_of(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], names: Sequence[str], saved: SavedOptimizer
+) -> dict[str, Any]:
+    """Return a group's options: those its parameters had, where this optimizer knows them, over its own."""
+    own = _own_options(group)
+    told = saved.options(names[0]) if names else {}
+    is_same = saved.kind() == type(optimizer).__name__
+    return {**own, **{key: value for key, value in told.items() if is_same or key in own}}

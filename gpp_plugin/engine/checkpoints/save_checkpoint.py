@@ -1,0 +1,368 @@
+"""Saving a checkpoint of all stages: whole or not at all, at once or behind the training.
+
+    all ranks   agree on tag and directory; rank 0 makes <tag>.tmp-...
+    each rank   writes, sums and syncs its files there
+    rank 0      manifest, rename to <tag>, then `latest`, then what retention lets go of
+
+With a `BackgroundSave` each rank takes copies in host memory and a thread of its own writes them. Threads do not use
+process groups, whose order is the training's: a rank's thread ends with a small file that says what it wrote, or why it
+could not, and rank 0's waits for those files. The ranks agree about the end at the next save, load or `wait`.
+
+Source: this project
+Tests: tests/integrations/test_checkpoint.py, tests/checkpoints/test_killed_saves.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gpp_plugin import __version__
+from gpp_plugin.engine.checkpoints import checkpoint_directory as places
+from gpp_plugin.engine.checkpoints.manifest import (
+    MANIFEST,
+    PLAN,
+    STATE,
+    STATE_TENSORS,
+    CheckpointManifest,
+    SavedFile,
+    SavedGroup,
+    manifest_text,
+    plain_of,
+    saved_stages,
+    text_sum,
+)
+from gpp_plugin.engine.checkpoints.rank_files import (
+    FileContents,
+    RankFiles,
+    rank_files,
+    state_beside,
+    write_files,
+)
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.errors import CheckpointError, GppError
+from gpp_plugin.ir.serialize import dumps, from_plain, to_plain
+from gpp_plugin.runtime.ranks.agree import exchange
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_POLL_S = 0.05
+_PART = "part-{rank:05d}.json"
+_FAILED = "part-{rank:05d}.failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How checkpoints are kept.
+
+    Args:
+        save_latest: make this the checkpoint that is loaded without a tag.
+        keep_last: so many of those that the engine named stay (``global_step<n>``); None: all.
+        keep_every: of the others those of every so many steps stay as well; None: none.
+        names: parameters and buffers of the plain model in its order, with their other names.
+    """
+
+    save_latest: bool = True
+    keep_last: int | None = None
+    keep_every: int | None = None
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPart:
+    """What one rank has written.
+
+    Args:
+        optimizer, numbers, groups: as of `CheckpointManifest`.
+    """
+
+    files: dict[str, SavedFile]
+    optimizer: str
+    numbers: dict[str, dict[str, Any]]
+    groups: tuple[SavedGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A save all ranks agree on: where it is written, what this rank writes, what rank 0 adds."""
+
+    directory: Path
+    tag: str
+    temporary: Path
+    files: RankFiles
+    texts: Mapping[str, str]
+    head: CheckpointManifest
+    options: SaveOptions
+
+
+def save_checkpoint(
+    stages: Sequence[StageEngine],
+    directory: str | Path,
+    tag: str,
+    *,
+    client_state: Mapping[str, Any] | None = None,
+    rank_state: Any = None,
+    data: Any = None,
+    options: SaveOptions | None = None,
+    background: BackgroundSave | None = None,
+) -> Path:
+    """Write a checkpoint of all stages between two mini-batches; collective over all ranks.
+
+    Args:
+        stages: this rank's, in the plan's order.
+        directory: seen by all ranks.
+        client_state: the user's, JSON and tensors, kept as rank 0 has it.
+        rank_state: the same, kept for each rank.
+        data: the position in the data, kept as rank 0 has it.
+        options: None: the defaults.
+        background: writes it while training goes on; None: it is written when this returns.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: a state cannot be kept, a rank could not write, or the ranks disagree about the tag; the
+            checkpoints that were there stay as they were.
+    """
+    engine = stages[0]
+    shared = {"client_state": dict(client_state or {}), "data": data}
+    prepared = _prepare(stages, Path(directory), tag, shared, rank_state, options or SaveOptions())
+    if background is not None:
+        background.begin(prepared, engine.rank, dist.get_world_size())
+        return prepared.directory / tag
+    try:
+        parts = all_ranks(engine, lambda: _write(prepared), doing=f"write {prepared.directory / tag}")
+        ends = all_ranks(
+            engine,
+            lambda: str(_finish(prepared, parts)) if engine.rank == 0 else "",
+            doing=f"finish {prepared.directory / tag}",
+        )
+    except BaseException:
+        if engine.rank == 0:
+            places.abandon(prepared.temporary)
+        raise
+    return Path(ends[0])
+
+
+def _prepare(
+    stages: Sequence[StageEngine],
+    directory: Path,
+    tag: str,
+    shared: Mapping[str, Any],
+    rank_state: Any,
+    options: SaveOptions,
+) -> _Prepared:
+    """Agree on the tag, and let rank 0 make the directory; nothing is there if a rank cannot go on."""
+    engine = stages[0]
+    made: list[tuple[RankFiles, dict[str, str]]] = []
+
+    def look() -> str:
+        places.check_tag(tag)
+        files, texts = rank_files(stages, rank_state), {}
+        if engine.rank == 0:
+            beside = FileContents()
+            plain = {
+                name: state_beside(beside, value, name)
+                for name, value in {"engine": engine.shared_state(), **shared}.items()
+            }
+            texts = {STATE: plain_of(plain), PLAN: dumps(engine.plan) + "\n"}
+            if beside.tensors:
+                files.files[STATE_TENSORS] = beside
+        made.append((files, texts))
+        return tag
+
+    tags = all_ranks(engine, look, doing=f"save {directory / str(tag)}")
+    if len(set(tags)) > 1:
+        raise CheckpointError(f"the ranks give different tags {sorted(set(tags))}; give all ranks the same")
+
+    def begin() -> str:
+        return str(places.begin(directory, tag)) if engine.rank == 0 else ""
+
+    temporary = Path(all_ranks(engine, begin, doing=f"prepare {directory / tag}")[0])
+    files, texts = made[0]
+    return _Prepared(
+        directory=directory,
+        tag=tag,
+        temporary=temporary,
+        files=files,
+        texts=texts,
+        head=_head(engine, options),
+        options=options,
+    )
+
+
+def _head(engine: StageEngine, options: SaveOptions) -> CheckpointManifest:
+    """Return the manifest but for what is written: of the plan what the files depend on, not predictions."""
+    return CheckpointManifest(
+        stages=saved_stages(engine.plan),
+        num_ranks=engine.plan.num_ranks,
+        dtype=engine.config.dtype,
+        zero_stage=engine.config.zero_stage,
+        step=engine.global_steps,
+        saved_ns=time.time_ns(),
+        files={},
+        texts={},
+        versions={"gpp_plugin": __version__, "torch": torch.__version__, **engine.versions},
+        names={name: tuple(others) for name, others in options.names.items()},
+    )
+
+
+def _write(prepared: _Prepared) -> WrittenPart:
+    """Write this rank's files."""
+    own = prepared.files
+    return WrittenPart(
+        files=write_files(prepared.temporary, own.files),
+        optimizer=own.optimizer,
+        numbers=own.numbers,
+        groups=tuple(own.groups),
+    )
+
+
+def _finish(prepared: _Prepared, parts: Sequence[WrittenPart]) -> Path:
+    """Write what says that all is there, and let the tag name it; on rank 0."""
+    temporary, options = prepared.temporary, prepared.options
+    for name, text in prepared.texts.items():
+        places.write_synced(temporary / name, text)
+    manifest = complete_manifest(prepared.head, parts, prepared.texts)
+    places.write_synced(temporary / MANIFEST, manifest_text(manifest))
+    target = places.finish(prepared.directory, prepared.tag, temporary, save_latest=options.save_latest)
+    tags = set(places.tags_in(prepared.directory))
+    gone = places.outdated(tags, keep_last=options.keep_last, keep_every=options.keep_every)
+    places.forget(prepared.directory, [tag for tag in gone if tag != prepared.tag])
+    return target
+
+
+def complete_manifest(
+    head: CheckpointManifest, parts: Sequence[WrittenPart], texts: Mapping[str, str]
+) -> CheckpointManifest:
+    """Return the manifest of what all ranks have written."""
+    files: dict[str, SavedFile] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    groups: dict[tuple[int, str], dict[str, None]] = {}
+    for part in parts:
+        files |= part.files
+        numbers |= part.numbers
+        for group in part.groups:
+            key = (group.number, json.dumps(group.options, sort_keys=True))
+            groups.setdefault(key, {}).update(dict.fromkeys(group.names))
+    return CheckpointManifest(
+        **{
+            **{name: getattr(head, name) for name in CheckpointManifest.__slots__},
+            "files": dict(sorted(files.items())),
+            "texts": {name: text_sum(text) for name, text in texts.items()},
+            "optimizer": next((part.optimizer for part in parts if part.optimizer), ""),
+            "numbers": numbers,
+            "groups": tuple(
+                SavedGroup(number=number, names=tuple(names), options=json.loads(options))
+                for (number, options), names in sorted(groups.items(), key=lambda item: item[0])
+            ),
+        }
+    )
+
+
+# ---- behind the training ---------------------------------------------------------------------------------
+
+
+class BackgroundSave:
+    """Writes one checkpoint at a time in a thread of this rank.
+
+    Args:
+        timeout_s: how long rank 0's thread waits for what the others write.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._thread: threading.Thread | None = None
+        self._failure: list[str] = []
+        self._doing = ""
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a save was begun whose end nobody has waited for."""
+        return self._thread is not None
+
+    def begin(self, prepared: _Prepared, rank: int, num_ranks: int) -> None:
+        """Take copies, and let the thread write them."""
+        assert self._thread is None, "one at a time"
+        copies = {name: contents.copied() for name, contents in prepared.files.files.items()}
+        prepared.files.files = copies
+        self._failure = []
+        self._doing = f"write {prepared.directory / prepared.tag}"
+        self._thread = threading.Thread(
+            target=self._run, args=(prepared, rank, num_ranks), name="gpp-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def wait(self, engine: StageEngine) -> None:
+        """Wait until the save under way is whole; collective over all ranks.
+
+        Raises:
+            CheckpointError: a rank could not write it; the checkpoints before it are as they were.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+
+        told = all_ranks(engine, lambda: list(self._failure), doing=self._doing)
+        failures = [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
+        if failures:
+            raise CheckpointError(f"the ranks could not {self._doing}: {'; '.join(failures)}")
+
+    def _run(self, prepared: _Prepared, rank: int, num_ranks: int) -> None:
+        try:
+            text = json.dumps(to_plain(_write(prepared)))
+            written = prepared.temporary / f".{_PART.format(rank=rank)}"
+            places.write_synced(written, text)
+            written.rename(prepared.temporary / _PART.format(rank=rank))
+            if rank == 0:
+                _finish(prepared, self._await_parts(prepared.temporary, num_ranks))
+        except (
+            BaseException
+        ) as error:  # whatever it is: told at the next meeting of the ranks, and rank 0 now
+            self._failure.append(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # a full disk has room for an empty file
+                (prepared.temporary / _FAILED.format(rank=rank)).touch()
+        if self._failure and rank == 0:
+            places.abandon(prepared.temporary)
+
+    def _await_parts(self, temporary: Path, num_ranks: int) -> list[WrittenPart]:
+        """Return what all ranks have written, when they have, and remove the files that say so."""
+        deadline = time.monotonic() + self._timeout_s
+        paths = [temporary / _PART.format(rank=rank) for rank in range(num_ranks)]
+        failed = [temporary / _FAILED.format(rank=rank) for rank in range(num_ranks)]
+        while absent := [rank for rank, path in enumerate(paths) if not path.exists()]:
+            if unable := [rank for rank in absent if failed[rank].exists()]:
+                raise CheckpointError(f"rank {unable[0]} could not write its part")
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"ranks {absent} have not written their parts in {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+        parts = [from_plain(WrittenPart, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+        for path in paths:
+            path.unlink()
+        return parts
+
+
+def all_ranks(engine: StageEngine, action: Callable[[], T], *, doing: str) -> list[T]:
+    """Run ``action`` on every rank and return what it gave on each; if one fails, all raise the same error."""
+
+    def attempt() -> T:
+        try:
+            return action()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            text = str(error) if isinstance(error, GppError) else repr(error)
+            raise CheckpointError(f"rank {engine.rank} cannot {doing}: {text}") from error
+
+    # On the default group, whose timeout is the job's: files may be large and disks slow.
+    return exchange(attempt, what=doing, group=dist.group.WORLD)

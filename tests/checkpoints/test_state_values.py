@@ -1,0 +1,82 @@
+"""States as JSON with tensors beside: what goes in comes out, and nothing else goes in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from gpp_plugin.engine.checkpoints.state_values import MOST_LEVELS, from_json, to_json
+from gpp_plugin.errors import CheckpointError
+
+
+def there_and_back(value: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(to_json(value, path="state", tensors=tensors), allow_nan=False)
+    return from_json(json.loads(text), tensor=lambda name: tensors[name])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -7,
+        0.1,
+        math.inf,
+        -math.inf,
+        "größe\u0000",
+        [1, [2.5, None]],
+        (0.9, 0.999),
+        {"a": {"b": (1, [2])}, "": 0},
+        {3: 1, "3": 2, (1, 2): "pair", None: 0},
+        {"$tuple": [1]},
+        Counter({30: 2, 80: 1}),
+    ],
+)
+def test_what_goes_in_comes_out(value: Any) -> None:
+    found = there_and_back(value)
+    assert found == value and type(found) is type(value)
+
+
+def test_numbers_keep_their_bits() -> None:
+    assert math.isnan(there_and_back(math.nan))
+    tensors = [torch.tensor(7.1), torch.tensor(math.nan), torch.arange(3), torch.rand(2, 3).bfloat16()]
+    for one, other in zip(tensors, there_and_back(tensors), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert torch.equal(one, other) or bool(one.isnan())
+
+
+def test_tensors_whose_paths_are_spelt_alike_stay_apart() -> None:
+    value = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}
+    found = there_and_back(value)
+    assert torch.equal(found["a"]["b"], torch.ones(2)) and torch.equal(found["a.b"], torch.zeros(2))
+
+
+class Anything:
+    """What would need pickle."""
+
+
+@pytest.mark.parametrize("value", [Anything(), Anything, len, b"bytes", {1, 2}, 1j, range(3)])
+def test_anything_else_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"state\.best\.1 is a .*would run code when it is read"):
+        to_json({"best": [0, value]}, path="state", tensors={})
+
+
+def test_endless_states_are_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(CheckpointError, match=f"deeper than {MOST_LEVELS} levels"):
+        to_json(endless, path="state", tensors={})
+
+
+@pytest.mark.parametrize(
+    "plain", [{"$eval": "1"}, {"$tuple": 3}, {"$dict": [1]}, {"$scalar": ["object", 1]}, {"$float": "x"}]
+)
+def test_what_was_not_written_so_is_refused(plain: Any) -> None:
+    with pytest.raises(CheckpointError):
+        from_json(plain, tensor=lambda name: torch.zeros(1))

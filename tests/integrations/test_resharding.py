@@ -1,0 +1,126 @@
+"""Checkpoints of four models on four plans each, and of one process: saved on one, loaded on the next, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpp_plugin.cli import main
+from gpp_plugin.engine.checkpoints.conversion import WholeState, read_checkpoint
+from tests.integrations import reshard_jobs as jobs
+from tests.integrations.engine_jobs import B, U, decay_groups
+from tests.models import build
+from tests.ranks import run_kept_ranks
+
+
+def assert_same_bits(one: WholeState, other: WholeState) -> None:
+    """Compare weights (masters where there are some), buffers, all optimizer state and options."""
+    assert one.weights.keys() == other.weights.keys() and one.state.keys() == other.state.keys()
+    for name, value in (one.weights | one.buffers).items():
+        assert torch.equal(value, (other.weights | other.buffers)[name]), name
+    for name, kept in one.state.items():
+        assert kept.keys() == other.state[name].keys(), name
+        for what, value in kept.items():
+            found = other.state[name][what]
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(found)), (name, what)
+    assert (one.step, one.optimizer) == (other.step, other.optimizer)
+
+    def options(state: WholeState) -> dict[str, Any]:
+        return {name: told for names, told in state.groups for name in names}
+
+    assert options(one) == options(other)
+
+
+Resharded = Callable[[str], tuple[Path, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def resharded(tmp_path_factory: pytest.TempPathFactory) -> Resharded:
+    """Return where a model's checkpoints on all plans are, and what each rank saw; trained once."""
+
+    @functools.cache
+    def run(name: str) -> tuple[Path, list[dict[str, Any]]]:
+        directory = tmp_path_factory.mktemp(name)
+        return directory, run_kept_ranks(jobs.reshard, 4, name, str(directory), timeout_s=400)
+
+    return run
+
+
+@pytest.mark.parametrize("name", jobs.MORE)
+def test_four_pairs_of_plans(name: str, resharded: Resharded) -> None:
+    directory, answers = resharded(name)
+    first, *others = jobs.PLANS
+    assert all(answer == answers[0] for answer in answers[1:])
+    saved = read_checkpoint(directory / first)
+    assert saved.optimizer and saved.step == 2
+    is_half = "bf16" in jobs.MORE[name]
+    for plan in (*others, "back"):
+        assert_same_bits(saved, read_checkpoint(directory / plan))
+        wanted, found = answers[0][first], answers[0][plan]
+        assert found == pytest.approx(wanted, rel=3e-2 if is_half else 2e-5), plan
+    assert answers[0]["back"] == answers[0][first], "the same plan again: the same bits"
+    if name == "llava":
+        frozen = [name for name in saved.weights if "vision_tower" in name]
+        assert frozen and not set(frozen) & set(saved.state)
+
+
+def train_alone(name: str, told: dict[str, Any]) -> list[float]:
+    """Go on from a converted checkpoint with a plain model and torch's AdamW; return five losses."""
+    model, make_batch = build(name, seed=9)
+    model.load_state_dict(told["module"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    optimizer.load_state_dict(told["optimizer"])
+    losses = []
+    for seed in range(2, 7):
+        batch = make_batch(B, seed)
+        total = 0.0
+        for at in range(0, B, U):
+            unit = {k: v[at : at + U] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            loss = model(**unit).loss * U / B
+            loss.backward()
+            total += float(loss.detach())
+        if "gradient_clipping" in jobs.MORE[name]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), jobs.MORE[name]["gradient_clipping"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def test_one_process_goes_on_and_hands_back(
+    resharded: Resharded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, first = "clip", "two stages"
+    directory, answers = resharded(name)
+    one = tmp_path / "one.pt"
+    assert main(["convert", str(directory / "one stage of four, ZeRO 2"), str(one)]) == 0
+    assert "step 2" in capsys.readouterr().out
+    told = torch.load(one, weights_only=True)
+    assert train_alone(name, told) == pytest.approx(answers[0][first], rel=2e-5)
+    universal, back = tmp_path / "universal", tmp_path / "converted"
+    assert main(["convert", str(one), str(universal), "--to", "universal"]) == 0
+    assert main(["convert", str(universal), str(back), "--to", "gpp"]) == 0
+    found = run_kept_ranks(jobs.load_converted, 4, name, str(back), "two of two, ZeRO 1")
+    assert_same_bits(read_checkpoint(directory / first), read_checkpoint(back / "again"))
+    for answer in found:
+        assert answer["losses"] == pytest.approx(answers[0][first], rel=2e-5) and answer["steps"] == 7
+
+
+def test_groups_are_those_of_one_process(resharded: Resharded, tmp_path: Path) -> None:
+    """T5's groups by decay, and its tied embedding under each of its names."""
+    directory, _ = resharded("t5")
+    assert main(["convert", str(directory / "four stages, ZeRO 1"), str(tmp_path / "t5.pt")]) == 0
+    told = torch.load(tmp_path / "t5.pt", weights_only=True)
+    model, _ = build("t5")
+    model.load_state_dict(told["module"])
+    optimizer = torch.optim.AdamW(decay_groups(model))
+    optimizer.load_state_dict(told["optimizer"])
+    assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 0.1]
+    assert all(math.isclose(float(s["step"]), 2) for s in optimizer.state.values())
+    assert len(optimizer.state) == len(list(model.parameters()))

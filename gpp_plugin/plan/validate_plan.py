@@ -113,12 +113,6 @@ def _check_ranks(plan: PipelinePlan, cluster: Cluster | None) -> None:
         raise PlanError(f"the plan's ranks are {sorted(owners)}; they must be 0..{len(owners) - 1}")
     if cluster is not None and len(owners) > cluster.num_devices:
         raise PlanError(f"the plan uses {len(owners)} ranks; {cluster.name!r} has {cluster.num_devices}")
-    if plan.mode == "async" and plan.shares_ranks:
-        rank, held = next((rank, held) for rank, held in owners.items() if len(held) > 1)
-        raise PlanError(
-            f"rank {rank} holds the stages {held[0].name!r} and {held[1].name!r}, which mode async cannot run; give "
-            'each stage ranks of its own, or set mode to "sync"'
-        )
 
 
 def _check_grids(rank: int, first: Stage, second: Stage) -> None:

@@ -16,6 +16,11 @@ together. Of a frozen stage 0 and a trained stage 1 with two micro-batches each,
 those of asynchronous windows are (`windows`), and the next program, ``steady`` or ``last``, reads them. Each part is
 lowered from one global order, so a receive of the next mini-batch stands where its message is due by simulation.
 
+Where a frozen stage is on the ranks of trained ones, its forwards of the next mini-batch go where these would idle
+(`shared_ranks`); what it makes for a stage of the same rank is handed over now and kept until the next program.
+
+    rank 0, stages 0 and 1   1F0 1B0 0F2 (idle no more) 1F1 1B1 0F3   step
+
 Source: this project
 Tests: tests/schedule/test_look_ahead.py
 """
@@ -26,7 +31,6 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task
@@ -67,24 +71,58 @@ class AheadPrograms:
         fill, steady, last = (
             next(p for p in programs if p.rank == rank) for programs in (self.fill, self.steady, self.last)
         )
-        received = fill.messages(InstructionKind.RECEIVE) if fill.stage not in self.branch else ()
-        carried = tuple(moved_message(self.plan, message, -1) for message in received)
-        return RankAhead(
-            is_ahead=fill.stage in self.branch,
-            fill=fill,
-            steady=steady,
-            last=last,
-            carried=carried,
-            most_bytes=round(self._most_bytes(steady, carried)) if carried else 0,
+        return RankAhead(plan=self.plan, branch=self.branch, fill=fill, steady=steady, last=last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAhead:
+    """The programs of one rank, or of one of its stages: of `AheadPrograms`."""
+
+    plan: PipelinePlan
+    branch: frozenset[int]
+    fill: RankProgram
+    steady: RankProgram
+    last: RankProgram
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Return the stages that the programs are of."""
+        return self.steady.stages
+
+    def of_stage(self, stage: int) -> RankAhead:
+        """Return what the rank does for one of its stages."""
+        fill, steady, last = (p.of_stage(stage) for p in (self.fill, self.steady, self.last))
+        return dataclasses.replace(self, fill=fill, steady=steady, last=last)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Return whether the one stage runs ahead, so that its tasks in ``steady`` are of the next mini-batch."""
+        return self.steady.stage in self.branch
+
+    @property
+    def carried(self) -> tuple[Message, ...]:
+        """Return what ``steady`` and ``last`` read of the messages that were received before them."""
+        return tuple(
+            moved_message(self.plan, instruction.message, -1)
+            for instruction in self.fill.instructions
+            if instruction.message is not None
+            and instruction.kind is InstructionKind.RECEIVE
+            and self.fill.stage_of(instruction) not in self.branch
         )
 
-    def _most_bytes(self, steady: RankProgram, carried: tuple[Message, ...]) -> float:
-        """Return the most bytes that a rank holds of messages that came ahead of their mini-batch."""
+    @property
+    def most_bytes(self) -> int:
+        """Return the most bytes that the rank ever holds of messages that came ahead, each stage by itself added up."""
+        return round(sum(self.of_stage(stage)._most_of_stage() for stage in self.stages))
+
+    def _most_of_stage(self) -> float:
         # What is here as the program begins goes with the tasks that read it, while the next mini-batch's comes.
-        edges = self.plan.edges
+        edges, carried = self.plan.edges, self.carried
+        if not carried:
+            return 0.0
         coming = [
             m
-            for m in steady.messages(InstructionKind.RECEIVE)
+            for m in self.steady.messages(InstructionKind.RECEIVE)
             if m.samples.first_sample >= self.plan.mini_batch
         ]
         sizes = {
@@ -93,9 +131,10 @@ class AheadPrograms:
         }
         unread = set(carried)
         held = most = sum(sizes[m] for m in carried)
-        for instruction in steady.instructions:
-            if instruction.message is not None:
-                held += sizes.get(instruction.message, 0.0)
+        for instruction in self.steady.instructions:
+            message = instruction.message
+            if message is not None and instruction.kind is InstructionKind.RECEIVE:
+                held += sizes.get(message, 0.0)
                 most = max(most, held)
             elif instruction.task is not None:
                 read = {m for m in unread if _is_read_by(m, instruction.task)}
@@ -109,24 +148,6 @@ class AheadPrograms:
         return self.plan.stages[edge.src].tensor if edge.src_shard_axis is not None else 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankAhead:
-    """The programs of one rank: of `AheadPrograms`.
-
-    Args:
-        is_ahead: the rank's stage runs ahead, so its tasks in ``steady`` are of the next mini-batch.
-        carried: what ``steady`` and ``last`` read of the messages that were received before them.
-        most_bytes: that the rank ever holds of messages that came ahead of their mini-batch.
-    """
-
-    is_ahead: bool
-    fill: RankProgram
-    steady: RankProgram
-    last: RankProgram
-    carried: tuple[Message, ...]
-    most_bytes: int
-
-
 def lower_ahead(
     plan: PipelinePlan, *, tied_stages: Collection[int] = (), reduce_each_backward: bool = False
 ) -> AheadPrograms:
@@ -138,10 +159,6 @@ def lower_ahead(
     Raises:
         ScheduleError, PlanError: the plan's own schedules cannot be lowered.
     """
-    if plan.shares_ranks:
-        raise ScheduleError(
-            "look-ahead: stages of the plan share ranks; give each stage ranks of its own, or turn look-ahead off"
-        )
     trained = set(range(len(plan.stages))) - forward_only_stages(plan)
 
     def lowered(part: TaskGraph) -> Programs:
@@ -166,7 +183,7 @@ def ahead_graphs(plan: PipelinePlan) -> dict[str, TaskGraph]:
     """Return the tasks and messages of each part, without what ends a mini-batch: of two mini-batches in a row."""
     branch = frozen_branch(plan)
     counts = [plan.num_micro_batches(stage) for stage in range(len(plan.stages))]
-    full = build_task_graph(lengthened(plan, 2), repeated_schedules(plan, 2))
+    full = build_task_graph(lengthened(plan, 2), repeated_schedules(plan, 2), is_merged=False)
 
     def cut(*, is_branch_in: bool, are_others_in: bool) -> TaskGraph:
         def is_inside(node: int) -> bool:
@@ -197,6 +214,7 @@ def repeated_schedules(plan: PipelinePlan, num_mini_batches: int) -> tuple[Stage
                 schedule,
                 tasks=tuple(tasks),
                 num_in_flight=held,
+                turns=(),
                 joined=tuple(first + m for first in firsts for m in schedule.joined),
             )
         )

@@ -71,7 +71,7 @@ def validate_programs(
         check_messages(checked, part)
         check_readiness(checked, part)
         _check_in_flight(checked, part)
-    for program in checked.programs.values():
+    for program in checked.parts if steps_each_backward else checked.programs.values():
         (_check_steps if steps_each_backward else _check_tail)(checked, program)
     _check_collectives_agree(checked, steps_each_backward=steps_each_backward)
     check_channels(checked)
@@ -313,7 +313,7 @@ def _check_tail(checked: CheckedPrograms, program: RankProgram) -> None:
 
 
 def _check_steps(checked: CheckedPrograms, program: RankProgram) -> None:
-    """A reduction and a step follow each backward, behind its messages and before the next task."""
+    """A reduction and a step of the stage follow each of its backwards, behind its messages, before its next task."""
     expected: list[InstructionKind] = []
     for position, instruction in enumerate(program.instructions):
         kind = instruction.kind

@@ -31,16 +31,16 @@ from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.rehearse.emulated_compute import CPU, EmulatedCompute, EmulatedHooks
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
 from gpp_plugin.rehearse.saved_programs import make_ahead, make_programs, make_windows
-from gpp_plugin.runtime.ahead_lane import AheadRunner
+from gpp_plugin.runtime.ahead_lane import AheadRunner, Part
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
-from gpp_plugin.runtime.rank_executor import RankExecutor
+from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
-from gpp_plugin.runtime.window_lane import WindowRunner
+from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowRunner
 from gpp_plugin.schedule.durations import Durations, duration_reader
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.simulate.async_prediction import num_windows
@@ -128,21 +128,42 @@ class RehearsalRank:
         # Model inputs are not rehearsed: no batch is loaded, so each micro-batch has an empty tuple of them.
         inputs: list[list[tuple[Tensor, ...]]] = [[()] * plan.num_micro_batches(i) for i in program.stages]
         self._inputs = inputs
-        self._windows = None if own is None else WindowRunner.make(own, makers[0], mini_batch=plan.mini_batch)
+        stages = list(zip(program.stages, makers, strict=True))
         self._executor: RankExecutor | None = None
-        if own is None:
-            parts = [make(program.of_stage(i)) for make, i in zip(makers, program.stages, strict=True)]
-            self._executor = RankExecutor(program, parts, hand_overs=hand_overs, step=self._step)
-        self._ahead: AheadRunner | None = None
-        if looks_ahead:
-            self._ahead = AheadRunner(
-                plan=plan,
-                programs=make_ahead(plan, validate=False).of_rank(rank),
-                stage=program.stage,
-                is_trained=program.stage not in forward_only_stages(plan),
+        self._windows: RankWindowRunner | None = None
+        if own is not None:
+            self._windows = RankWindowRunner(
+                own,
+                [
+                    WindowRunner.make(own.of_stage(index), make, mini_batch=plan.mini_batch)
+                    for index, make in stages
+                ],
+                RankExecutors(hand_overs=hand_overs, most=2 * len(own.steps)),
             )
-            self._fill = makers[0](self._ahead.program("fill"), self._ahead.place("fill"))
-            self._steady = makers[0](self._ahead.program("steady"), self._ahead.place("steady"))
+        else:
+            parts = [make(program.of_stage(index)) for index, make in stages]
+            self._executor = RankExecutor(program, parts, hand_overs=hand_overs, step=self._step)
+        self._ahead: list[AheadRunner] = []
+        if looks_ahead:
+            ahead, frozen = make_ahead(plan, validate=False).of_rank(rank), forward_only_stages(plan)
+            self._ahead = [
+                AheadRunner(
+                    plan=plan,
+                    programs=ahead.of_stage(index),
+                    stage=index,
+                    is_trained=index not in frozen,
+                )
+                for index in program.stages
+            ]
+
+            def joined(part: Part, whole: RankProgram) -> RankExecutor:
+                made = [
+                    make(runner.program(part), runner.place(part))
+                    for make, runner in zip(makers, self._ahead, strict=True)
+                ]
+                return RankExecutor(whole, made, hand_overs=hand_overs, step=self._step)
+
+            self._fill, self._steady = joined("fill", ahead.fill), joined("steady", ahead.steady)
             self._is_filled = False
 
     def meet(self, what: str) -> None:
@@ -166,21 +187,28 @@ class RehearsalRank:
         #
         #   window 1 (shift 0)   0F0 0F1 0B0        window 3 of programs that repeat from 2 on, M = 2: shift 2
         #   window 2 (shift 0)   0F2 0B1 0F3 0B2    0F2 -> 0F4, 0B1 -> 0B3, 0F3 -> 0F5, 0B2 -> 0B4
-        if self._ahead is not None:
+        if self._ahead:
             if not self._is_filled:
                 self._is_filled = True
-                self._ahead.run("fill", self._fill, self._inputs[0])
-            return self._ahead.run("steady", self._steady, self._inputs[0], record=record).events
+                self._run_part("fill", self._fill)
+            return self._run_part("steady", self._steady, record=record)
         if self._executor is not None:
             return self._executor.run(self._inputs, record=record).events
         runner = self._windows
         assert runner is not None, "a plan is synchronous or asynchronous"
         events: list[Event] = []
         for _ in range(num_windows(runner.windows)):
-            found = runner.run(self._inputs[0], record=record).events
+            found = runner.run(self._inputs, record=record).events
             events += [_later(event, runner.shift) for event in found]
         events += [_later(event, runner.shift) for event in runner.drain(record=record).events]
         runner.empty()
+        return events
+
+    def _run_part(self, part: Part, executor: RankExecutor, *, record: bool = False) -> list[Event]:
+        carries = [runner.carry for runner in self._ahead]
+        events = executor.run(self._inputs, record=record, carries=carries).events
+        for runner in self._ahead:
+            runner.end(part)
         return events
 
 

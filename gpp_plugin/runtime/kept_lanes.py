@@ -36,7 +36,7 @@ from gpp_plugin.runtime.memory.recompute import RandomState
 from gpp_plugin.runtime.rank_executor import RankExecutors
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.weight_versions import MakePlaces
-from gpp_plugin.runtime.window_lane import WindowLane
+from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowLane
 from gpp_plugin.schedule.look_ahead import RankAhead
 from gpp_plugin.schedule.windows import RankWindows
 
@@ -57,7 +57,12 @@ class KeptWindows(RankLane):
 
     @classmethod
     def of(
-        cls, kind: type[WindowLane], *, programs: RankWindows, make_places: Mapping[int, MakePlaces], **lane: Any
+        cls,
+        kind: type[WindowLane],
+        *,
+        programs: RankWindows,
+        make_places: Mapping[int, MakePlaces],
+        **lane: Any,
     ) -> KeptWindows:
         """Return the pipeline of a rank.
 
@@ -89,10 +94,7 @@ class KeptWindows(RankLane):
             begun = [lane.begin(batch, count=count, held=self._held) for lane in lanes]
             inputs = [stack.enter_context(rows) for rows in begun]
             with self._letting_go_on_failure():
-                parts = [lane.runner.next_window() for lane in lanes]
-                program = self._programs.steps[lanes[0].runner.program]
-                carries = [lane.runner.carry for lane in lanes]
-                result = self._executors.of(program, parts).run(inputs, record=record, carries=carries)
+                result = self._runner.run(inputs, record=record)
         counts = [lane.end() for lane in lanes]
         self._note_counts(result, counts, self._held if any(counts) else None)
         return result
@@ -105,13 +107,15 @@ class KeptWindows(RankLane):
         for lane in lanes:
             lane.begin_drain()
         with self._letting_go_on_failure():
-            parts = [lane.runner.next_drain() for lane in lanes]
-            program = self._programs.drains[lanes[0].runner.program]
-            carries = [lane.runner.carry for lane in lanes]
-            result = self._executors.of(program, parts).run([()] * len(lanes), record=record, carries=carries)
+            result = self._runner.drain(record=record)
         for lane in lanes:
             lane.end_drain()
         return result
+
+    @property
+    def _runner(self) -> RankWindowRunner:
+        """Return what runs the stages' windows at the shape under way."""
+        return RankWindowRunner(self._programs, [lane.runner for lane in self._windows], self._executors)
 
     @contextlib.contextmanager
     def _letting_go_on_failure(self) -> Iterator[None]:
@@ -189,7 +193,7 @@ class KeptAhead(RankLane):
         self._carried = None
 
     def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
-        """Run one mini-batch, and the branch of the one that `look_to` named; ``record``, ``count`` as of `RankLane`."""
+        """Run one mini-batch, and the branch of the one that `look_to` named; arguments as of `RankLane.run`."""
         following, self._following = self._following, None
         first = self._stages[0]
         if following is not None and not (first.may_be_cut(batch) and first.may_be_cut(following)):

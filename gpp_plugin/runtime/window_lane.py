@@ -2,8 +2,8 @@
 
 Between two windows a stage keeps the autograd graphs of the micro-batches in flight (`compute`), their weights
 (`weight_versions`) and what it has received for later (`mailbox`). One `AutogradCompute` and one executor a program
-serve a shape; a batch of another shape needs an empty pipeline first. A `WindowRunner` knows which program of a stage is
-next, in training and in a rehearsal: windows that repeat are one program, whose numbers are shifted. A rank runs the
+serve a shape; a batch of another shape needs an empty pipeline first. A `WindowRunner` knows which program of a stage
+is next, in training and in a rehearsal: windows that repeat are one program, whose numbers are shifted. A rank runs the
 windows of its stages together (`kept_lanes`).
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
@@ -31,6 +31,7 @@ from gpp_plugin.runtime.lane import Lane, _Compiled, _Prepared
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.keeper import NextBackward, Turn
 from gpp_plugin.runtime.messages.mailbox import Carry, WindowPlace
+from gpp_plugin.runtime.rank_executor import RankExecutors
 from gpp_plugin.runtime.weight_versions import MakePlaces, WeightVersions
 from gpp_plugin.schedule.orders.async_1f1b import Windows
 from gpp_plugin.schedule.windows import RankWindows, shift_message
@@ -85,10 +86,6 @@ class WindowRunner:
         """Return how many micro-batches more the last window's numbers mean than its program says."""
         return (self.window - self.windows.program_of(self.window)) * self.windows.micro_batches
 
-    def run(self, inputs: Sequence[Sequence[Tensor]], *, record: bool = False) -> MiniBatchResult:
-        """Run the next window on its inputs, on a rank that holds no other stage."""
-        return self.next_window().run(inputs, record=record, carry=self.carry)
-
     def next_window(self) -> StageExecutor:
         """Return what runs the next window, with ``carry``."""
         # Of windows 1 and 2 that differ, 2 repeats. Window 3 runs the program of 2, whose micro-batches 2 and 3 mean
@@ -99,12 +96,6 @@ class WindowRunner:
             self.carry.renumber(lambda m: shift_message(m, -self.windows.micro_batches, -self.mini_batch))
         self.carry.shift = self.shift
         return self.steps[self.program]
-
-    def drain(self, *, record: bool = False) -> MiniBatchResult:
-        """Run the backwards that are left, on a rank that holds no other stage."""
-        result = self.next_drain().run((), record=record, carry=self.carry)
-        self.finish()
-        return result
 
     def next_drain(self) -> StageExecutor:
         """Return what runs the backwards that are left, with ``carry``."""
@@ -124,6 +115,60 @@ class WindowRunner:
         """Begin anew with an empty pipeline."""
         self.carry = Carry()
         self.window = 0
+
+
+class RankWindowRunner:
+    """Runs the windows of all stages of a rank together, in training and in a rehearsal.
+
+    Args:
+        programs: the rank's; ``runners`` of its stages, in the programs' order of them.
+    """
+
+    def __init__(
+        self, programs: RankWindows, runners: Sequence[WindowRunner], executors: RankExecutors
+    ) -> None:
+        self._programs = programs
+        self._runners = tuple(runners)
+        self._executors = executors
+
+    @property
+    def windows(self) -> Windows:
+        """Return which tasks each window holds."""
+        return self._programs.windows
+
+    @property
+    def shift(self) -> int:
+        """Return how many micro-batches more the last window's numbers mean than its program says."""
+        return self._runners[0].shift
+
+    def run(self, inputs: Sequence[Sequence[Sequence[Tensor]]], *, record: bool = False) -> MiniBatchResult:
+        """Run the next window on the inputs of each stage."""
+        parts = [runner.next_window() for runner in self._runners]
+        return self._run(self._programs.steps, parts, inputs, record)
+
+    def drain(self, *, record: bool = False) -> MiniBatchResult:
+        """Run the backwards that are left."""
+        parts = [runner.next_drain() for runner in self._runners]
+        result = self._run(self._programs.drains, parts, [()] * len(parts), record)
+        for runner in self._runners:
+            runner.finish()
+        return result
+
+    def _run(
+        self,
+        programs: Sequence[RankProgram],
+        parts: Sequence[StageExecutor],
+        inputs: Sequence[Sequence[Sequence[Tensor]]],
+        record: bool,
+    ) -> MiniBatchResult:
+        first = self._runners[0]
+        executor = self._executors.of(programs[first.program], parts)
+        return executor.run(inputs, record=record, carries=[runner.carry for runner in self._runners])
+
+    def empty(self) -> None:
+        """Begin anew with an empty pipeline."""
+        for runner in self._runners:
+            runner.empty()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +272,6 @@ class WindowLane(Lane):
     def end_drain(self) -> None:
         """Note that the pipeline is empty."""
         assert self._active is not None
-        self._active.runner.finish()
         self._check_staleness(self._active.versions)
         self._active.versions.settle()
         self._empty()

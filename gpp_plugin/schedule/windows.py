@@ -133,7 +133,9 @@ def lower_windows(
     steps: list[Programs] = []
     drains: list[Programs] = []
     for window in range(1, windows.first_steady + 1):
-        for programs, part in zip((steps, drains), _window_parts(plan, windows, window, forward_only_stages), strict=True):
+        for programs, part in zip(
+            (steps, drains), _window_parts(plan, windows, window, forward_only_stages), strict=True
+        ):
             programs.append(lower_graph(part, part_durations(part)))
     return WindowPrograms(windows=windows, steps=tuple(steps), drains=tuple(drains))
 
@@ -173,9 +175,7 @@ def joined_windows(
         return joined
     number = {_name(joined, node): node for node in range(joined.tasks.stop)}
     orders: dict[int, list[int]] = {}
-    parts = [
-        _window_parts(plan, windows, w, forward_only_stages) for w in range(1, windows.first_steady + 1)
-    ]
+    parts = [_window_parts(plan, windows, w, forward_only_stages) for w in range(1, windows.first_steady + 1)]
     last = windows.program_of(num_windows)
     for window in range(1, num_windows + 2):
         is_drain = window > num_windows

@@ -54,9 +54,7 @@ def shared_async_plan(rng):
     while True:
         plan = random_async_plan(rng)
         shared = on_shared_ranks(plan, rng, rng.randint(1, 6))
-        if shared.shares_ranks and all(
-            stage.micro_batch_size % stage.degree == 0 for stage in shared.stages
-        ):
+        if shared.shares_ranks and all(stage.micro_batch_size % stage.degree == 0 for stage in shared.stages):
             return with_counts(shared, [stage.in_flight for stage in plan.stages])
 
 

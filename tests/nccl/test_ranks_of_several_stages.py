@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable
 
 from gpp_benchmarks._exactness_kept import kept_draw

@@ -310,8 +310,8 @@ def test_modes_and_transports_of_one_stage_a_rank():
             {"virtual_stages": 2, "num_stages": 5},
             "5 stages are asked for and virtual_stages 2 on 4 ranks makes 4 or 8",
         ),
-        ({"num_stages": 6, "mode": "async"}, "6 stages: a rank holds one stage in mode async"),
-        ({"colocate": True, "mode": "async"}, "colocate: a rank holds one stage in mode async"),
+        ({"num_stages": 6, "mode": "async"}, "6 stages: mode async searches no ranks of several stages"),
+        ({"colocate": True, "mode": "async"}, "colocate: mode async searches no ranks of several stages"),
     ],
 )
 def test_impossible_requests(changes, message):

@@ -33,14 +33,14 @@ from gpp_benchmarks._random_schedules import with_family
 from gpp_plugin.doors import Transport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
-from gpp_plugin.runtime.ahead_lane import AheadRunner, Part
+from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
 from gpp_plugin.runtime.rank_executor import RankExecutors
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.runtime.window_lane import RankWindowRunner, VersionedHooks, WindowRunner
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
-from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
+from gpp_plugin.schedule.look_ahead import AheadPrograms, Part, lower_ahead
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
@@ -239,7 +239,7 @@ def _train_windows(own: _Rank, windows: WindowPrograms, batches: Sequence[Tensor
 
 
 def _train_ahead(own: _Rank, ahead: AheadPrograms, batches: Sequence[Tensor], rank: int) -> None:
-    plan, programs, joined = ahead.plan, ahead.of_rank(rank), own.executors()
+    plan, programs = ahead.plan, ahead.of_rank(rank)
     frozen = forward_only_stages(plan)
     runners = []
     for stage in own.stages:
@@ -247,14 +247,13 @@ def _train_ahead(own: _Rank, ahead: AheadPrograms, batches: Sequence[Tensor], ra
         own.begin(parts.steady)
         runners.append(AheadRunner(plan=plan, programs=parts, stage=stage, is_trained=stage not in frozen))
 
+    together = RankAheadRunner(programs, runners, own.executors())
+
     def run(part: Part, now: Tensor, following: Tensor) -> None:
-        whole = {"fill": programs.fill, "steady": programs.steady, "last": programs.last}[part]
         parts = [own.make(runner.program(part), runner.place(part)) for runner in runners]
         ours, next_ones = own.rows(now), own.rows(following)
         rows = [next_ones[i] if runner.programs.is_ahead else ours[i] for i, runner in enumerate(runners)]
-        joined.of(whole, parts).run(rows, carries=[runner.carry for runner in runners])
-        for runner in runners:
-            runner.end(part)
+        together.run(part, parts, rows)
 
     run("fill", batches[0], batches[0])
     for now, following in zip(batches, batches[1:], strict=False):

@@ -31,7 +31,7 @@ from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.rehearse.emulated_compute import CPU, EmulatedCompute, EmulatedHooks
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
 from gpp_plugin.rehearse.saved_programs import make_ahead, make_programs, make_windows
-from gpp_plugin.runtime.ahead_lane import AheadRunner, Part
+from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.lane import channels_of
@@ -42,8 +42,12 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
 from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowRunner
 from gpp_plugin.schedule.durations import Durations, duration_reader
+from gpp_plugin.schedule.look_ahead import Part, RankAhead
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.simulate.async_prediction import num_windows
+
+_MOST_EXECUTORS = 100
+"""Programs of a plan, of which there are a few a window."""
 
 
 class RehearsalRank:
@@ -129,42 +133,37 @@ class RehearsalRank:
         inputs: list[list[tuple[Tensor, ...]]] = [[()] * plan.num_micro_batches(i) for i in program.stages]
         self._inputs = inputs
         stages = list(zip(program.stages, makers, strict=True))
+        executors = RankExecutors(hand_overs=hand_overs, step=self._step, most=_MOST_EXECUTORS)
         self._executor: RankExecutor | None = None
         self._windows: RankWindowRunner | None = None
         if own is not None:
-            self._windows = RankWindowRunner(
-                own,
-                [
-                    WindowRunner.make(own.of_stage(index), make, mini_batch=plan.mini_batch)
-                    for index, make in stages
-                ],
-                RankExecutors(hand_overs=hand_overs, most=2 * len(own.steps)),
-            )
+            runners = [WindowRunner.make(own.of_stage(i), m, mini_batch=plan.mini_batch) for i, m in stages]
+            self._windows = RankWindowRunner(own, runners, executors)
         else:
-            parts = [make(program.of_stage(index)) for index, make in stages]
-            self._executor = RankExecutor(program, parts, hand_overs=hand_overs, step=self._step)
-        self._ahead: list[AheadRunner] = []
+            self._executor = executors.of(program, [make(program.of_stage(i)) for i, make in stages])
+        self._ahead: RankAheadRunner | None = None
         if looks_ahead:
-            ahead, frozen = make_ahead(plan, validate=False).of_rank(rank), forward_only_stages(plan)
-            self._ahead = [
-                AheadRunner(
-                    plan=plan,
-                    programs=ahead.of_stage(index),
-                    stage=index,
-                    is_trained=index not in frozen,
-                )
-                for index in program.stages
-            ]
+            self._look_ahead(make_ahead(plan, validate=False).of_rank(rank), stages, executors)
 
-            def joined(part: Part, whole: RankProgram) -> RankExecutor:
-                made = [
-                    make(runner.program(part), runner.place(part))
-                    for make, runner in zip(makers, self._ahead, strict=True)
-                ]
-                return RankExecutor(whole, made, hand_overs=hand_overs, step=self._step)
-
-            self._fill, self._steady = joined("fill", ahead.fill), joined("steady", ahead.steady)
-            self._is_filled = False
+    def _look_ahead(
+        self,
+        programs: RankAhead,
+        stages: Sequence[tuple[int, Callable[..., StageExecutor]]],
+        executors: RankExecutors,
+    ) -> None:
+        """Make what runs the branch before a first mini-batch, and then each one with it."""
+        frozen = forward_only_stages(self._plan)
+        runners = [
+            AheadRunner(plan=self._plan, programs=programs.of_stage(i), stage=i, is_trained=i not in frozen)
+            for i, _ in stages
+        ]
+        self._ahead = RankAheadRunner(programs, runners, executors)
+        names: tuple[Part, Part] = ("fill", "steady")
+        self._fill, self._steady = (
+            [make(r.program(part), r.place(part)) for (_, make), r in zip(stages, runners, strict=True)]
+            for part in names
+        )
+        self._is_filled = False
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; ``what`` is the occasion, for errors."""
@@ -187,11 +186,11 @@ class RehearsalRank:
         #
         #   window 1 (shift 0)   0F0 0F1 0B0        window 3 of programs that repeat from 2 on, M = 2: shift 2
         #   window 2 (shift 0)   0F2 0B1 0F3 0B2    0F2 -> 0F4, 0B1 -> 0B3, 0F3 -> 0F5, 0B2 -> 0B4
-        if self._ahead:
+        if self._ahead is not None:
             if not self._is_filled:
                 self._is_filled = True
-                self._run_part("fill", self._fill)
-            return self._run_part("steady", self._steady, record=record)
+                self._ahead.run("fill", self._fill, self._inputs)
+            return self._ahead.run("steady", self._steady, self._inputs, record=record).events
         if self._executor is not None:
             return self._executor.run(self._inputs, record=record).events
         runner = self._windows
@@ -202,13 +201,6 @@ class RehearsalRank:
             events += [_later(event, runner.shift) for event in found]
         events += [_later(event, runner.shift) for event in runner.drain(record=record).events]
         runner.empty()
-        return events
-
-    def _run_part(self, part: Part, executor: RankExecutor, *, record: bool = False) -> list[Event]:
-        carries = [runner.carry for runner in self._ahead]
-        events = executor.run(self._inputs, record=record, carries=carries).events
-        for runner in self._ahead:
-            runner.end(part)
         return events
 
 

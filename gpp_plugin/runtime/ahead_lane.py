@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,8 @@ from gpp_plugin.runtime.input_rows import InputRows
 from gpp_plugin.runtime.lane import MAX_SHAPES, Lane, ReadyStage, _Compiled
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.messages.mailbox import Carry, WindowPlace
-from gpp_plugin.schedule.look_ahead import RankAhead, moved_message
-
-Part = Literal["fill", "steady", "last"]
+from gpp_plugin.runtime.rank_executor import RankExecutors
+from gpp_plugin.schedule.look_ahead import Part, RankAhead, moved_message
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +54,7 @@ class AheadRunner:
 
     def program(self, part: Part) -> RankProgram:
         """Return the program of a part."""
-        return {"fill": self.programs.fill, "steady": self.programs.steady, "last": self.programs.last}[part]
+        return self.programs.program(part)
 
     def place(self, part: Part) -> WindowPlace:
         """Return where a part stands among the others."""
@@ -111,6 +110,40 @@ class AheadRunner:
     @property
     def _count(self) -> int:
         return self.plan.num_micro_batches(self.stage)
+
+
+class RankAheadRunner:
+    """Runs the parts of all stages of a rank together, in training and in a rehearsal.
+
+    Args:
+        programs: the rank's; ``runners`` of its stages, in the programs' order of them.
+    """
+
+    def __init__(self, programs: RankAhead, runners: Sequence[AheadRunner], executors: RankExecutors) -> None:
+        self._programs = programs
+        self._runners = tuple(runners)
+        self._executors = executors
+
+    def run(
+        self,
+        part: Part,
+        parts: Sequence[StageExecutor],
+        inputs: Sequence[Sequence[Sequence[Tensor]]],
+        *,
+        record: bool = False,
+    ) -> MiniBatchResult:
+        """Run what was compiled of a part for each stage on its inputs; what stays is numbered as the next one does."""
+        executor = self._executors.of(self._programs.program(part), parts)
+        carries = [runner.carry for runner in self._runners]
+        result = executor.run(inputs, record=record, carries=carries)
+        for runner in self._runners:
+            runner.end(part)
+        return result
+
+    def drop(self) -> None:
+        """Let go of what came ahead; collective over all ranks."""
+        for runner in self._runners:
+            runner.drop()
 
 
 class AheadLane(Lane):

@@ -28,7 +28,7 @@ import torch
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.program import Instruction, RankProgram
 from gpp_plugin.ir.timeline import Event
-from gpp_plugin.runtime.ahead_lane import AheadLane, Part
+from gpp_plugin.runtime.ahead_lane import AheadLane, RankAheadRunner
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.executor import MiniBatchResult, Step
 from gpp_plugin.runtime.memory.counting import HeldTogether
@@ -37,7 +37,7 @@ from gpp_plugin.runtime.rank_executor import RankExecutors
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowLane
-from gpp_plugin.schedule.look_ahead import RankAhead
+from gpp_plugin.schedule.look_ahead import Part, RankAhead
 from gpp_plugin.schedule.windows import RankWindows
 
 
@@ -136,10 +136,9 @@ class KeptAhead(RankLane):
     """
 
     def __init__(self, program: RankProgram, ahead: RankAhead, lanes: Sequence[AheadLane]) -> None:
-        self._branch = ahead.branch
-        super().__init__(program, lanes)
         self._ahead = ahead
         self._stages = tuple(lanes)
+        super().__init__(program, lanes)
         self._carried: Batch | None = None
         self._following: Batch | None = None
         self._most_held = 0
@@ -188,8 +187,7 @@ class KeptAhead(RankLane):
 
     def drop(self) -> None:
         """Let go of what was run ahead; collective over all ranks, which have the same to let go of."""
-        for lane in self._stages:
-            lane.runner.drop()
+        self._runner.drop()
         self._carried = None
 
     def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
@@ -235,13 +233,14 @@ class KeptAhead(RankLane):
         return result
 
     def _make_executors(self, step: Callable[[], object] | None) -> RankExecutors:
-        self._of_parts = super()._make_executors(step)
+        runners = [lane.runner for lane in self._stages]
+        self._runner = RankAheadRunner(self._ahead, runners, super()._make_executors(step))
         return super()._make_executors(step, around=self._watched)
 
     def _watched(self, instruction: Instruction, step: Step) -> Step:
         """Return a step of a whole mini-batch, which looks whether a task of the branch draws random numbers."""
         task = instruction.task
-        if task is None or task.stage not in self._branch:
+        if task is None or task.stage not in self._ahead.branch:
             return step
         return functools.partial(self._run_watched, self.lane_of(task.stage).device, step)
 
@@ -287,7 +286,6 @@ class KeptAhead(RankLane):
         self, part: Part, *, now: Batch, following: Batch | None, record: bool, count: bool = False
     ) -> MiniBatchResult:
         held = HeldTogether() if count and len(self._stages) > 1 else None
-        program = {"fill": self._ahead.fill, "steady": self._ahead.steady, "last": self._ahead.last}[part]
         with contextlib.ExitStack() as stack:
             ready = [
                 stack.enter_context(
@@ -295,12 +293,8 @@ class KeptAhead(RankLane):
                 )
                 for lane in self._stages
             ]
-            result = self._of_parts.of(program, [one.executor for one in ready]).run(
-                [one.inputs for one in ready],
-                record=record,
-                carries=[lane.runner.carry for lane in self._stages],
+            result = self._runner.run(
+                part, [one.executor for one in ready], [one.inputs for one in ready], record=record
             )
-        for lane in self._stages:
-            lane.runner.end(part)
         self._note_counts(result, [one.counts for one in ready], held)
         return result

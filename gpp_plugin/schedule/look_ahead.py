@@ -31,6 +31,7 @@ import bisect
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
@@ -51,6 +52,8 @@ from gpp_plugin.schedule.windows import (
     set_orders,
     shift_message,
 )
+
+Part = Literal["fill", "steady", "last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,10 @@ class RankAhead:
     def stages(self) -> tuple[int, ...]:
         """Return the stages that the programs are of."""
         return self.steady.stages
+
+    def program(self, part: Part) -> RankProgram:
+        """Return the program of a part."""
+        return {"fill": self.fill, "steady": self.steady, "last": self.last}[part]
 
     def of_stage(self, stage: int) -> RankAhead:
         """Return what the rank does for one of its stages."""

@@ -24,7 +24,7 @@ from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
-from gpp_plugin.runtime.ahead_lane import AheadRunner
+from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.lane import channels_of
@@ -376,6 +376,8 @@ class RankJob:
         transport = self._transport(self._programs.training)
         made: dict[Any, StageExecutor] = {}
 
+        together = RankAheadRunner(own, runners, self._joined)
+
         def run_part(part: Any, now: int, following: int | None) -> None:
             executors = []
             for runner in runners:
@@ -391,16 +393,7 @@ class RankJob:
                         next_specs=None if following is None else made_up_specs(plan, following),
                     )
                 executors.append(made[key])
-            whole = {"fill": own.fill, "steady": own.steady, "last": own.last}[part]
-            self._joined.of(whole, executors).run(
-                self._inputs(), record=self._run.record, carries=[runner.carry for runner in runners]
-            )
-            for runner in runners:
-                runner.end(part)
-
-        def drop() -> None:
-            for runner in runners:
-                runner.drop()
+            together.run(part, executors, self._inputs(), record=self._run.record)
 
         # Every mini-batch has a number; those of odd numbers are of length 2. One is trained on as a whole first, then
         # each with the next one's branch. Behind 3 comes an evaluation, behind 4 mini-batch 7 in the place of 5.
@@ -409,7 +402,7 @@ class RankJob:
         for number, following in ((1, 2), (2, 3), (3, 4), (4, 5), (7, 8), (8, None)):
             self._meeting.sum(torch.zeros(3), "what is run ahead")
             if carried not in (None, number):
-                drop()
+                together.drop()
                 carried = None
             if carried is None:
                 run_part("fill", number % 2 + 1, number % 2 + 1)
@@ -418,7 +411,7 @@ class RankJob:
             carried = following
             self._agree_on_loss()
             if number == 3 and self._programs.evaluation:
-                drop()
+                together.drop()
                 carried = None
                 self._evaluate()
         for runner in runners:

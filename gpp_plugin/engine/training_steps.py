@@ -110,7 +110,7 @@ class LaneMaker:
             common["reduces_each_backward"] = reduces_each_backward
         if ahead is not None:
             own = ahead.of_rank(program.rank)
-            kind = AheadUnitLane if is_of_units else AheadLane
+            kind: type[AheadLane] = AheadUnitLane if is_of_units else AheadLane
             return KeptAhead.of(kind, program=program, ahead=own, reduces_early=early, **common)
         make: type[Lane] = UnitLane if is_of_units else Lane
         return RankLane.make(make, program=program, reduces_early=early, **common)

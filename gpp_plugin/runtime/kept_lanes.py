@@ -33,7 +33,7 @@ from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.executor import MiniBatchResult, Step
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.recompute import RandomState
-from gpp_plugin.runtime.rank_executor import RankExecutors
+from gpp_plugin.runtime.rank_executor import Around, RankExecutors
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowLane
@@ -217,6 +217,9 @@ class KeptAhead(RankLane):
             self._carried = None
             raise
 
+    def _own(self, stage: int) -> AheadLane:
+        return self._stages[self.stages.index(stage)]
+
     def _know(self, batch: Batch) -> None:
         for lane in self._stages:
             lane.know(batch)
@@ -232,17 +235,19 @@ class KeptAhead(RankLane):
         self.has_peeked = True
         return result
 
-    def _make_executors(self, step: Callable[[], object] | None) -> RankExecutors:
+    def _make_executors(
+        self, step: Callable[[], object] | None, *, around: Around | None = None
+    ) -> RankExecutors:
         runners = [lane.runner for lane in self._stages]
         self._runner = RankAheadRunner(self._ahead, runners, super()._make_executors(step))
-        return super()._make_executors(step, around=self._watched)
+        return super()._make_executors(step, around=around or self._watched)
 
     def _watched(self, instruction: Instruction, step: Step) -> Step:
         """Return a step of a whole mini-batch, which looks whether a task of the branch draws random numbers."""
         task = instruction.task
         if task is None or task.stage not in self._ahead.branch:
             return step
-        return functools.partial(self._run_watched, self.lane_of(task.stage).device, step)
+        return functools.partial(self._run_watched, self._own(task.stage).device, step)
 
     def _run_watched(self, device: torch.device, step: Step) -> None:
         if self.is_stateful:
@@ -278,9 +283,7 @@ class KeptAhead(RankLane):
 
     def _as_first(self, event: Event) -> Event:
         """Return an event of a fill as the mini-batch that follows numbers it."""
-        lane = self.lane_of(event.stage)
-        assert isinstance(lane, AheadLane)
-        return lane.runner.as_first(event)
+        return self._own(event.stage).runner.as_first(event)
 
     def _run_part(
         self, part: Part, *, now: Batch, following: Batch | None, record: bool, count: bool = False

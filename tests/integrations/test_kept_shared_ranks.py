@@ -47,6 +47,7 @@ def test_it_equals_the_emulation(
         assert answer["losses"] == pytest.approx(losses, abs=2e-6)
         assert answer["steps"] == (jobs.STEPS, jobs.STEPS * mini_batch)
         assert answer["resumed"] == answer["through"]
-        assert answer["kept"] and answer["memory"][0] and answer["memory"][1] > 0
+        assert answer["kept"] == list(answer["held"]), "each stage keeps the gradients of its last update"
+        assert answer["memory"][0] and answer["memory"][1] > 0
         assert answer["flushed"] == answers[0]["flushed"]
     check_parameters(answers, emulation)

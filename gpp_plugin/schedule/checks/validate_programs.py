@@ -13,7 +13,8 @@ What is proven for a plan, its schedules and the programs of all ranks:
    backward or the weight gradient;
 5. reductions and the step come last, in one order on all ranks, which share one step; a stage may also reduce its
    data between tasks, after a backward, at the same place on all its ranks (programs that step after each backward,
-   as asynchronous ones do, have a reduction and a step behind each, before the next task, and nowhere else);
+   as asynchronous ones do, have a reduction and a step of the stage behind each, before its next task, and nowhere
+   else);
 6. everything finishes when each rank executes its instructions serially, in order, with rendezvous messages: a send
    or a receive ends when its other end is posted; a reduction of data when all ranks of the stage have come to it, and
    a task, which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.

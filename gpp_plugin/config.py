@@ -350,19 +350,19 @@ def _check_lengths(lengths: LengthsConfig) -> None:
 
 
 def _check_sharing(config: GraphPipelineConfig) -> None:
-    """Refuse ranks of several stages where they cannot run."""
+    """Refuse to search for ranks of several stages where they cannot be judged."""
     for key, value, default in (
         ("virtual_stages", config.virtual_stages, 1),
         ("colocate", config.colocate, "off"),
     ):
         if value == default:
             continue
-        for other, has, needed in (("mode", config.mode, "sync"), ("p2p", config.p2p, "native")):
-            if has != needed:
-                raise ConfigError(
-                    f"{BLOCK}.{key}: {show(value)} lets a rank hold several stages, which {other} {show(has)} cannot "
-                    f"run; set {key} to {show(default)}, or {other} to {show(needed)}"
-                )
+        if config.mode != "sync":
+            raise ConfigError(
+                f"{BLOCK}.{key}: {show(value)} puts several stages on a rank by the times of mini-batches that end, "
+                f'and mode {show(config.mode)} has none; set {key} to {show(default)}, mode to "sync", or say in '
+                "plan.stages which ranks each stage has"
+            )
 
 
 def _check_units(config: GraphPipelineConfig) -> None:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_benchmarks._exactness_kept import KEPT_FAMILIES, KeptDraw, kept_draw, stale_error, train_kept
+from gpp_benchmarks._linear_ranks import Delayed, LinearHooks, Trained, stage_rows
 from gpp_benchmarks._linear_stages import (
     DATA_WIDTH,
     LinearNetwork,
     Parameters,
+    gradients_error,
     linear_network,
     single_process_gradients,
     stage_compute,
@@ -30,21 +33,18 @@ from gpp_plugin.doors import Transport
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.launch import emit_event
-from gpp_plugin.runtime.compute import AutogradCompute
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.messages.transport import GlooTransport
 from gpp_plugin.runtime.rank_executor import RankExecutor
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 
+ALL_FAMILIES = (*FAMILIES, *KEPT_FAMILIES)
 MINI_BATCHES = 3
 MOST_SHARED_STAGES = 7
 """Of draws whose ranks hold several."""
-LEARNING_RATE = 0.02
 LONGEST_DELAY_S = 0.05
 TIMEOUT_S = 60.0
-SCALE_FLOOR = 1e-3
-"""A gradient's error is relative to its norm, or to this share of the largest gradient tensor's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,8 @@ def draw_cases(num_cases: int, *, seed: int, delayed_every: int, shares_ranks: b
     return [
         Case(
             seed=seed + index,
-            family=FAMILIES[index % len(FAMILIES)],
-            has_delays=delayed_every > 0 and index // len(FAMILIES) % delayed_every == 0,
+            family=ALL_FAMILIES[index % len(ALL_FAMILIES)],
+            has_delays=delayed_every > 0 and index // len(ALL_FAMILIES) % delayed_every == 0,
             shares_ranks=shares_ranks,
         )
         for index in range(num_cases)
@@ -149,22 +149,29 @@ class _Groups:
 
 def _run_case(case: Case, groups: _Groups) -> CaseResult:
     num_ranks = len(groups.ranks)
-    draw = random_draw(
-        case.seed,
-        case.family,
-        most_stages=MOST_SHARED_STAGES if case.shares_ranks else num_ranks,
-        num_ranks=num_ranks,
-        most_ranks=4,
-        shares_ranks=case.shares_ranks,
-    )
-    validate_programs(draw.plan, draw.schedules, draw.programs)
+    options: dict[str, Any] = {
+        "most_stages": MOST_SHARED_STAGES if case.shares_ranks else num_ranks,
+        "num_ranks": num_ranks,
+        "most_ranks": 4,
+        "shares_ranks": case.shares_ranks,
+    }
+    draw: Draw | KeptDraw
+    if case.family in KEPT_FAMILIES:
+        draw = kept_draw(case.seed, case.family, **options)
+        draw.validate()
+    else:
+        draw = random_draw(case.seed, case.family, **options)
+        validate_programs(draw.plan, draw.schedules, draw.programs)
     errors = {}
     is_equal: bool | None = None
     for dtype in (torch.float64, torch.float32):
         network = linear_network(draw.plan, draw.forward_only, seed=case.seed, dtype=dtype)
         batches = _batches(draw, dtype)
         run = _train(draw, network, batches, groups, longest_delay_s=0.0)
-        errors[dtype] = _error(run, network, batches)
+        if isinstance(draw, KeptDraw) and draw.windows is not None:
+            errors[dtype] = stale_error(run, network, batches)
+        else:
+            errors[dtype] = _error(run, network, batches)
         if case.has_delays and dtype is torch.float32:
             delayed = _train(draw, network, batches, groups, longest_delay_s=LONGEST_DELAY_S)
             is_equal = all(
@@ -185,132 +192,50 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
     )
 
 
-def _batches(draw: Draw, dtype: torch.dtype) -> list[Tensor]:
+def _batches(draw: Draw | KeptDraw, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(draw.seed)
     shape = (draw.plan.mini_batch, DATA_WIDTH)
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(MINI_BATCHES)
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """One stage's gradients on this rank of each mini-batch, and the parameters they were taken at."""
-
-    gradients: list[dict[str, Tensor]]
-    parameters: list[Parameters]
-
-
-class LinearHooks:
-    """The optimizer side of a stage on a rank: sums gradients over the stage's ranks, steps plainly, keeps a copy.
-
-    Ranks of different stages meet nowhere but in their messages: a stage that is done begins the next mini-batch.
-    """
-
-    loss_scale = 1.0
-
-    def __init__(self, parameters: Parameters, group: dist.ProcessGroup | None) -> None:
-        self.parameters = parameters
-        self._group = group
-        self._sums: dict[str, Tensor] = {}
-        self.done = Trained(gradients=[], parameters=[])
-
-    def accumulate(self) -> None:
-        """Leave what autograd added up where it is."""
-
-    def begin_reduction(self) -> None:
-        """Do nothing: `reduce_data` sums all."""
-
-    @torch.no_grad()
-    def reduce_data(self) -> None:
-        """Sum what has come together since the last time over the stage's ranks, and add it up.
-
-        A rank may have no gradient where another one has: consumers ask only some of a stage's ranks for what is the
-        same for all samples.
-        """
-        counts = torch.tensor([p.grad is not None for p in self.parameters.values()], dtype=torch.int32)
-        if self._group is not None:
-            dist.all_reduce(counts, group=self._group)
-        for count, (name, parameter) in zip(counts.tolist(), self.parameters.items(), strict=True):
-            if not count:
-                continue
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            if self._group is not None:
-                dist.all_reduce(gradient, group=self._group)
-            self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
-            parameter.grad = None
-
-    def reduce_tied(self) -> None:
-        """Do nothing: no parameter is on two stages."""
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Keep the gradients and where they were taken, and step along them."""
-        self.done.gradients.append(self._sums)
-        self.done.parameters.append({name: p.detach().clone() for name, p in self.parameters.items()})
-        for name, gradient in self._sums.items():
-            self.parameters[name].sub_(gradient, alpha=LEARNING_RATE)
-        self._sums = {}
-
-
-class _Delayed:
-    """An `AutogradCompute` that waits a random time before each task."""
-
-    def __init__(self, compute: AutogradCompute, rng: random.Random, longest_s: float) -> None:
-        self.received, self.outputs = compute.received, compute.outputs
-        self.gradient_outputs, self.gradient_inputs = compute.gradient_outputs, compute.gradient_inputs
-        self._compute = compute
-        self._rng = rng
-        self._longest_s = longest_s
-
-    def _wait(self) -> None:
-        time.sleep(self._rng.uniform(0.0, self._longest_s))
-
-    def forward(
-        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        """Wait, then do it."""
-        self._wait()
-        return self._compute.forward(micro_batch, half, inputs, received)
-
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Wait, then do it."""
-        self._wait()
-        return self._compute.backward(micro_batch, gradients)
-
-    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Wait, then do it."""
-        self._wait()
-        return self._compute.input_gradient(micro_batch, gradients)
-
-    def weight_gradient(self, micro_batch: int) -> None:
-        """Wait, then do it."""
-        self._wait()
-        self._compute.weight_gradient(micro_batch)
-
-    def clear(self) -> None:
-        """Forget all micro-batches."""
-        self._compute.clear()
+    count = MINI_BATCHES if isinstance(draw, Draw) else max(MINI_BATCHES, draw.least_mini_batches)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
 
 
 def _train(
-    draw: Draw, network: LinearNetwork, batches: Sequence[Tensor], groups: _Groups, *, longest_delay_s: float
+    draw: Draw | KeptDraw,
+    network: LinearNetwork,
+    batches: Sequence[Tensor],
+    groups: _Groups,
+    *,
+    longest_delay_s: float,
 ) -> dict[int, Trained]:
     """Run the mini-batches one behind the other; return what came of each stage of this rank."""
     rank, plan = dist.get_rank(), draw.plan
-    hooks = {
-        index: LinearHooks(
-            {name: p.clone() for name, p in network.starts[index].items()},
-            groups.of[frozenset(plan.stages[index].ranks)] if plan.stages[index].degree > 1 else None,
+    of_stages = {
+        index: groups.of[frozenset(plan.stages[index].ranks)] if plan.stages[index].degree > 1 else None
+        for index in plan.stages_of_rank(rank)
+    }
+    transport = GlooTransport(groups=groups.messages, timeout_s=TIMEOUT_S)
+    delays = random.Random(f"{draw.seed} {rank}")
+    if isinstance(draw, KeptDraw):
+        return train_kept(
+            draw,
+            network,
+            batches,
+            rank=rank,
+            groups=of_stages,
+            transport=transport,
+            delays=delays,
+            longest_delay_s=longest_delay_s,
         )
-        for index in draw.programs[rank].stages
+    hooks = {
+        index: LinearHooks({name: p.clone() for name, p in network.starts[index].items()}, group)
+        for index, group in of_stages.items()
     }
     executor = rank_executor(
         draw.programs[rank],
         network,
         hooks,
-        transport=GlooTransport(groups=groups.messages, timeout_s=TIMEOUT_S),
-        delays=random.Random(f"{draw.seed} {rank}"),
+        transport=transport,
+        delays=delays,
         longest_delay_s=longest_delay_s,
     )
     for data in batches:
@@ -342,7 +267,7 @@ def rank_executor(
             StageExecutor(
                 plan=network.plan,
                 program=part,
-                compute=_Delayed(compute, delays, longest_delay_s) if delays and longest_delay_s else compute,
+                compute=Delayed(compute, delays, longest_delay_s) if delays and longest_delay_s else compute,
                 specs=network.specs,
                 transport=transport,
                 hooks=own,
@@ -357,15 +282,6 @@ def rank_executor(
             own.step()
 
     return RankExecutor(program, parts, hand_overs=hand_overs, step=step)
-
-
-def stage_rows(network: LinearNetwork, index: int, rank: int, data: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return the rows of a mini-batch that a stage's micro-batches read on a rank."""
-    plan, stage = network.plan, network.plan.stages[index]
-    rows = [stage.samples(m, rank) for m in range(plan.num_micro_batches(index))]
-    if not network.stages[index].reads_data:
-        return [()] * len(rows)
-    return [(data[r.first_sample : r.end],) for r in rows]
 
 
 def _error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]) -> float:
@@ -399,17 +315,7 @@ def gradient_error(
         ours: stage -> its gradients by name; one that is missing is 0.
         parameters: of every stage.
     """
-    expected = single_process_gradients(network, parameters, data)
-    everything = [g for of_stage in expected for g in of_stage.values() if g is not None]
-    floor = SCALE_FLOOR * (max((float(g.norm()) for g in everything), default=0.0) or 1.0)
-    zero, worst = torch.zeros(()), 0.0
-    for stage, gradients in ours.items():
-        known = {n: g for n, g in expected[stage].items() if g is not None}
-        for name in gradients.keys() | known.keys():
-            wanted = known.get(name, zero)
-            found = gradients.get(name, zero)
-            worst = max(worst, float((found - wanted).norm()) / max(float(wanted.norm()), floor))
-    return worst
+    return gradients_error(ours, single_process_gradients(network, parameters, data))
 
 
 def _has_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -21,11 +21,15 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.stage_module import StageFunction
+from gpp_plugin.runtime.weight_versions import WeightVersions
 
 DATA = "data"
 DATA_WIDTH = 3
 WIDTH = 4
 LOSS = "loss"
+
+SCALE_FLOOR = 1e-3
+"""A gradient's error is relative to its norm, or to this share of the largest gradient tensor's."""
 
 Parameters = dict[str, Tensor]
 
@@ -182,9 +186,18 @@ def _from_rows(rows: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def stage_compute(
-    network: LinearNetwork, program: RankProgram, parameters: Parameters, hooks: StageHooks
+    network: LinearNetwork,
+    program: RankProgram,
+    parameters: Parameters,
+    hooks: StageHooks,
+    *,
+    versions: WeightVersions | None = None,
 ) -> AutogradCompute:
-    """Return the compute of one rank, as `Lane` makes it for a captured stage."""
+    """Return the compute of one rank, as `Lane` makes it for a captured stage.
+
+    Args:
+        versions: of the parameters, where the stage steps after each micro-batch; its loss is that one's.
+    """
     plan, stage = network.plan, network.stages[program.stage]
     names = tuple(parameters)
 
@@ -210,13 +223,15 @@ def stage_compute(
         code="",
     )
     is_trained = program.stage not in network.forward_only
+    own = plan.stages[program.stage]
     return AutogradCompute(
         function=function,
         parameters=[p.requires_grad_(is_trained) for p in parameters.values()],
         gradients=boundary_gradients(program, plan, network.specs),
         hooks=hooks if is_trained else None,
         loss=LOSS if stage.has_loss else None,
-        loss_share=plan.stages[program.stage].local_batch_size / plan.mini_batch,
+        loss_share=own.local_batch_size / (plan.mini_batch if plan.mode == "sync" else own.micro_batch_size),
+        versions=versions,
         halves=HalfForwards(
             function=function,
             input_axes=(0,) if stage.reads_data else (),
@@ -252,3 +267,23 @@ def single_process_gradients(
     if losses:
         torch.autograd.backward(losses)
     return [{name: p.grad for name, p in of_stage.items()} for of_stage in leaves]
+
+
+def gradients_error(
+    ours: Mapping[int, Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor | None]]
+) -> float:
+    """Return the largest error of a gradient tensor of some stages, by name; one that is missing is 0.
+
+    Args:
+        expected: of every stage.
+    """
+    everything = [g for of_stage in expected for g in of_stage.values() if g is not None]
+    floor = SCALE_FLOOR * (max((float(g.norm()) for g in everything), default=0.0) or 1.0)
+    zero, worst = torch.zeros(()), 0.0
+    for stage, gradients in ours.items():
+        known = {n: g for n, g in expected[stage].items() if g is not None}
+        for name in gradients.keys() | known.keys():
+            wanted = known.get(name, zero)
+            found = gradients.get(name, zero)
+            worst = max(worst, float((found - wanted).norm()) / max(float(wanted.norm()), floor))
+    return worst

@@ -6,7 +6,8 @@ schedules, lowering, validator, executor, gloo. Three mini-batches run one behin
 them and nothing that would hold a rank back. Gradients in fp64 must equal those of one process to 1e-12 by the
 norm of each tensor, in fp32 to 1e-5; a share of draws runs once more with a random delay of 0 to 50 ms before
 every task and must give the same bits. As many draws again put several stages on a rank (--shared): round and round, or
-anywhere. More draws go through the validator only, without processes.
+anywhere. Of both kinds some are in mode async, against PipeDream's rule in one process, and some run a frozen branch a
+mini-batch ahead. More draws go through the validator only, without processes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from gpp_benchmarks._exactness_ranks import FAMILIES, MINI_BATCHES, Case, CaseResult, draw_cases
+from gpp_benchmarks._exactness_ranks import ALL_FAMILIES, FAMILIES, MINI_BATCHES, Case, CaseResult, draw_cases
 from gpp_benchmarks._random_schedules import check_schedule_draws
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
@@ -116,7 +117,7 @@ def _rows(results: list[CaseResult], num_ranks: int) -> list[dict[str, Any]]:
             "delayed_equal": sum(r.is_equal_delayed is True for r in found),
         }
         for shares in (False, True)
-        for family in FAMILIES
+        for family in ALL_FAMILIES
         if (found := of_family[shares, family])
     ]
 

@@ -22,9 +22,8 @@ import torch
 
 from gpp_plugin.engine.training_steps import SynchronousSteps, TrainedCall
 from gpp_plugin.errors import GppError
-from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.kept_lanes import KeptAhead
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +36,9 @@ class LookAheadSteps(SynchronousSteps):
         steps: as of `SynchronousSteps`.
     """
 
-    def __init__(self, lane: RankLane, *given: Any, meet: Callable[[Batch], None], **steps: Any) -> None:
+    def __init__(self, lane: KeptAhead, *given: Any, meet: Callable[[Batch], None], **steps: Any) -> None:
         super().__init__(lane, *given, **steps)
-        (ahead,) = lane.lanes
-        assert isinstance(ahead, AheadLane), "a frozen branch runs ahead where each rank has one stage"
-        self._ahead = ahead
+        self._ahead = lane
         self._meet_shapes = meet
         self._is_off = False
 

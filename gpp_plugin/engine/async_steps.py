@@ -32,8 +32,7 @@ from gpp_plugin.engine.setting import Setting
 from gpp_plugin.engine.training_steps import MiniBatchRunner, TrainedCall, different_data
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.runtime.batches import Batch, batch_checksum
-from gpp_plugin.runtime.rank_lane import RankLane
-from gpp_plugin.runtime.window_lane import WindowLane
+from gpp_plugin.runtime.kept_lanes import KeptWindows
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 
@@ -60,7 +59,7 @@ class AsynchronousSteps:
 
     def __init__(
         self,
-        lane: RankLane,
+        lane: KeptWindows,
         stages: RankEngine,
         runner: MiniBatchRunner,
         *,
@@ -70,14 +69,11 @@ class AsynchronousSteps:
         timeout_s: float,
     ) -> None:
         self._lane = lane
-        (windows,) = lane.lanes
-        assert isinstance(windows, WindowLane), "mode async runs windows, of one stage a rank"
-        self._windows_lane = windows
         self._stages = stages
         self._runner = runner
         self._metrics = metrics
         self._windows = windows_of(lane.plan)
-        loss_block = windows.reference.block_graph.loss_block
+        loss_block = lane.lanes[0].reference.block_graph.loss_block
         loss_stage = next(i for i, s in enumerate(lane.plan.stages) if loss_block in s.blocks)
         yields_loss = lane.plan.stages[loss_stage]
         self._losses = LossReports(
@@ -129,7 +125,7 @@ class AsynchronousSteps:
         # Posted before the window, looked at one call later: by then the others' facts have long come.
         self._agreement.post(batch, self._stages.global_steps + 1)
         # Windows overlap within one compiled shape only: messages and weight versions of another one do not fit.
-        if self._windows_lane.is_another_shape(batch):
+        if self._lane.is_another_shape(batch):
             self.drain()
         result = self._runner.train(self._lane, batch, record=record)
         with self._runner.ending_on_failure():
@@ -149,7 +145,7 @@ class AsynchronousSteps:
         these tell 1, 1 and 2 (`schedule.orders.async_1f1b.Windows.num_reported`).
         """
         self._losses.add(losses)
-        window, windows = self._windows_lane.window, self._windows
+        window, windows = self._lane.window, self._windows
         before = windows.num_reported(window - 1) if window > 1 else 0
         due = windows.num_reported(window) - before + self._num_left
         self._num_left = 0
@@ -175,11 +171,11 @@ class AsynchronousSteps:
             RuntimeFailure: an earlier mini-batch failed on its way.
         """
         self._runner.refuse_after_failure()
-        window = self._windows_lane.window
+        window = self._lane.window
         if not window:
             return
         with self._runner.ending_on_failure():
-            self._windows_lane.drain()
+            self._lane.drain()
             self._agreement.check(keep=0)
         self._num_left += window * self._windows.micro_batches - self._windows.num_reported(window)
 

@@ -69,8 +69,8 @@ from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.costs.unit_costs import unit_costs
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.unit_order import UnitOrder
-from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
+from gpp_plugin.runtime.kept_lanes import KeptAhead, KeptWindows
 from gpp_plugin.runtime.lane import tied_stages
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.calls import watched_calls
@@ -81,7 +81,6 @@ from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.unit_lane import plan_of_units
-from gpp_plugin.runtime.window_lane import WindowLane
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +189,9 @@ class GraphPipelineEngine(PipelineSurface):
             return self._lanes.make_windows(
                 reference,
                 plan,
-                make_places=lambda parameters: self.rank_engine.only.weight_places(parameters),
+                make_places=lambda stage: (
+                    lambda parameters: self.rank_engine.of(stage).weight_places(parameters)
+                ),
             )
         lane = self._lanes.make(reference, plan, looks_ahead=looks_ahead)
         assert lane is not None, "every rank is in a stage of the training plan"
@@ -282,8 +283,9 @@ class GraphPipelineEngine(PipelineSurface):
         )
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
         self._step = RankStep(stages, self._memory)
-        hooks = [StepHooks(stage, self._step) for stage in stages.stages]
-        self._lane.bind(modules, hooks, self._step if len(hooks) > 1 else None)
+        is_alone = self.config.mode == "async"
+        hooks = [StepHooks(s, self._step.alone(s) if is_alone else self._step) for s in stages.stages]
+        self._lane.bind(modules, hooks, self._step if len(hooks) > 1 and not is_alone else None)
         self._evaluator = Evaluator(
             source=self._source,
             setting=setting,
@@ -299,10 +301,10 @@ class GraphPipelineEngine(PipelineSurface):
 
     def _make_steps(self, stages: RankEngine) -> StepStrategy:
         """Return what a call of `train_batch` does: a mode is nothing but this, its lanes, and its stages' rule."""
-        first = self._lane.lanes[0]
-        if isinstance(first, WindowLane):
+        lane = self._lane
+        if isinstance(lane, KeptWindows):
             return AsynchronousSteps(
-                self._lane,
+                lane,
                 stages,
                 self._runner,
                 metrics=self._metrics,
@@ -314,15 +316,12 @@ class GraphPipelineEngine(PipelineSurface):
             meeting=self._meeting,
             has_peers=self._setting.group is not None,
         )
-        if isinstance(first, AheadLane):
+        if isinstance(lane, KeptAhead):
+            reference = lane.lanes[0].reference
             return LookAheadSteps(
-                self._lane,
-                stages,
-                self._runner,
-                meet=lambda batch: self._source.meet(first.reference, batch),
-                **common,
+                lane, stages, self._runner, meet=lambda batch: self._source.meet(reference, batch), **common
             )
-        return SynchronousSteps(self._lane, stages, self._runner, **common)
+        return SynchronousSteps(lane, stages, self._runner, **common)
 
     # ---- training ------------------------------------------------------------------------------
 
@@ -549,8 +548,8 @@ class GraphPipelineEngine(PipelineSurface):
         construction); with ``lengths``, what the longest of the first ones held, and predicted is what it should hold.
         `report.memory_text.format_memory_report` makes a table of it.
         """
-        first = self._lane.lanes[0]
-        ahead = first.ahead_bytes if isinstance(first, AheadLane) else (0, 0)
+        lane = self._lane
+        ahead = lane.ahead_bytes if isinstance(lane, KeptAhead) else (0, 0)
         return self._memory.report(self.rank_engine, ahead=ahead)
 
     @property

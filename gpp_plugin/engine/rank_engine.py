@@ -41,7 +41,7 @@ class RankEngine:
         plan, rank, groups, tied, make_optimizer: as of `StageEngine`.
         framework: its name, for errors.
         device: where the modules live.
-        steps_alone: the rank's one stage steps after each of its micro-batches, whatever others do (mode async).
+        steps_alone: each of the rank's stages steps after each of its micro-batches, whatever others do (mode async).
         reduces_early: the stages of the plan that may sum gradients in their last backward; alike on all ranks.
 
     Raises:
@@ -114,18 +114,28 @@ class RankEngine:
         make_replicas_equal(modules, plan=self.plan, groups=self.groups, tied=self._tied)
 
     def _make_rule(self, steps_alone: bool) -> StepRule:
-        """Return the rule of the rank's steps: after each micro-batch of its one stage, or with all others."""
-        (first, *others) = self.stages
-        assert not (steps_alone and others), "mode async has one stage a rank"
-        update = RankUpdate(
-            [stage.update for stage in self.stages],
-            self._counters,
-            group=self.groups.stage[first.stage_index] if steps_alone else self.groups.world,
-            # Alone, only the tensor ranks take part in the check; together, all ranks raise where one of them would.
-            compare=first.update.compare_duplicates if steps_alone else self._compare_duplicates,
-            samples=self.plan.mini_batch,
+        """Return the rule of the rank's steps: of each stage after each of its micro-batches, or of all together."""
+
+        def update(stages: Sequence[StageEngine], group: Any, compare: Callable[[], None]) -> RankUpdate:
+            return RankUpdate(
+                [stage.update for stage in stages],
+                self._counters,
+                group=group,
+                compare=compare,
+                samples=self.plan.mini_batch,
+            )
+
+        if not steps_alone:
+            return StepTogether(update(self.stages, self.groups.world, self._compare_duplicates))
+        # Alone, only the tensor ranks take part in the check; together, all ranks raise where one of them would.
+        return StepAlone(
+            {
+                stage.stage_index: update(
+                    [stage], self.groups.stage[stage.stage_index], stage.update.compare_duplicates
+                )
+                for stage in self.stages
+            }
         )
-        return StepAlone(update) if steps_alone else StepTogether(update)
 
     def _compare_duplicates(self) -> None:
         """Refuse, on all ranks, tensor ranks of any stage that have unlike gradients of what they hold alike."""
@@ -204,6 +214,10 @@ class RankEngine:
         """
         self.plan.stage_of_rank(self.rank)
         return self.stages[0]
+
+    def of(self, stage: int) -> StageEngine:
+        """Return one of the rank's stages by its index in the plan."""
+        return self.stages[self.indices.index(stage)]
 
     @property
     def global_steps(self) -> int:

@@ -191,14 +191,16 @@ class StageEngine:
         return {name: gradient.div_(self.loss_scale) for name, gradient in self.gradients.gather().items()}
 
     def step(self) -> StepResult:
-        """Take a step as the rule has it, of all stages of the rank; collective over the ranks that step together.
+        """Take a step as the rule has it, of all stages of the rank, or in mode async of this one.
+
+        Collective over the ranks that step together.
 
         Raises:
             RuntimeFailure: gradients were not reduced, or the loss scale cannot sink any further.
             ConfigError: tensor ranks have unlike gradients of what they hold alike; seen at the first step.
         """
         assert self._rule is not None, "the rank's stages are made"
-        return self._rule.step()
+        return self._rule.step(self.stage_index)
 
     def zero_grad(self) -> None:
         """Forget the mini-batch's gradients."""

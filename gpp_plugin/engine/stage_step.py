@@ -17,7 +17,7 @@ Nothing here knows a framework: what updates the weights is a `WeightUpdater`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -362,6 +362,10 @@ class RankUpdate:
     def end_mini_batch(self, *, overflow: bool, has_stepped: bool) -> None:
         """Advance the learning rates where there was a step; count the mini-batch; choose the next loss scale."""
         self._counters.add(samples=self._samples, overflow=overflow)
+        self.follow(overflow=overflow, has_stepped=has_stepped)
+
+    def follow(self, *, overflow: bool, has_stepped: bool) -> None:
+        """Do so but for the count, which another update of the rank has made."""
         for stage in self._stages:
             if has_stepped:
                 stage.updater.advance_rates()
@@ -380,8 +384,12 @@ class RankUpdate:
 class StepRule(Protocol):
     """Over which ranks a step is agreed, and how often it is taken."""
 
-    def step(self) -> StepResult:
-        """Update the stage with the gradients that were summed; collective over the ranks of the rule."""
+    def step(self, stage: int | None = None) -> StepResult:
+        """Update the rank's stages with the gradients that were summed; collective over the ranks of the rule.
+
+        Args:
+            stage: that one; None: all of them, or the rank's only one.
+        """
 
     def end_mini_batch(self) -> StepResult:
         """Return what the mini-batch's steps did, when the last of them is taken."""
@@ -401,8 +409,8 @@ class StepTogether:
         self._update = update
         self._last: StepResult | None = None
 
-    def step(self) -> StepResult:
-        """Take the step of all stages, or of none; collective over all ranks."""
+    def step(self, stage: int | None = None) -> StepResult:
+        """Take the step of all stages, or of none, whoever asks for it; collective over all ranks."""
         norm, overflow = self._update.run()
         self._update.end_mini_batch(overflow=overflow, has_stepped=not overflow)
         self._last = self._update.result(norm, overflow)
@@ -424,23 +432,32 @@ class StepAlone:
     counters advance once a mini-batch, whatever overflowed: they are the same on every rank.
 
     Args:
-        update: agreed over the stage's ranks.
+        updates: of each stage of the rank, agreed over the stage's ranks.
     """
 
-    def __init__(self, update: RankUpdate) -> None:
-        self._update = update
-        self._last_norm = 0.0
+    def __init__(self, updates: Mapping[int, RankUpdate]) -> None:
+        self._updates = dict(updates)
+        self._last_norms = dict.fromkeys(updates, 0.0)
         self._has_overflowed = False
 
-    def step(self) -> StepResult:
-        """Update the stage with the gradient of one micro-batch; collective over the stage's ranks."""
-        norm, overflow = self._update.run()
-        self._last_norm = norm
+    def step(self, stage: int | None = None) -> StepResult:
+        """Update a stage with the gradient of one micro-batch; collective over the stage's ranks."""
+        if stage is None:
+            (stage,) = self._updates
+        update = self._updates[stage]
+        norm, overflow = update.run()
+        self._last_norms[stage] = norm
         self._has_overflowed |= overflow
-        return self._update.result(norm, overflow)
+        return update.result(norm, overflow)
 
     def end_mini_batch(self) -> StepResult:
-        """Advance schedule and counters; return the norm of the stage's last update, and whether it skipped any."""
+        """Advance schedule and counters; return whether an update was skipped, and the norm of the last ones.
+
+        It is that of each stage's last update, of all stages of the rank together.
+        """
         overflow, self._has_overflowed = self._has_overflowed, False
-        self._update.end_mini_batch(overflow=overflow, has_stepped=True)
-        return self._update.result(self._last_norm, overflow)
+        first, *others = self._updates.values()
+        first.end_mini_batch(overflow=overflow, has_stepped=True)
+        for update in others:
+            update.follow(overflow=overflow, has_stepped=True)
+        return first.result(math.hypot(*self._last_norms.values()), overflow)

@@ -32,12 +32,14 @@ from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
 from gpp_plugin.extensions import find_transport
+from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.plan.given.tied_blocks import UNTIE
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, UnitBatch
 from gpp_plugin.runtime.executor import MiniBatchResult
+from gpp_plugin.runtime.kept_lanes import KeptAhead, KeptWindows
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import do_together, exchange
@@ -110,22 +112,20 @@ class LaneMaker:
         )
         if is_of_units:
             common["reduces_each_backward"] = reduces_each_backward
-        make: type[Lane] = UnitLane if is_of_units else Lane
         if ahead is not None:
-            make = AheadUnitLane if is_of_units else AheadLane
-            common["ahead"] = ahead.of_rank(program.rank)
+            own = ahead.of_rank(program.rank)
+            kind: type[AheadLane] = AheadUnitLane if is_of_units else AheadLane
+            return KeptAhead.of(kind, program=program, ahead=own, reduces_early=early, **common)
+        make: type[Lane] = UnitLane if is_of_units else Lane
         return RankLane.make(make, program=program, reduces_early=early, **common)
 
     def _programs_ahead(self, reference: Reference, plan: PipelinePlan) -> AheadPrograms | None:
         """Return the programs that run a frozen branch ahead, proven; None without one, or room for its results."""
         branch = frozen_branch(plan)
-        if not branch or plan.shares_ranks:
+        if not branch:
             if self._config.look_ahead == 1 and self._setting.rank == 0:
                 logger.info(
-                    "look_ahead: %s; none runs ahead",
-                    "ranks hold several stages"
-                    if branch
-                    else "no stage of the plan is frozen and reads only the data",
+                    "look_ahead: no stage of the plan is frozen and reads only the data; none runs ahead"
                 )
             return None
         tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
@@ -133,7 +133,8 @@ class LaneMaker:
         validate_ahead(plan, programs)
         names = ", ".join(repr(plan.stages[index].name) for index in sorted(branch))
         for rank in range(plan.num_ranks):
-            memory = plan.memory[plan.stage_of_rank(rank)] if plan.memory else None
+            own = [memory for i in plan.stages_of_rank(rank) if plan.memory and (memory := plan.memory[i])]
+            memory = joined_breakdown(own) if own else None
             carried = programs.of_rank(rank).most_bytes
             if memory is not None and 0 < memory.limit < memory.total + carried:
                 if self._setting.rank == 0:
@@ -147,11 +148,13 @@ class LaneMaker:
             logger.info("look_ahead: frozen stages %s run the forwards of the next mini-batch", names)
         return programs
 
-    def make_windows(self, reference: Reference, plan: PipelinePlan, *, make_places: MakePlaces) -> RankLane:
+    def make_windows(
+        self, reference: Reference, plan: PipelinePlan, *, make_places: Callable[[int], MakePlaces]
+    ) -> KeptWindows:
         """Return this rank's lane of a pipeline that stays full (mode async).
 
         Args:
-            make_places: where the stage's trained weights may lie; asked when the lane is bound.
+            make_places: where a stage's trained weights may lie; asked when the lane is bound.
 
         Raises:
             PlanError: a parameter is on two stages, or several stages yield losses.
@@ -165,9 +168,10 @@ class LaneMaker:
         programs = lower_windows(plan, forward_only_stages=frozen)
         validate_windows(plan, programs, forward_only_stages=frozen)
         own = programs.of_rank(self._setting.rank)
-        lane = make(
+        return KeptWindows.of(
+            make,
             programs=own,
-            make_places=make_places,
+            make_places={stage: make_places(stage) for stage in own.stages},
             source=self._source.stages,
             reference=reference,
             plan=plan,
@@ -175,7 +179,6 @@ class LaneMaker:
             device=self._setting.device,
             dtype=self._setting.dtype,
         )
-        return RankLane(own.steps[-1], [lane])
 
     def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
         """Return this rank's stages when every rank has its own: groups made after it wait no longer than messages.
@@ -250,7 +253,7 @@ def failure_after(step: int, error: BaseException) -> str:
 
 
 class RankStep:
-    """The step of a rank's program; looks at the gradients of all its stages before it.
+    """The step of a rank's program: of all its stages, or in mode async of one; looks at the gradients before it.
 
     Args:
         stages: steps, when it has been seen what they hold.
@@ -264,10 +267,24 @@ class RankStep:
 
     def __call__(self) -> StepResult:
         """Keep the gradients where the user asked, and step; collective over the ranks that step together."""
-        self._memory.note_gradients(stage.gradients for stage in self._stages.stages)
+        self._note()
         if self.keeps_gradients:
             self.gradients = self._stages.full_gradients()
         return self._stages.step()
+
+    def alone(self, stage: StageEngine) -> Callable[[], StepResult]:
+        """Return the step of one stage by itself (mode async); collective over its ranks."""
+
+        def step() -> StepResult:
+            self._note()
+            if self.keeps_gradients:
+                self.gradients = {**(self.gradients or {}), **stage.full_gradients()}
+            return stage.step()
+
+        return step
+
+    def _note(self) -> None:
+        self._memory.note_gradients(stage.gradients for stage in self._stages.stages)
 
 
 class StepHooks:
@@ -276,7 +293,7 @@ class StepHooks:
     Its first four calls are the stage's own, bound once: a program makes one of them for every micro-batch.
 
     Args:
-        step: the rank's.
+        step: of all the rank's stages, or of this one alone.
     """
 
     def __init__(self, stage: StageEngine, step: Callable[[], StepResult]) -> None:

@@ -145,12 +145,6 @@ def _check_ranks(plan: PipelinePlan) -> None:
             owners[rank].append(stage)
     if set(owners) != set(range(len(owners))):
         raise PlanError(f"the plan's ranks are {sorted(owners)}; they must be 0..{len(owners) - 1}")
-    if plan.mode == "async" and plan.shares_ranks:
-        rank, held = next((rank, held) for rank, held in owners.items() if len(held) > 1)
-        raise PlanError(
-            f"rank {rank} holds the stages {held[0].name!r} and {held[1].name!r}, which mode async cannot run; give "
-            'each stage ranks of its own, or set mode to "sync"'
-        )
 
 
 def _check_grids(rank: int, first: Stage, second: Stage) -> None:

@@ -197,8 +197,8 @@ def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
     if r.mode == "async":
         asked = "virtual_stages" if virtual != 1 else "colocate" if r.colocate else f"{r.num_stages} stages"
         raise PlanError(
-            f'{asked}: a rank holds one stage in mode async; set virtual_stages to 1, colocate to "off" and stages to '
-            f"at most {r.num_ranks}, or mode to sync"
+            f"{asked}: mode async searches no ranks of several stages; set virtual_stages to 1, colocate to "
+            f'"off" and stages to at most {r.num_ranks}, or mode to sync'
         )
     if virtual is None or virtual == 1:
         return

@@ -31,19 +31,23 @@ from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.rehearse.emulated_compute import CPU, EmulatedCompute, EmulatedHooks
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
 from gpp_plugin.rehearse.saved_programs import make_ahead, make_programs, make_windows
-from gpp_plugin.runtime.ahead_lane import AheadRunner
+from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
-from gpp_plugin.runtime.rank_executor import RankExecutor
+from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
-from gpp_plugin.runtime.window_lane import WindowRunner
+from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowRunner
 from gpp_plugin.schedule.durations import Durations, duration_reader
+from gpp_plugin.schedule.look_ahead import Part, RankAhead
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.simulate.async_prediction import num_windows
+
+_MOST_EXECUTORS = 100
+"""Programs of a plan, of which there are a few a window."""
 
 
 class RehearsalRank:
@@ -128,22 +132,38 @@ class RehearsalRank:
         # Model inputs are not rehearsed: no batch is loaded, so each micro-batch has an empty tuple of them.
         inputs: list[list[tuple[Tensor, ...]]] = [[()] * plan.num_micro_batches(i) for i in program.stages]
         self._inputs = inputs
-        self._windows = None if own is None else WindowRunner.make(own, makers[0], mini_batch=plan.mini_batch)
+        stages = list(zip(program.stages, makers, strict=True))
+        executors = RankExecutors(hand_overs=hand_overs, step=self._step, most=_MOST_EXECUTORS)
         self._executor: RankExecutor | None = None
-        if own is None:
-            parts = [make(program.of_stage(i)) for make, i in zip(makers, program.stages, strict=True)]
-            self._executor = RankExecutor(program, parts, hand_overs=hand_overs, step=self._step)
-        self._ahead: AheadRunner | None = None
+        self._windows: RankWindowRunner | None = None
+        if own is not None:
+            runners = [WindowRunner.make(own.of_stage(i), m, mini_batch=plan.mini_batch) for i, m in stages]
+            self._windows = RankWindowRunner(own, runners, executors)
+        else:
+            self._executor = executors.of(program, [make(program.of_stage(i)) for i, make in stages])
+        self._ahead: RankAheadRunner | None = None
         if looks_ahead:
-            self._ahead = AheadRunner(
-                plan=plan,
-                programs=make_ahead(plan, validate=False).of_rank(rank),
-                stage=program.stage,
-                is_trained=program.stage not in forward_only_stages(plan),
-            )
-            self._fill = makers[0](self._ahead.program("fill"), self._ahead.place("fill"))
-            self._steady = makers[0](self._ahead.program("steady"), self._ahead.place("steady"))
-            self._is_filled = False
+            self._look_ahead(make_ahead(plan, validate=False).of_rank(rank), stages, executors)
+
+    def _look_ahead(
+        self,
+        programs: RankAhead,
+        stages: Sequence[tuple[int, Callable[..., StageExecutor]]],
+        executors: RankExecutors,
+    ) -> None:
+        """Make what runs the branch before a first mini-batch, and then each one with it."""
+        frozen = forward_only_stages(self._plan)
+        runners = [
+            AheadRunner(plan=self._plan, programs=programs.of_stage(i), stage=i, is_trained=i not in frozen)
+            for i, _ in stages
+        ]
+        self._ahead = RankAheadRunner(programs, runners, executors)
+        names: tuple[Part, Part] = ("fill", "steady")
+        self._fill, self._steady = (
+            [make(r.program(part), r.place(part)) for (_, make), r in zip(stages, runners, strict=True)]
+            for part in names
+        )
+        self._is_filled = False
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; ``what`` is the occasion, for errors."""
@@ -169,15 +189,15 @@ class RehearsalRank:
         if self._ahead is not None:
             if not self._is_filled:
                 self._is_filled = True
-                self._ahead.run("fill", self._fill, self._inputs[0])
-            return self._ahead.run("steady", self._steady, self._inputs[0], record=record).events
+                self._ahead.run("fill", self._fill, self._inputs)
+            return self._ahead.run("steady", self._steady, self._inputs, record=record).events
         if self._executor is not None:
             return self._executor.run(self._inputs, record=record).events
         runner = self._windows
         assert runner is not None, "a plan is synchronous or asynchronous"
         events: list[Event] = []
         for _ in range(num_windows(runner.windows)):
-            found = runner.run(self._inputs[0], record=record).events
+            found = runner.run(self._inputs, record=record).events
             events += [_later(event, runner.shift) for event in found]
         events += [_later(event, runner.shift) for event in runner.drain(record=record).events]
         runner.empty()

@@ -1,51 +1,49 @@
-"""One rank's part of a pipeline whose frozen branch runs a mini-batch ahead.
+"""One stage's part of a pipeline whose frozen branch runs a mini-batch ahead.
 
-A call runs one or two of four programs (`schedule.look_ahead`): the whole mini-batch as `Lane` does, or its branch
-alone where that has not run (fill), and then the rest of it, with the branch's forwards of the next mini-batch (steady)
-or without (last). Between two calls a rank that trains keeps what came ahead (`Carry`); a rank of the branch keeps
-nothing. What was run ahead is of frozen weights and of one mini-batch: `is_stale` says where either is not so any more,
-and `drop` lets go of it, on all ranks together.
+Between two calls a stage that trains keeps what came ahead (`Carry`); a stage of the branch keeps nothing. A rank runs
+the parts of its stages together (`kept_lanes`).
 
-A rank of the branch runs the programs' tasks on the next mini-batch, at its shapes, and every other rank on the present
-one; messages that come ahead have the next one's shapes. So mini-batches of two shapes need no pause between them: a
-rank that trains has an executor for each pair.
+A stage of the branch runs the programs' tasks on the next mini-batch, at its shapes, and every other stage on the
+present one; messages that come ahead have the next one's shapes. So mini-batches of two shapes need no pause between
+them: a stage that trains has an executor for each pair.
 
 Source: this project
-Tests: tests/integrations/test_frozen_ahead.py
+Tests: tests/integrations/test_frozen_ahead.py, tests/runtime/test_ahead_runner.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
-from gpp_plugin.runtime.lane import MAX_SHAPES, Lane, _Compiled
-from gpp_plugin.runtime.memory.recompute import RandomState
+from gpp_plugin.runtime.input_rows import InputRows
+from gpp_plugin.runtime.lane import MAX_SHAPES, Lane, ReadyStage, _Compiled
+from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.messages.mailbox import Carry, WindowPlace
-from gpp_plugin.schedule.look_ahead import RankAhead, moved_message
-
-Part = Literal["fill", "steady", "last"]
+from gpp_plugin.runtime.rank_executor import RankExecutors
+from gpp_plugin.schedule.look_ahead import Part, RankAhead, moved_message
 
 
 @dataclass(slots=True, kw_only=True)
 class AheadRunner:
-    """Runs the parts of one rank one after the other, in training and in a rehearsal; keeps what stays between two.
+    """Runs the parts of one stage one after the other, in training and in a rehearsal; keeps what stays between two.
 
     Args:
         plan: of one mini-batch.
-        stage: of the rank; ``is_trained``: it runs backwards.
+        programs: what the rank does for the stage.
+        is_trained: it runs backwards.
     """
 
     plan: PipelinePlan
@@ -56,7 +54,7 @@ class AheadRunner:
 
     def program(self, part: Part) -> RankProgram:
         """Return the program of a part."""
-        return {"fill": self.programs.fill, "steady": self.programs.steady, "last": self.programs.last}[part]
+        return self.programs.program(part)
 
     def place(self, part: Part) -> WindowPlace:
         """Return where a part stands among the others."""
@@ -75,12 +73,16 @@ class AheadRunner:
         *,
         record: bool = False,
     ) -> MiniBatchResult:
-        """Run what was compiled of a part; what stays is numbered as the next one does."""
+        """Run what was compiled of a part, on a rank that holds no other stage."""
         result = executor.run(inputs, record=record, carry=self.carry)
+        self.end(part)
+        return result
+
+    def end(self, part: Part) -> None:
+        """Number what stays as the next part does."""
         if part != "last":
             self.carry.renumber(lambda message: moved_message(self.plan, message, -1))
             self.carry.sends_of = {m - self._count: held for m, held in self.carry.sends_of.items()}
-        return result
 
     def drop(self) -> None:
         """Let go of what came ahead; collective over all ranks, which have the same to let go of."""
@@ -88,7 +90,16 @@ class AheadRunner:
         # are waited for: what a transport writes into must not be let go of before.
         for pending in [*self.carry.sends, *(pending for _, pending in self.carry.received.values())]:
             pending.wait()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what came ahead without waiting for it: a part failed."""
         self.carry = Carry()
+
+    @property
+    def held_bytes(self) -> int:
+        """Return what came ahead and is here."""
+        return sum(t.nbytes for buffers, _ in self.carry.received.values() for t in buffers)
 
     def as_first(self, event: Event) -> Event:
         """Return an event of a fill as the mini-batch that follows numbers it."""
@@ -101,17 +112,51 @@ class AheadRunner:
         return self.plan.num_micro_batches(self.stage)
 
 
-class AheadLane(Lane):
-    """This rank's pipeline, whose frozen branch may run ahead.
+class RankAheadRunner:
+    """Runs the parts of all stages of a rank together, in training and in a rehearsal.
 
     Args:
-        ahead: this rank's programs beside that of the whole mini-batch.
+        programs: the rank's; ``runners`` of its stages, in the programs' order of them.
+    """
+
+    def __init__(self, programs: RankAhead, runners: Sequence[AheadRunner], executors: RankExecutors) -> None:
+        self._programs = programs
+        self._runners = tuple(runners)
+        self._executors = executors
+
+    def run(
+        self,
+        part: Part,
+        parts: Sequence[StageExecutor],
+        inputs: Sequence[Sequence[Sequence[Tensor]]],
+        *,
+        record: bool = False,
+    ) -> MiniBatchResult:
+        """Run what was compiled of a part for each stage on its inputs; what stays is numbered as the next one does."""
+        executor = self._executors.of(self._programs.program(part), parts)
+        carries = [runner.carry for runner in self._runners]
+        result = executor.run(inputs, record=record, carries=carries)
+        for runner in self._runners:
+            runner.end(part)
+        return result
+
+    def drop(self) -> None:
+        """Let go of what came ahead; collective over all ranks."""
+        for runner in self._runners:
+            runner.drop()
+
+
+class AheadLane(Lane):
+    """One stage's pipeline on this rank, whose frozen branch may run ahead; its rank's `KeptAhead` runs it.
+
+    Args:
+        ahead: what the rank does for the stage beside its program of the whole mini-batch.
         lane: as of `Lane`.
     """
 
     def __init__(self, *, ahead: RankAhead, **lane: Any) -> None:
         super().__init__(**lane)
-        self._runner = AheadRunner(
+        self.runner = AheadRunner(
             plan=self.plan,
             programs=ahead,
             stage=self.stage_index,
@@ -119,123 +164,60 @@ class AheadLane(Lane):
                 i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
             ),
         )
-        self._ahead = ahead
-        self._carried: Batch | None = None
-        self._following: Batch | None = None
+        self.is_ahead = ahead.is_ahead
         self._weights_seen = 0
-        self._most_held = 0
-        self.has_peeked = False
-        """A whole mini-batch was run, so that `is_stateful` knows."""
-        self.is_stateful = False
-        """The branch drew random numbers or wrote tensors of its own: run ahead, its results would be others."""
 
     @property
-    def is_ahead(self) -> bool:
-        """Return whether something was run ahead and is kept."""
-        return self._carried is not None
+    def device(self) -> torch.device:
+        """Return where the stage computes."""
+        return self._device
 
-    @property
-    def ahead_bytes(self) -> tuple[int, int]:
-        """Return the most bytes that this rank holds of what came ahead as planned, and as found between two calls."""
-        return self._ahead.most_bytes, self._most_held
-
-    def is_stale(self, batch: Batch) -> bool:
-        """Return whether what was run ahead is of another mini-batch or of other weights, as far as this rank knows."""
-        if self._carried is None:
-            return False
-        has_changed = self._ahead.is_ahead and self._num_writes() != self._weights_seen
-        return self._carried is not batch or has_changed
-
-    def look_to(self, following: Batch | None) -> None:
-        """Let the next `run` run the branch of this mini-batch too; on every rank the same one."""
-        self._following = following
-
-    def drop(self) -> None:
-        """Let go of what was run ahead; collective over all ranks, which have the same to let go of."""
-        self._runner.drop()
-        self._forget()
-
-    def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
-        """Run one mini-batch, and the branch of the one that `look_to` named; ``record``, ``count`` as of `Lane`."""
-        following, self._following = self._following, None
-        if following is not None and not (self._may_be_cut(batch) and self._may_be_cut(following)):
-            following = None
-        if following is None and self._carried is None:
-            return self._run_whole(batch, record=record, count=count)
-        assert self._carried is None or self._carried is batch, (
-            "drop what was run ahead for another mini-batch"
-        )
-        # Both shapes are captured before the first message, and one that is refused is refused when its turn comes.
-        self._executor_for(batch)
-        if following is not None:
-            try:
-                self._executor_for(following)
-            except (CaptureError, ConfigError):  # by every rank alike
-                following = None
-        try:
-            return self._run_parts(batch, following, record=record, count=count)
-        except BaseException:
-            self._forget()
-            raise
-
-    def _may_be_cut(self, batch: Batch) -> bool:
+    def may_be_cut(self, batch: Batch) -> bool:
         """Return whether a mini-batch has the tasks of programs that run a branch ahead; the same on every rank."""
         return True
 
-    # ---- parts of a mini-batch -----------------------------------------------------------------------------
+    def know(self, batch: Batch) -> None:
+        """Make what runs a mini-batch, if there is none at its shape.
 
-    def _run_whole(self, batch: Batch, *, record: bool, count: bool) -> MiniBatchResult:
-        """Run a mini-batch as any lane does; look whether the branch leaves anything but its results."""
-        self._executor_for(batch)  # captured before: that draws numbers too
-        before = RandomState.take(self._device) if self._ahead.is_ahead else None
-        writes = self._num_writes()
-        result = super().run(batch, record=record, count=count)
-        if before is not None:
-            after = RandomState.take(self._device)
-            self.is_stateful |= writes != self._num_writes() or not _is_same(before, after)
-        self.has_peeked = True
-        return result
+        Raises:
+            CaptureError, ConfigError: it is refused; on every rank alike.
+        """
+        self._executor_for(batch)
 
-    def _run_parts(
-        self, batch: Batch, following: Batch | None, *, record: bool, count: bool
-    ) -> MiniBatchResult:
-        # Calls with mini-batches a, b, c, of which c is the last that is known; the branch's and the others' tasks:
-        #
-        #     run(a), following b   fill: a | -     steady: b | a
-        #     run(b), following c                   steady: c | b
-        #     run(c)                                last:   - | c
-        filled: Sequence[Event] = ()
-        if self._carried is None:
-            filled = self._run_part("fill", now=batch, following=batch, record=record).events
-        self._carried = batch
-        part: Part = "last" if following is None else "steady"
-        result = self._run_part(part, now=batch, following=following, record=record, count=count)
-        self._carried = following
-        self._weights_seen = self._num_writes()
-        held = sum(t.nbytes for buffers, _ in self._runner.carry.received.values() for t in buffers)
-        self._most_held = max(self._most_held, held)
-        result.events[:0] = map(self._runner.as_first, filled)
-        return result
+    # ---- weights ---------------------------------------------------------------------------------------------
 
-    def _run_part(
-        self, part: Part, *, now: Batch, following: Batch | None, record: bool, count: bool = False
-    ) -> MiniBatchResult:
-        own = following if self._ahead.is_ahead and following is not None else now
+    def num_writes(self) -> int:
+        """Return how often the stage's parameters and buffers were written; what is frozen never is by training."""
+        return sum(tensor._version for tensor in self._tensors.values())
+
+    def note_weights(self) -> None:
+        """Take the weights for those that the branch was run ahead with."""
+        self._weights_seen = self.num_writes()
+
+    def has_other_weights(self) -> bool:
+        """Return whether the branch was run ahead with other weights."""
+        return self.is_ahead and self.num_writes() != self._weights_seen
+
+    # ---- parts of a mini-batch -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def part_ready(
+        self, part: Part, *, now: Batch, following: Batch | None, count: bool, held: HeldTogether | None
+    ) -> Iterator[ReadyStage]:
+        """Get the stage ready to run a part while the context lasts; ``count`` and ``held`` as of `ready`.
+
+        Args:
+            now: the mini-batch that is trained; ``following`` the one that the branch runs.
+        """
+        own = following if self.is_ahead and following is not None else now
         compiled = self._executor_for(own)
         executor = self._part_of(compiled, part, following)
-        if not any(instruction.task is not None for instruction in self._runner.program(part).instructions):
-            return self._runner.run(part, executor, (), record=record)
+        if not any(instruction.task is not None for instruction in self.runner.program(part).instructions):
+            yield ReadyStage(executor=executor, inputs=InputRows(()))
+            return
         compiled.choose_masks(own)
         with self._rows_of(own, compiled) as inputs:
-            if not count:
-                return self._runner.run(part, executor, inputs, record=record)
-            compiled.compute.start_counting()
-            try:
-                result = self._runner.run(part, executor, inputs, record=record)
-            finally:
-                counts = compiled.compute.stop_counting()
-            self.note_counts(result, counts)
-            return result
+            yield from self._counted(ReadyStage(executor=executor, inputs=inputs), compiled, count, held)
 
     def _part_of(self, compiled: _Compiled, part: Part, following: Batch | None) -> StageExecutor:
         """Return what runs a part at the stage's shape, and at the shape of what comes ahead."""
@@ -249,27 +231,12 @@ class AheadLane(Lane):
                 next_specs = self._executor_for(following).specs
             parts[key] = self._make_executor(
                 compiled.code,
-                self._runner.program(part),
+                self.runner.program(part),
                 compiled.compute,
                 self._hooks,
-                self._runner.place(part),
+                self.runner.place(part),
                 next_specs=next_specs,
                 specs=compiled.specs,
             )
         parts.move_to_end(key)
         return parts[key]
-
-    # ---- between two mini-batches --------------------------------------------------------------------------
-
-    def _forget(self) -> None:
-        self._runner.carry = Carry()
-        self._carried = None
-
-    def _num_writes(self) -> int:
-        """Return how often the stage's parameters and buffers were written; what is frozen never is by training."""
-        return sum(tensor._version for tensor in self._tensors.values())
-
-
-def _is_same(one: RandomState, other: RandomState) -> bool:
-    pairs: list[tuple[Tensor | None, Tensor | None]] = [(one.cpu, other.cpu), (one.cuda, other.cuda)]
-    return all(a is None or (b is not None and torch.equal(a, b)) for a, b in pairs)

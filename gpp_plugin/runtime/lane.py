@@ -307,14 +307,20 @@ class Lane:
         compiled.choose_masks(batch)
         with self._rows_of(batch, compiled) as inputs:
             ready = ReadyStage(executor=compiled.executor, inputs=inputs)
-            if not count:
-                yield ready
-                return
-            compiled.compute.start_counting(held)
-            try:
-                yield ready
-            finally:
-                ready.counts = compiled.compute.stop_counting()
+            yield from self._counted(ready, compiled, count, held)
+
+    def _counted(
+        self, ready: ReadyStage, compiled: _Compiled, count: bool, held: HeldTogether | None
+    ) -> Iterator[ReadyStage]:
+        """Yield what is ready; count meanwhile, where it is asked for, what the stage keeps."""
+        if not count:
+            yield ready
+            return
+        compiled.compute.start_counting(held)
+        try:
+            yield ready
+        finally:
+            ready.counts = compiled.compute.stop_counting()
 
     def note_counts(self, result: MiniBatchResult, counts: MemoryCounts | None) -> None:
         """Put into the result of a mini-batch what the stage kept for backward, if that was counted."""

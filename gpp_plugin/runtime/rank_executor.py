@@ -17,6 +17,7 @@ Tests: tests/runtime/test_rank_lane.py
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -24,6 +25,8 @@ from torch import Tensor
 from gpp_plugin.ir.program import Instruction, RankProgram
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor, Step, empty_result, run_steps
 from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers
+
+Around = Callable[[Instruction, Step], Step]
 
 
 class RankExecutor:
@@ -33,6 +36,7 @@ class RankExecutor:
         program: the rank's.
         parts: of its stages, in the program's order of them; made with the same ``hand_overs``.
         step: of all stages of the rank; None where the program has none.
+        around: what is run in the place of a stage's step; None: the step itself.
     """
 
     def __init__(
@@ -42,14 +46,15 @@ class RankExecutor:
         *,
         hand_overs: HandOvers,
         step: Callable[[], object] | None = None,
+        around: Around | None = None,
     ) -> None:
         self._program = program
         self._parts = tuple(parts)
         self._hand_overs = hand_overs
-        self._steps = self._merged(program, step)
+        self._steps = self._merged(program, step, around or (lambda instruction, compiled: compiled))
 
     def _merged(
-        self, program: RankProgram, step: Callable[[], object] | None
+        self, program: RankProgram, step: Callable[[], object] | None, around: Around
     ) -> list[tuple[Instruction, Step]]:
         """Return what each instruction of the rank's program does: its stage's next step, or the step of all."""
         own = {stage: iter(part.steps) for stage, part in zip(program.stages, self._parts, strict=True)}
@@ -64,7 +69,7 @@ class RankExecutor:
                 continue
             found, compiled = next(own[stage])
             assert found == instruction, "stages run what the rank's program has of theirs"
-            merged.append((instruction, compiled))
+            merged.append((instruction, around(instruction, compiled)))
         return merged
 
     def _step(self, step: Callable[[], object]) -> None:
@@ -92,6 +97,43 @@ class RankExecutor:
         finally:
             self._hand_overs.clear()
         return _joined([part.result for part in self._parts])
+
+
+class RankExecutors:
+    """The executors of a rank, one for each program and set of executors of its stages; the last used are kept.
+
+    Args:
+        hand_overs: of the rank; ``step`` and ``around`` as of `RankExecutor`.
+        most: how many are kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        hand_overs: HandOvers,
+        step: Callable[[], object] | None = None,
+        around: Around | None = None,
+        most: int,
+    ) -> None:
+        self._hand_overs = hand_overs
+        self._step = step
+        self._around = around
+        self._most = most
+        self._found: OrderedDict[tuple[int, ...], tuple[tuple[object, ...], RankExecutor]] = OrderedDict()
+
+    def of(self, program: RankProgram, parts: Sequence[StageExecutor]) -> RankExecutor:
+        """Return what runs a program by these executors of its stages."""
+        # told apart by identity, and held so that no other takes the place of one
+        key = tuple(map(id, (program, *parts)))
+        if key not in self._found:
+            made = RankExecutor(
+                program, parts, hand_overs=self._hand_overs, step=self._step, around=self._around
+            )
+            self._found[key] = (program, *parts), made
+            if len(self._found) > self._most:
+                self._found.popitem(last=False)
+        self._found.move_to_end(key)
+        return self._found[key][1]
 
 
 def _joined(results: Sequence[MiniBatchResult]) -> MiniBatchResult:

@@ -15,21 +15,23 @@ Tests: tests/runtime/test_rank_lane.py
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.compute import StageHooks
-from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
+from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import MAX_SHAPES, Lane
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.messages.mailbox import HandOvers
-from gpp_plugin.runtime.rank_executor import RankExecutor
+from gpp_plugin.runtime.rank_executor import Around, RankExecutors
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.unit_lane import MAX_MINI_BATCHES, UnitLane, patterns_of
+
+AnyLane = TypeVar("AnyLane", bound=Lane)
 
 
 class RankLane:
@@ -48,8 +50,7 @@ class RankLane:
         self.lanes = tuple(lanes)
         self._program = program
         self._hand_overs = lanes[0].hand_overs
-        self._step: Callable[[], object] | None = None
-        self._executors: OrderedDict[tuple[int, ...], tuple[tuple[object, ...], RankExecutor]] = OrderedDict()
+        self._executors = self._make_executors(None)
 
     @classmethod
     def make(
@@ -62,22 +63,36 @@ class RankLane:
             reduces_early: stages that may sum gradients in their last backward.
             lane: as of ``kind``, the same for all stages.
         """
+        return cls(program, cls.make_lanes(kind, program=program, reduces_early=reduces_early, **lane))
+
+    @staticmethod
+    def make_lanes(
+        kind: type[AnyLane],
+        *,
+        program: RankProgram,
+        reduces_early: Collection[int] = (),
+        own: Callable[[int], dict[str, Any]] = lambda stage: {},
+        **lane: Any,
+    ) -> list[AnyLane]:
+        """Return the lanes of a rank's stages, which share what they hand over.
+
+        Args:
+            own: what the lane of a stage is given beside what all are given.
+        """
         if issubclass(kind, UnitLane):
             lane["patterns"] = patterns_of(program, reduces_early=reduces_early, **lane)
             lane.pop("reduces_each_backward", None)
         hand_overs = HandOvers()
-        return cls(
-            program,
-            [
-                kind(
-                    program=program.of_stage(stage),
-                    reduces_early=stage in reduces_early,
-                    hand_overs=hand_overs,
-                    **lane,
-                )
-                for stage in program.stages
-            ],
-        )
+        return [
+            kind(
+                program=program.of_stage(stage),
+                reduces_early=stage in reduces_early,
+                hand_overs=hand_overs,
+                **own(stage),
+                **lane,
+            )
+            for stage in program.stages
+        ]
 
     # ---- what it is of -----------------------------------------------------------------------------
 
@@ -134,11 +149,16 @@ class RankLane:
             step: of all stages of the rank together; None where it holds one stage, whose hooks step, or takes none.
         """
         assert step is None or len(self.lanes) > 1, "the one stage of a rank steps by its hooks"
-        self._step = step
-        self._executors.clear()
+        self._executors = self._make_executors(step)
         of_stages: Sequence[StageHooks | None] = [None] * len(self.lanes) if hooks is None else hooks
         for lane, module, own in zip(self.lanes, modules, of_stages, strict=True):
             lane.bind(module, own)
+
+    def _make_executors(
+        self, step: Callable[[], object] | None, *, around: Around | None = None
+    ) -> RankExecutors:
+        most = max(MAX_SHAPES, MAX_MINI_BATCHES)
+        return RankExecutors(hand_overs=self._hand_overs, step=step, around=around, most=most)
 
     def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
         """Run one mini-batch of ``plan.mini_batch`` samples; only this rank's rows are read.
@@ -149,34 +169,31 @@ class RankLane:
         """
         if len(self.lanes) == 1:
             return self.lanes[0].run(batch, record=record, count=count)
-        held = HeldTogether() if count else None
+        return self._run_together(batch, record=record, count=count)
+
+    def _run_together(self, batch: Batch, *, record: bool, count: bool) -> MiniBatchResult:
+        held = HeldTogether() if count and len(self.lanes) > 1 else None
         with contextlib.ExitStack() as stack:
             ready = [stack.enter_context(lane.ready(batch, count=count, held=held)) for lane in self.lanes]
-            executor = self._executor(self._program_of(batch), [one.executor for one in ready])
+            executor = self._executors.of(self._program_of(batch), [one.executor for one in ready])
             result = executor.run([one.inputs for one in ready], record=record)
-        for lane, one in zip(self.lanes, ready, strict=True):
-            lane.note_counts(result, one.counts)
-        if held is not None:
-            counts = result.memories.values()
-            result.most_bytes = held.peak + sum(c.working_bytes + c.stashed_bytes for c in counts)
+        self._note_counts(result, [one.counts for one in ready], held)
         return result
+
+    def _note_counts(
+        self, result: MiniBatchResult, counts: Sequence[MemoryCounts | None], held: HeldTogether | None
+    ) -> None:
+        """Put into a result what each stage kept for backward, and what all of them kept together."""
+        for lane, own in zip(self.lanes, counts, strict=True):
+            lane.note_counts(result, own)
+        if held is not None:
+            kept = result.memories.values()
+            result.most_bytes = held.peak + sum(c.working_bytes + c.stashed_bytes for c in kept)
 
     def _program_of(self, batch: Batch) -> RankProgram:
         """Return the rank's program for a mini-batch."""
         first = self.lanes[0]
         return first.program_of_rank(batch) if isinstance(first, UnitLane) else self._program
-
-    def _executor(self, program: RankProgram, parts: Sequence[StageExecutor]) -> RankExecutor:
-        """Return what runs the executors of all stages at their shapes; kept as those are."""
-        # told apart by identity, and held so that no other takes the place of one
-        key = tuple(map(id, (program, *parts)))
-        if key not in self._executors:
-            made = RankExecutor(program, parts, hand_overs=self._hand_overs, step=self._step)
-            self._executors[key] = (program, *parts), made
-            if len(self._executors) > max(MAX_SHAPES, MAX_MINI_BATCHES):
-                self._executors.popitem(last=False)
-        self._executors.move_to_end(key)
-        return self._executors[key][1]
 
     # ---- units of their own shapes -----------------------------------------------------------------
 

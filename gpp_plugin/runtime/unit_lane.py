@@ -557,7 +557,8 @@ class AheadUnitLane(AheadLane, UnitLane):
     Mini-batches with units that lack inputs have programs of their own, and run whole.
     """
 
-    def _may_be_cut(self, batch: Batch) -> bool:
+    def may_be_cut(self, batch: Batch) -> bool:
+        """Return whether all units have all inputs."""
         return all(self._patterns.is_full(unit) for unit in units_of(batch))
 
 

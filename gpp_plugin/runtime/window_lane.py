@@ -1,9 +1,10 @@
-"""One rank's part of an asynchronous pipeline: windows run one after the other, micro-batches stay in flight.
+"""One stage's part of an asynchronous pipeline: windows run one after the other, micro-batches stay in flight.
 
-Between two windows a rank keeps the autograd graphs of the micro-batches in flight (`compute`), their weights
+Between two windows a stage keeps the autograd graphs of the micro-batches in flight (`compute`), their weights
 (`weight_versions`) and what it has received for later (`mailbox`). One `AutogradCompute` and one executor a program
-serve a shape; a batch of another shape needs an empty pipeline first. A `WindowRunner` runs the programs of one rank,
-in training and in a rehearsal: windows that repeat are one program, whose numbers are shifted.
+serve a shape; a batch of another shape needs an empty pipeline first. A `WindowRunner` knows which program of a stage
+is next, in training and in a rehearsal: windows that repeat are one program, whose numbers are shifted. A rank runs the
+windows of its stages together (`kept_lanes`).
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py, tests/rehearse/test_rehearse.py
@@ -11,9 +12,8 @@ Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +26,12 @@ from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.compute import StageHooks
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
+from gpp_plugin.runtime.input_rows import InputRows
 from gpp_plugin.runtime.lane import Lane, _Compiled, _Prepared
+from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.keeper import NextBackward, Turn
 from gpp_plugin.runtime.messages.mailbox import Carry, WindowPlace
+from gpp_plugin.runtime.rank_executor import RankExecutors
 from gpp_plugin.runtime.weight_versions import MakePlaces, WeightVersions
 from gpp_plugin.schedule.orders.async_1f1b import Windows
 from gpp_plugin.schedule.windows import RankWindows, shift_message
@@ -44,7 +47,7 @@ def is_trained(programs: RankWindows) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class WindowRunner:
-    """The executors of all windows of one rank, at one shape.
+    """The executors of all windows of one stage on a rank, at one shape.
 
     Args:
         mini_batch: samples of one window.
@@ -61,12 +64,12 @@ class WindowRunner:
 
     @classmethod
     def make(cls, programs: RankWindows, make: MakeExecutor, *, mini_batch: int) -> WindowRunner:
-        """Return the runner of a rank's programs, each compiled by ``make``."""
-        windows, trained = programs.windows, is_trained(programs)
+        """Return the runner of a stage's programs, each compiled by ``make``."""
+        windows, trained, carried = programs.windows, is_trained(programs), programs.carried
 
-        def place(window: int, carried: int) -> WindowPlace:
+        def place(window: int, behind: int) -> WindowPlace:
             return WindowPlace(
-                carried=programs.carried[carried],
+                carried=carried[behind],
                 first_micro_batch=(window - 1) * windows.micro_batches,
                 is_trained=trained,
             )
@@ -83,8 +86,8 @@ class WindowRunner:
         """Return how many micro-batches more the last window's numbers mean than its program says."""
         return (self.window - self.windows.program_of(self.window)) * self.windows.micro_batches
 
-    def run(self, inputs: Sequence[Sequence[Tensor]], *, record: bool = False) -> MiniBatchResult:
-        """Run the next window on its inputs."""
+    def next_window(self) -> StageExecutor:
+        """Return what runs the next window, with ``carry``."""
         # Of windows 1 and 2 that differ, 2 repeats. Window 3 runs the program of 2, whose micro-batches 2 and 3 mean
         # 4 and 5 (``shift`` 2); what 2 left for "micro-batch 3" the program expects as its 1, so it is renamed by a
         # window.
@@ -92,21 +95,80 @@ class WindowRunner:
         if self.window > self.windows.first_steady:
             self.carry.renumber(lambda m: shift_message(m, -self.windows.micro_batches, -self.mini_batch))
         self.carry.shift = self.shift
-        executor = self.steps[self.windows.program_of(self.window) - 1]
-        return executor.run(inputs, record=record, carry=self.carry)
+        return self.steps[self.program]
 
-    def drain(self, *, record: bool = False) -> MiniBatchResult:
-        """Run the backwards that are left."""
-        executor = self.drains[self.windows.program_of(self.window) - 1]
-        result = executor.run((), record=record, carry=self.carry)
+    def next_drain(self) -> StageExecutor:
+        """Return what runs the backwards that are left, with ``carry``."""
+        return self.drains[self.program]
+
+    def finish(self) -> None:
+        """Wait until everything has been sent: the pipeline is empty."""
         for pending in self.carry.sends:
             pending.wait()
-        return result
+
+    @property
+    def program(self) -> int:
+        """Return which of the programs the last window was run by."""
+        return self.windows.program_of(self.window) - 1
 
     def empty(self) -> None:
         """Begin anew with an empty pipeline."""
         self.carry = Carry()
         self.window = 0
+
+
+class RankWindowRunner:
+    """Runs the windows of all stages of a rank together, in training and in a rehearsal.
+
+    Args:
+        programs: the rank's; ``runners`` of its stages, in the programs' order of them.
+    """
+
+    def __init__(
+        self, programs: RankWindows, runners: Sequence[WindowRunner], executors: RankExecutors
+    ) -> None:
+        self._programs = programs
+        self._runners = tuple(runners)
+        self._executors = executors
+
+    @property
+    def windows(self) -> Windows:
+        """Return which tasks each window holds."""
+        return self._programs.windows
+
+    @property
+    def shift(self) -> int:
+        """Return how many micro-batches more the last window's numbers mean than its program says."""
+        return self._runners[0].shift
+
+    def run(self, inputs: Sequence[Sequence[Sequence[Tensor]]], *, record: bool = False) -> MiniBatchResult:
+        """Run the next window on the inputs of each stage."""
+        parts = [runner.next_window() for runner in self._runners]
+        return self._run(self._programs.steps, parts, inputs, record)
+
+    def drain(self, *, record: bool = False) -> MiniBatchResult:
+        """Run the backwards that are left."""
+        parts = [runner.next_drain() for runner in self._runners]
+        result = self._run(self._programs.drains, parts, [()] * len(parts), record)
+        for runner in self._runners:
+            runner.finish()
+        return result
+
+    def _run(
+        self,
+        programs: Sequence[RankProgram],
+        parts: Sequence[StageExecutor],
+        inputs: Sequence[Sequence[Sequence[Tensor]]],
+        record: bool,
+    ) -> MiniBatchResult:
+        first = self._runners[0]
+        executor = self._executors.of(programs[first.program], parts)
+        return executor.run(inputs, record=record, carries=[runner.carry for runner in self._runners])
+
+    def empty(self) -> None:
+        """Begin anew with an empty pipeline."""
+        for runner in self._runners:
+            runner.empty()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,16 +204,16 @@ class VersionedHooks:
 
 
 class WindowLane(Lane):
-    """This rank's pipeline, never drained but on request.
+    """One stage's pipeline on this rank, never drained but on request; its rank's `KeptWindows` runs it.
 
     Args:
-        programs: this rank's.
+        programs: what the rank does for the stage.
         make_places: where the stage's trained weights may lie; asked when the lane is bound.
-        lane: as of `Lane`, without ``program``.
+        lane: as of `Lane`.
     """
 
     def __init__(self, *, programs: RankWindows, make_places: MakePlaces, **lane: Any) -> None:
-        super().__init__(program=programs.steps[-1], **lane)
+        super().__init__(**lane)
         self._programs = programs
         self._windows = programs.windows
         self._make_places = make_places
@@ -159,16 +221,31 @@ class WindowLane(Lane):
         self._is_counting = self._is_draining = False
 
     @property
+    def windows(self) -> Windows:
+        """Return which tasks each window holds."""
+        return self._windows
+
+    @property
     def window(self) -> int:
         """Return how many windows were run since the pipeline was empty."""
         return 0 if self._active is None else self._active.runner.window
+
+    @property
+    def runner(self) -> WindowRunner:
+        """Return what knows the next program, while the pipeline is not empty."""
+        assert self._active is not None, "windows are under way"
+        return self._active.runner
 
     def is_another_shape(self, batch: Batch) -> bool:
         """Return whether micro-batches of another shape are in flight, so that the pipeline must be drained."""
         return self.window > 0 and self._executor_for(batch) is not self._active
 
-    def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
-        """Run the next window; its losses are those of the batch's micro-batches, in order."""
+    def begin(self, batch: Batch, *, count: bool, held: HeldTogether | None) -> InputRows:
+        """Get ready to run the next window: its program is ``runner``'s next.
+
+        Args:
+            count: begin to count what is kept, where the pipeline is empty; ``held`` as of `Lane.ready`.
+        """
         compiled = self._executor_for(batch)
         assert isinstance(compiled, _CompiledWindows)
         assert not self.window or compiled is self._active, "drain before batches of another shape"
@@ -178,14 +255,32 @@ class WindowLane(Lane):
         compiled.choose_masks(batch)
         inputs = self._rows_of(batch, compiled)
         if count and not self.window:
-            compiled.compute.start_counting()
+            compiled.compute.start_counting(held)
             self._is_counting = True
-        with self._letting_go_on_failure(), inputs:
-            result = compiled.runner.run(inputs, record=record)
-        if self._is_counting and self.has_peaked:
-            self.note_counts(result, self._stop_counting(compiled))
-        self._check_staleness(compiled.versions)
-        return result
+        return inputs
+
+    def end(self) -> MemoryCounts | None:
+        """Note that the window was run; return what was counted, when the stage has held the most it ever does."""
+        assert self._active is not None
+        self._check_staleness(self._active.versions)
+        return self._stop_counting(self._active) if self._is_counting and self.has_peaked else None
+
+    def begin_drain(self) -> None:
+        """Get ready to run the backwards that are left."""
+        self._is_draining = True
+
+    def end_drain(self) -> None:
+        """Note that the pipeline is empty."""
+        assert self._active is not None
+        self._check_staleness(self._active.versions)
+        self._active.versions.settle()
+        self._empty()
+
+    def let_go(self) -> None:
+        """Let go of everything under way: a window failed."""
+        if self._active is not None:
+            self._active.versions.forget()
+        self._empty()
 
     @property
     def has_peaked(self) -> bool:
@@ -198,29 +293,6 @@ class WindowLane(Lane):
         if counts is None:
             return None
         return dataclasses.replace(counts, stashed_bytes=compiled.versions.stashed_bytes)
-
-    def drain(self, *, record: bool = False) -> MiniBatchResult | None:
-        """Run the backwards that are left; None where there are none. Collective over all ranks."""
-        compiled = self._active
-        if compiled is None:
-            return None
-        self._is_draining = True
-        with self._letting_go_on_failure():
-            result = compiled.runner.drain(record=record)
-        self._check_staleness(compiled.versions)
-        compiled.versions.settle()
-        self._empty()
-        return result
-
-    @contextlib.contextmanager
-    def _letting_go_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._active is not None:
-                self._active.versions.forget()
-            self._empty()
-            raise
 
     def _empty(self) -> None:
         if self._active is not None:

@@ -30,11 +30,16 @@ from gpp_plugin.schedule.task_graph import NodeGroup, TaskGraph
 
 
 def build_task_graph(
-    plan: PipelinePlan, schedules: Sequence[StageSchedule], *, presence: Presence | None = None
+    plan: PipelinePlan,
+    schedules: Sequence[StageSchedule],
+    *,
+    presence: Presence | None = None,
+    is_merged: bool = True,
 ) -> TaskGraph:
     """Return the graph of all tasks and messages of ``plan`` under ``schedules``.
 
     Args:
+        is_merged: ranks of several stages have one order; else only the chains of their stages, to be cut.
         presence: what there is of each sample, where some lack branches; tasks of a stage that does not run a sample,
             and messages of an edge that carries nothing of it, are left out.
 
@@ -50,9 +55,9 @@ def build_task_graph(
     trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
     check_gradient_edges(plan, trained)
     if presence is None:
-        return _Builder(plan, schedules, trained).build()
+        return _Builder(plan, schedules, trained).build(is_merged=is_merged)
     presence.check(plan)
-    return _Builder(plan, schedules, trained).build(presence)
+    return _Builder(plan, schedules, trained).build(presence, is_merged=is_merged)
 
 
 class _Builder:
@@ -76,7 +81,7 @@ class _Builder:
         self._kind: list[TaskKind] = []
         self._half: list[int | None] = []
 
-    def build(self, presence: Presence | None = None) -> TaskGraph:
+    def build(self, presence: Presence | None = None, *, is_merged: bool) -> TaskGraph:
         # First all nodes, so that the first node of any task is known by arithmetic: a stage's F of micro-batch m at
         # data position p is ``forward[stage] + m * degree + p``, which for parts a (`messages`) is ``forward + a``.
         # Then who waits for whom: the order of each rank, messages, and what holds forward-only stages back.
@@ -123,10 +128,11 @@ class _Builder:
         if presence is not None:
             graph, chains = _present_part(graph, chains, presence)
         self._add_unlocks(graph, chains)
-        if self._plan.shares_ranks:
-            graph.replace_chains(merge_chains(graph, chains, self._turns(graph)))
-        else:
+        graph.chains.extend(chains)
+        if not self._plan.shares_ranks:
             graph.orders.update(chains)
+        elif is_merged:
+            graph.replace_chains(merge_chains(graph, chains, self._turns(graph)))
         return graph
 
     def _add_nodes(self, schedule: StageSchedule) -> None:

@@ -43,7 +43,7 @@ from gpp_plugin.schedule.event_loop import Transfers, message_transfers, run_tas
 from gpp_plugin.schedule.placement import global_order
 from gpp_plugin.schedule.task_graph import TaskGraph
 
-_UPDATE = tuple(Instruction(kind=kind) for kind in (InstructionKind.REDUCE_DATA, InstructionKind.STEP))
+_UPDATE = (InstructionKind.REDUCE_DATA, InstructionKind.STEP)
 """What an update of a task graph is in a program."""
 
 
@@ -128,6 +128,7 @@ def lower_graph(
     times = run_task_graph(graph, durations, transfers=transfers)
     known: dict[Task, Instruction] = {}
     bodies: dict[int, list[Instruction]] = {rank: [] for row in graph.members.values() for rank in row}
+    stages_of = {rank: graph.plan.stages_of_rank(rank) for rank in bodies}
     # Each item of the one order goes to the end of its ranks' programs: a message to its two, a task to all ranks that
     # run it together.
     for item in global_order(graph, times):
@@ -136,13 +137,12 @@ def lower_graph(
             bodies[message.src_rank].append(Instruction(kind=InstructionKind.SEND, message=message))
             bodies[message.dst_rank].append(Instruction(kind=InstructionKind.RECEIVE, message=message))
             continue
-        instructions = _instructions(graph, item, known)
         for rank in graph.members[graph.rank[item]]:
-            bodies[rank] += instructions
+            bodies[rank] += _instructions(graph, item, known, is_named=len(stages_of[rank]) > 1)
     edges = tuple((edge.src, edge.dst) for edge in graph.plan.edges)
     programs = []
     for rank in sorted(bodies):
-        stages = graph.plan.stages_of_rank(rank)
+        stages = stages_of[rank]
         program = RankProgram(
             rank=rank,
             stages=stages,
@@ -167,16 +167,20 @@ def _of_stage(program: RankProgram, kind: InstructionKind, stage: int) -> Instru
     return Instruction(kind=kind, stage=stage if len(program.stages) > 1 else None)
 
 
-def _instructions(graph: TaskGraph, node: int, known: dict[Task, Instruction]) -> tuple[Instruction, ...]:
+def _instructions(
+    graph: TaskGraph, node: int, known: dict[Task, Instruction], *, is_named: bool
+) -> tuple[Instruction, ...]:
     """Return what a node does in a program; ranks of a stage share the instructions of their tasks.
 
     Args:
         known: those that there are.
+        is_named: the rank holds several stages, so an update says of which it is.
     """
     if node < graph.num_updates:
-        return _UPDATE
+        stage = graph.stage[node] if is_named else None
+        return tuple(Instruction(kind=kind, stage=stage) for kind in _UPDATE)
     if node not in graph.tasks:
-        return ()  # the end of a part's rank does nothing: it waits for what is for later parts
+        return ()  # the end of a part's stage does nothing: it waits for what is for later parts
     task = graph.task(node)
     if task not in known:
         known[task] = Instruction(kind=InstructionKind.COMPUTE, task=task)

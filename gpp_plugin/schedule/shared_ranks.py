@@ -24,6 +24,8 @@ nothing (forward-backward improvement of project scheduling: Li and Willis, 1992
 Times are the plan's; messages take none, so that the orders depend on the plan and its schedules alone, and every rank
 finds the same. What they come to with links, `simulate` says.
 
+In mode async a stage's update behind each of its backwards has a place in the order too, and is first of what can run.
+
 Source: list scheduling, Graham (1966); forward-backward improvement, Li and Willis (1992), doi
     10.1016/0377-2217(92)90195-7
 Tests: tests/schedule/test_shared_ranks.py
@@ -47,6 +49,9 @@ Chain = tuple[int, list[int]]
 
 MOST_TURNS = 8
 """Improvements by turns that are tried at most; few gain after the second."""
+
+FIRST = -float("inf")
+"""The rule of updates."""
 
 SLACK = 1e-9
 """Relative difference of two times that rounding can make."""
@@ -73,7 +78,11 @@ def check_shared_rows(plan: PipelinePlan) -> None:
 
 
 def merge_chains(
-    graph: TaskGraph, chains: Sequence[Chain], turns: Sequence[int] | None = None
+    graph: TaskGraph,
+    chains: Sequence[Chain],
+    turns: Sequence[int] | None = None,
+    *,
+    durations: Sequence[float] | None = None,
 ) -> dict[int, list[int]]:
     """Return the order of every rank that holds these chains, each kept.
 
@@ -81,11 +90,12 @@ def merge_chains(
         graph: its nodes wait for those before them in their chains, and for messages and unlocks.
         turns: of every node, where the schedules were made for shared ranks: the first order that is tried. With unlike
             micro-batches the ranks of a stage may come to a task at different times, and that order may stop.
+        durations: of every node; None: the plan's.
 
     Raises:
         ScheduleError: the chains wait for each other, even on ranks of their own.
     """
-    network = Network.of(graph)
+    network = Network.of(graph, nominal_durations(graph) if durations is None else durations)
     alone, finished = network.longest_starts()
     if not all(finished):
         for rank, nodes in chains:
@@ -95,7 +105,7 @@ def merge_chains(
     if best is None or best.length > network.least_us() * (1.0 + SLACK):
         runs = [network.run(rule) for rule in _rules(graph, network, alone)]
         found = runs if best is None else [best, *runs]
-        best = _improved(network, min(found, key=lambda run: run.length))
+        best = _improved(graph, network, min(found, key=lambda run: run.length))
     orders: dict[int, list[int]] = {rank: [] for rank, _ in chains}
     for node in sorted(range(len(graph.stage)), key=lambda node: best.places[node]):
         orders[graph.rank[node]].append(node)
@@ -129,7 +139,7 @@ class Network:
     num_before: list[int]
 
     @classmethod
-    def of(cls, graph: TaskGraph) -> Network:
+    def of(cls, graph: TaskGraph, durations: Sequence[float]) -> Network:
         """Return the network of a graph whose nodes are in chains."""
         after: list[list[int]] = [[] if node < 0 else [node] for node in graph.next_on_rank]
         for source, target in zip(graph.source, graph.target, strict=True):
@@ -138,7 +148,7 @@ class Network:
             after[node] += locked
         return cls(
             rank=graph.rank,
-            durations=nominal_durations(graph),
+            durations=list(durations),
             after=after,
             num_before=list(graph.num_waits),
         )
@@ -184,25 +194,28 @@ class Network:
         return max((sum(parts) for parts in ends.values()), default=0.0)
 
     def run(self, rule: Sequence[float]) -> _Run:
-        """Simulate: a free rank starts, of what can run, the node of the least rule; the first of equal ones."""
+        """Simulate: a free rank starts, of what can run, the node of the least rule; the first of equal ones.
+
+        Of those that are `FIRST`, the one that could run first.
+        """
         # All tasks that end at one time end before any rank chooses, so that the choice does not depend on the order
         # in which ends are found. ``free`` are ranks that may have something new to choose among.
         waits = list(self.num_before)
         start = [0.0] * len(waits)
         places = [0] * len(waits)
         num_started = 0
-        ready: dict[int, list[tuple[float, int]]] = {rank: [] for rank in self.rank}
+        ready: dict[int, list[tuple[float, float, int]]] = {rank: [] for rank in self.rank}
         busy = dict.fromkeys(ready, False)
         ends: list[tuple[float, int]] = []
         now = 0.0
         free = list(ready)
         for node, count in enumerate(waits):
             if count == 0:
-                heapq.heappush(ready[self.rank[node]], (rule[node], node))
+                heapq.heappush(ready[self.rank[node]], (rule[node], 0.0, node))
         while True:
             for rank in free:
                 if ready[rank] and not busy[rank]:
-                    node = heapq.heappop(ready[rank])[1]
+                    node = heapq.heappop(ready[rank])[-1]
                     busy[rank] = True
                     start[node] = now
                     places[node] = num_started
@@ -220,7 +233,8 @@ class Network:
                 for other in self.after[node]:
                     waits[other] -= 1
                     if waits[other] == 0:
-                        heapq.heappush(ready[self.rank[other]], (rule[other], other))
+                        since = now if rule[other] == FIRST else 0.0
+                        heapq.heappush(ready[self.rank[other]], (rule[other], since, other))
                         free.append(self.rank[other])
 
     def in_order(self, orders: Sequence[Sequence[int]]) -> _Run | None:
@@ -241,7 +255,19 @@ class Network:
 
 
 def _rules(graph: TaskGraph, network: Network, alone: Sequence[float]) -> Iterator[list[float]]:
-    """Yield a number for each node by each rule; ranks take the least first."""
+    """Yield a number for each node by each rule; ranks take the least first, and updates before all tasks."""
+    for rule in _task_rules(graph, network, alone):
+        yield _updates_first(graph, rule)
+
+
+def _updates_first(graph: TaskGraph, rule: list[float]) -> list[float]:
+    # An update is a meeting of its stage's ranks, which can all come to it from the same time on. So each comes to it
+    # before any task that starts later, and of two updates to the one that could be first: no two ranks wait for
+    # each other.
+    return [FIRST] * graph.num_updates + rule[graph.num_updates :]
+
+
+def _task_rules(graph: TaskGraph, network: Network, alone: Sequence[float]) -> Iterator[list[float]]:
     tails, _ = network.reversed().longest_starts()
     own = [tail + us for tail, us in zip(tails, network.durations, strict=True)]
     yield [-tail for tail in own]
@@ -256,13 +282,14 @@ def _rules(graph: TaskGraph, network: Network, alone: Sequence[float]) -> Iterat
     ]
 
 
-def _improved(network: Network, best: _Run) -> _Run:
+def _improved(graph: TaskGraph, network: Network, best: _Run) -> _Run:
     """Return the run, or a shorter one found from it by turns backwards and forwards in time."""
     opposite = network.reversed()
     for _ in range(MOST_TURNS):
         ends = [start + us for start, us in zip(best.start, network.durations, strict=True)]
         late = opposite.run([-end for end in ends])
-        again = network.run([-(start + us) for start, us in zip(late.start, network.durations, strict=True)])
+        rule = [-(start + us) for start, us in zip(late.start, network.durations, strict=True)]
+        again = network.run(_updates_first(graph, rule))
         if again.length >= best.length * (1.0 - SLACK):
             break
         best = again

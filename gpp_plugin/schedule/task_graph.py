@@ -14,7 +14,7 @@ in the order of micro-batches:
     messages 0: 0 > 4   1: 1 > 5   2: 6 > 2   3: 7 > 3  source [0, 1, 6, 7], target [4, 5, 2, 3]; gradients come last
 
 A part of such a graph (`windows`) is one too. It has nodes of two more kinds, which the graph of a mini-batch lacks:
-*updates* behind backwards, numbered first, and one *end* a rank, numbered last.
+*updates* behind backwards, numbered first, and one *end* a chain, numbered last.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class TaskGraph:
 
     Args:
         orders: by rank (the first of its tensor ranks) the nodes in the order it runs them.
+        chains: by that rank, of each of its stages, the stage's nodes in the order of its schedule.
         members: by that rank all ranks that run those nodes together.
         groups: what the nodes are, in the order of nodes; together all of them.
         stage, rank, micro_batch, kind, half: of a node.
@@ -73,6 +74,7 @@ class TaskGraph:
     num_waits: list[int]
     next_on_rank: list[int]
     first_message: list[int]
+    chains: list[tuple[int, list[int]]] = field(default_factory=list)
     num_activations: int = 0
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)

@@ -40,7 +40,7 @@ def predict_ahead(plan: PipelinePlan, *, cluster: Cluster | None = None) -> Ahea
         cluster: links; without one messages take no time.
     """
     branch = frozen_branch(plan)
-    if plan.mode != "sync" or not branch or plan.shares_ranks:
+    if plan.mode != "sync" or not branch:
         return None
     part = ahead_graphs(plan)["steady"]
     transfers = message_transfers(part, cluster) if cluster is not None else None

@@ -23,7 +23,7 @@ from gpp_plugin.schedule.event_loop import TaskTimes, message_transfers, run_tas
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.task_graph import TaskGraph
-from gpp_plugin.schedule.windows import cut_graph, lengthened, part_durations, window_schedules
+from gpp_plugin.schedule.windows import joined_windows, part_durations, window_schedules
 from gpp_plugin.simulate.predict import message_events
 
 REPEATED = 4
@@ -81,10 +81,7 @@ def simulate_windows(
     # in window 2 while stage 1 still runs 1B1.
     windows = windows_of(plan)
     count = num_windows(windows)
-    longer = lengthened(plan, count)
-    full = build_task_graph(longer, window_schedules(windows, count, forward_only_stages(plan)))
-    # Everything is inside: the cut is only taken for the update nodes that it puts behind each backward.
-    part = cut_graph(full, lambda node: True)
+    part = joined_windows(plan, count, forward_only_stages=forward_only_stages(plan))
     each = update_us or {}
     times = run_task_graph(
         part,
@@ -97,7 +94,7 @@ def simulate_windows(
     # REPEATED windows later that has worn off, so only the last difference is read.
     steady = ends[count] - ends[count - 1]
     return AsyncPrediction(
-        plan=longer,
+        plan=part.plan,
         timeline=Timeline(source="predicted", plan=fingerprint(plan), events=tuple(_events(part, times))),
         num_windows=count,
         steady_us=steady,

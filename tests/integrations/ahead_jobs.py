@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from gpp_plugin.api import format_timeline
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.runtime.ahead_lane import AheadLane
+from gpp_plugin.runtime.kept_lanes import KeptAhead
 from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.integrations.frozen_jobs import frozen_model
 
@@ -34,6 +34,16 @@ STAGES: dict[str, list[dict[str, Any]]] = {
         {"name": "early", "modules": ["model.vision_tower.embeddings", "model.vision_tower.pre_layrnorm"], "devices": 1},
         {"name": "late", "modules": ["model.vision_tower"], "devices": 1},
         {"name": "language", "modules": ["*"], "devices": 1},
+    ],
+    "llava, the tower on the language model's ranks": [
+        {"name": "vision", "modules": ["model.vision_tower"], "ranks": [0, 1]},
+        {"name": "early", "modules": ["model", "model.language_model.embed_tokens", "model.language_model.layers.0"], "ranks": [0]},
+        {"name": "late", "modules": ["model.language_model.layers.1", "model.language_model.norm", "*"], "ranks": [1]},
+    ],
+    "clip, the text tower on both ranks": [
+        {"name": "text", "modules": ["text_model"], "ranks": [1, 0]},
+        {"name": "vision", "modules": ["vision_model"], "ranks": [0]},
+        {"name": "loss", "modules": ["*"], "ranks": [1]},
     ],
 }  # fmt: skip
 
@@ -111,8 +121,8 @@ def train(
             losses += disturb(interrupt, engine, iterator, make_batch, directory)
         losses.append(float(engine.train_batch(data_iter=iterator)))
         gradients.append({name: g.clone() for name, g in engine.gradients.items()})
-        lane = engine._lane.lanes[0]
-        looked.append(isinstance(lane, AheadLane) and lane.is_ahead)
+        lane = engine._lane
+        looked.append(isinstance(lane, KeptAhead) and lane.is_ahead)
     if not own:
         try:
             engine.train_batch(data_iter=iterator)
@@ -124,7 +134,7 @@ def train(
         "looked": looked,
         "parameters": {n: p.detach().clone() for n, p in engine.module.named_parameters()},
         "steps": engine.global_steps,
-        "stage": engine.plan.stages[engine.stage_id].name,
+        "stage": engine.stage_name,
         "report": engine.memory_report(),
     }
     engine.flush()
@@ -141,8 +151,8 @@ def disturb(
             timeline is not None
         ):  # rank 0's: the tower ran the next mini-batch, in the numbers behind this one's four
             run = [{e.micro_batch for e in timeline.events if e.task and e.stage == s} for s in (0, 1)]
-            lane = engine._lane.lanes[0]
-            first = 4 if isinstance(lane, AheadLane) and lane.is_ahead else 0
+            lane = engine._lane
+            first = 4 if isinstance(lane, KeptAhead) and lane.is_ahead else 0
             assert run == [set(range(first, first + 4)), {0, 1, 2, 3}], run
             assert "vision" in format_timeline(timeline, engine.plan)
             assert summarize_timeline(timeline, engine.plan).iteration_us > 0.0

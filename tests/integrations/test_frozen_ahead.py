@@ -42,6 +42,14 @@ def both(kind: str, stages: str, ranks: int, **options: Any) -> list[dict[int, d
         (LLAVA, "llava on two", 4, {"zero": 2}),
         (LLAVA, "llava branch of two", 3, {"lengths": (12, 10, 10, 11, 12, 10)}),
         (CLIP, CLIP, 3, {"zero": 1}),
+        (LLAVA, "llava, the tower on the language model's ranks", 2, {"dropout_after": 0.1, "zero": 1}),
+        (
+            LLAVA,
+            "llava, the tower on the language model's ranks",
+            2,
+            {"lengths": (12, 10, 10, 11, 12, 10)},
+        ),
+        (CLIP, "clip, the text tower on both ranks", 2, {"zero": 2}),
     ],
 )
 def test_bits_are_the_same_on_a_callers_iterator(

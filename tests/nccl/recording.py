@@ -24,16 +24,17 @@ from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
-from gpp_plugin.runtime.ahead_lane import AheadRunner
+from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.lane import channels_of
-from gpp_plugin.runtime.messages.mailbox import WindowPlace
+from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
+from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
-from gpp_plugin.runtime.window_lane import WindowRunner
+from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowRunner
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead
 from gpp_plugin.schedule.early_reductions import last_backward, stages_that_reduce_early
@@ -158,15 +159,18 @@ class RecordedHooks:
 
     Args:
         step_group: the ranks that step together.
+        sums_ties: the rank's last stage of those that share a parameter.
     """
 
     loss_scale = 1.0
 
-    def __init__(self, run: Run, stage: int, groups: StageGroups, step_group: Any) -> None:
+    def __init__(
+        self, run: Run, stage: int, groups: StageGroups, step_group: Any, *, sums_ties: bool
+    ) -> None:
         self._has_data = run.plan.stages[stage].degree > 1
         self._is_partitioned = run.zero > 0
         self._data = groups.data[stage]
-        self._tied = [group for stages, group in groups.tied.items() if stage in stages]
+        self._tied = list(groups.tied.values()) if sums_ties else []
         self._step_group = step_group
         self._begun: list[Any] = []
 
@@ -291,19 +295,25 @@ class RankJob:
         self._programs = programs
         self._cuda = cuda
         self._rank = dist.get_rank()
-        self._stage = plan.stage_of_rank(self._rank)
+        self._stages = plan.stages_of_rank(self._rank)
         self._specs = made_up_specs(plan)
         self._meeting = Meeting(group=dist.new_group(None, backend="gloo"), who="", timeout_s=60.0)
         ties = _ties(run.tied)
         self._groups = StageGroups.create(plan, ties, timeout_s=60.0)
-        is_alone = plan.mode == "async"
         self._shared: Transport | None = None
-        self._hooks = RecordedHooks(
-            run,
-            self._stage,
-            self._groups,
-            self._groups.stage[self._stage] if is_alone else self._groups.world,
-        )
+        self._hand_overs = HandOvers()
+        self._hooks = {stage: self._make_hooks(stage) for stage in self._stages}
+        self._joined = RankExecutors(hand_overs=self._hand_overs, step=self._step, most=1000)
+
+    def _make_hooks(self, stage: int) -> RecordedHooks:
+        is_alone = self._plan.mode == "async"
+        group = self._groups.stage[stage] if is_alone else self._groups.world
+        # the last of the rank's stages that share a parameter sums for all of them (`TiedSums`)
+        last = max((s for s in self._stages if s in self._run.tied), default=-1)
+        return RecordedHooks(self._run, stage, self._groups, group, sums_ties=stage == last)
+
+    def _step(self) -> float:
+        return self._hooks[self._stages[0]].step()
 
     def run(self) -> None:
         """Do everything."""
@@ -323,7 +333,7 @@ class RankJob:
         else:
             self._evaluate()
 
-    def _train(self, executor: StageExecutor, *, record: bool) -> None:
+    def _train(self, executor: RankExecutor, *, record: bool) -> None:
         executor.run(self._inputs(), record=record)
         self._agree_on_loss()
 
@@ -339,9 +349,13 @@ class RankJob:
         transport = self._transport(programs.all)
 
         def make(program: RankProgram, window: WindowPlace) -> StageExecutor:
-            return self._executor(program, transport, window=window)
+            return self._part(program, transport, window=window)
 
-        runner = WindowRunner.make(own, make, mini_batch=self._plan.mini_batch)
+        runners = [
+            WindowRunner.make(own.of_stage(stage), make, mini_batch=self._plan.mini_batch)
+            for stage in self._stages
+        ]
+        runner = RankWindowRunner(own, runners, self._joined)
         for step in range(count := num_windows(runner.windows) + self._run.steps - 1):
             runner.run(self._inputs(), record=self._run.record and step == count - 1)
             self._agree_on_loss()
@@ -354,22 +368,32 @@ class RankJob:
         What was run ahead is dropped twice: for an evaluation, and since the caller comes with another iterator.
         """
         plan, own = self._plan, programs.of_rank(self._rank)
-        is_trained = self._stage not in forward_only_stages(plan)
-        runner = AheadRunner(plan=plan, programs=own, stage=self._stage, is_trained=is_trained)
+        frozen = forward_only_stages(plan)
+        runners = [
+            AheadRunner(plan=plan, programs=own.of_stage(s), stage=s, is_trained=s not in frozen)
+            for s in self._stages
+        ]
         transport = self._transport(self._programs.training)
         made: dict[Any, StageExecutor] = {}
 
+        together = RankAheadRunner(own, runners, self._joined)
+
         def run_part(part: Any, now: int, following: int | None) -> None:
-            length = following if own.is_ahead and following is not None else now
-            if (part, length, following) not in made:
-                made[part, length, following] = self._executor(
-                    runner.program(part),
-                    transport,
-                    window=runner.place(part),
-                    specs=made_up_specs(plan, length),
-                    next_specs=None if following is None else made_up_specs(plan, following),
-                )
-            runner.run(part, made[part, length, following], self._inputs(), record=self._run.record)
+            executors = []
+            for runner in runners:
+                is_next = runner.programs.is_ahead and following is not None
+                length = following if is_next else now
+                key = runner.stage, part, length, following
+                if key not in made:
+                    made[key] = self._part(
+                        runner.program(part),
+                        transport,
+                        window=runner.place(part),
+                        specs=made_up_specs(plan, length),
+                        next_specs=None if following is None else made_up_specs(plan, following),
+                    )
+                executors.append(made[key])
+            together.run(part, executors, self._inputs(), record=self._run.record)
 
         # Every mini-batch has a number; those of odd numbers are of length 2. One is trained on as a whole first, then
         # each with the next one's branch. Behind 3 comes an evaluation, behind 4 mini-batch 7 in the place of 5.
@@ -378,7 +402,7 @@ class RankJob:
         for number, following in ((1, 2), (2, 3), (3, 4), (4, 5), (7, 8), (8, None)):
             self._meeting.sum(torch.zeros(3), "what is run ahead")
             if carried not in (None, number):
-                runner.drop()
+                together.drop()
                 carried = None
             if carried is None:
                 run_part("fill", number % 2 + 1, number % 2 + 1)
@@ -387,10 +411,11 @@ class RankJob:
             carried = following
             self._agree_on_loss()
             if number == 3 and self._programs.evaluation:
-                runner.drop()
+                together.drop()
                 carried = None
                 self._evaluate()
-        assert not runner.carry.received and not runner.carry.sends, "after the last one nothing is kept"
+        for runner in runners:
+            assert not runner.carry.received and not runner.carry.sends, "after the last one nothing is kept"
 
     def _run_units(self) -> None:
         """Train on mini-batches of units of unlike shapes, and evaluate between two, as lanes of units do."""
@@ -410,12 +435,12 @@ class RankJob:
 
     def _agree_on_loss(self) -> None:
         """Read the losses and sum them over all ranks, as a call of ``train_batch`` ends."""
-        if self._stage in self._plan.loss_stages():
+        if set(self._stages) & set(self._plan.loss_stages()):
             torch.zeros((), device=CUDA).item()
         self._meeting.sum(torch.zeros(1), "the loss")
 
-    def _inputs(self) -> list[tuple[Tensor, ...]]:
-        return [()] * self._plan.num_micro_batches(self._stage)
+    def _inputs(self) -> list[list[tuple[Tensor, ...]]]:
+        return [[()] * self._plan.num_micro_batches(stage) for stage in self._stages]
 
     def _transport(self, programs: Sequence[RankProgram]) -> Transport | None:
         """Return the one transport of all lanes, as `LaneMaker` makes it."""
@@ -436,7 +461,12 @@ class RankJob:
         self._shared = self._run.make_transport(request)
         return self._shared
 
-    def _executor(
+    def _executor(self, program: RankProgram, transport: Transport | None, **options: Any) -> RankExecutor:
+        """Return what runs a program of the rank; arguments as of `_part`, the same for all of its stages."""
+        parts = [self._part(program.of_stage(stage), transport, **options) for stage in program.stages]
+        return RankExecutor(program, parts, hand_overs=self._hand_overs, step=self._step)
+
+    def _part(
         self,
         program: RankProgram,
         transport: Transport | None,
@@ -446,10 +476,11 @@ class RankJob:
         specs: BoundarySpecs | None = None,
         next_specs: Mapping[str, TensorSpec] | None = None,
     ) -> StageExecutor:
-        stage = self._plan.stages[self._stage]
-        group = self._groups.tensor[self._stage] if stage.tensor > 1 else None
-        last = last_backward(program) if is_training and self._stage in self._programs.early else None
-        early = None if last is None else (last, self._hooks.begin_reduction)
+        index, hooks = program.stage, self._hooks[program.stage]
+        stage = self._plan.stages[index]
+        group = self._groups.tensor[index] if stage.tensor > 1 else None
+        last = last_backward(program) if is_training and index in self._programs.early else None
+        early = None if last is None else (last, hooks.begin_reduction)
 
         def compute(specs: Mapping[str, TensorSpec]) -> RecordedCompute:
             gradients = boundary_gradients(program, self._plan, specs)
@@ -459,23 +490,25 @@ class RankJob:
         return StageExecutor(
             plan=self._plan,
             program=program,
-            compute=compute(specs) if isinstance(specs, Mapping) else self._of_units(specs, compute),
+            compute=compute(specs) if isinstance(specs, Mapping) else self._of_units(index, specs, compute),
             specs=specs,
             transport=transport,
-            hooks=self._hooks,
+            hooks=hooks,
             device=CUDA,
             is_training=is_training,
             window=window,
             next_specs=next_specs,
+            hand_overs=self._hand_overs,
         )
 
     def _of_units(
         self,
+        index: int,
         specs: Sequence[Mapping[str, TensorSpec]],
         compute: Callable[[Mapping[str, TensorSpec]], RecordedCompute],
     ) -> UnitCompute:
         """Return what runs each micro-batch of this rank with its own unit's tensors."""
-        stage, count = self._plan.stages[self._stage], self._plan.num_micro_batches(self._stage)
+        stage, count = self._plan.stages[index], self._plan.num_micro_batches(index)
         own = [specs[stage.samples(m, self._rank).first_sample] for m in range(count)]
         functions: Any = [types.SimpleNamespace(choice=None, batch_inputs=())] * count
         computes: Any = [compute(each) for each in own]
@@ -511,9 +544,13 @@ def _no_cuda_stand_ins() -> Iterator[None]:
             cpu.install()
 
 
-def record_job(run: Run) -> Job:
-    """Return what all ranks of a run ask for."""
-    programs = lower(run)
+def record_job(run: Run, programs: Programs | None = None) -> Job:
+    """Return what all ranks of a run ask for.
+
+    Args:
+        programs: theirs, where they are not those that a run is lowered to.
+    """
+    programs = programs or lower(run)
     tapes, made = zip(
         *(
             record_rank(run.plan.num_ranks, rank, lambda cuda: RankJob(run, programs, cuda).run())

@@ -59,8 +59,8 @@ REQUESTS = [
         ["--virtual-stages", "2", "--stages", "6"],
         "6 stages are asked for and virtual_stages 2 on 4 ranks makes 4 or 8; change stages",
     ),
-    (["--virtual-stages", "2", "--mode", "async"], "virtual_stages: a rank holds one stage in mode async; set"),
-    (["--stages", "5", "--mode", "async"], "5 stages: a rank holds one stage in mode async; set"),
+    (["--virtual-stages", "2", "--mode", "async"], "virtual_stages: mode async searches no ranks of several stages; set"),
+    (["--stages", "5", "--mode", "async"], "5 stages: mode async searches no ranks of several stages; set"),
     (
         ["--colocate", "auto", "--planner", "stock_1f1b"],
         "planner 'stock_1f1b' makes stages for DeepSpeed's own PipelineEngine, which holds one a rank",

@@ -38,7 +38,11 @@ def test_uniform_gives_each_stage_the_same_degree(stages):
     ("changes", "error", "message"),
     [
         ({"num_stages": 9, "ranks": 16}, PlanInfeasible, "9 stages are asked for and the model has 8 blocks"),
-        ({"num_stages": 5, "mode": "async"}, PlanError, "5 stages: a rank holds one stage in mode async"),
+        (
+            {"num_stages": 5, "mode": "async"},
+            PlanError,
+            "5 stages: mode async searches no ranks of several stages",
+        ),
         ({"data_parallel": 3}, PlanInfeasible, "does not divide 4 ranks"),
         ({"loss_unit": 3}, PlanError, "does not divide the mini-batch of 16"),
         ({"micro_batch_sizes": {"*": 3}}, PlanError, "is 3, which does not divide"),

@@ -18,7 +18,7 @@ from gpp_plugin.schedule.orders.async_1f1b import (
     windows_of,
 )
 from gpp_plugin.schedule.windows import lower_windows
-from tests.schedule.plans import chain_plan, simple_plan
+from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
 
 
 def with_counts(plan, counts):
@@ -47,6 +47,58 @@ def random_async_plan(rng):
     plan = dataclasses.replace(plan, stages=stages, mini_batch=size * rng.choice([1, 2, 3, 5, 8]))
     extra = rng.choice([0, 0, 1])
     return with_counts(plan, [count + extra for count in asynchronous_in_flight(plan)])
+
+
+def shared_async_plan(rng):
+    """Return a random plan whose ranks hold several stages."""
+    while True:
+        plan = random_async_plan(rng)
+        shared = on_shared_ranks(plan, rng, rng.randint(1, 6))
+        if shared.shares_ranks and all(stage.micro_batch_size % stage.degree == 0 for stage in shared.stages):
+            return with_counts(shared, [stage.in_flight for stage in plan.stages])
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_random_graphs_on_shared_ranks_are_proven(first):
+    for seed in range(first, first + 10):
+        rng = random.Random(seed)
+        plan = shared_async_plan(rng)
+        frozen = forward_only_of(plan, rng)
+        programs = lower_windows(plan, forward_only_stages=frozen)
+        validate_windows(plan, programs, forward_only_stages=frozen)
+        for rank in range(plan.num_ranks):
+            whole = programs.of_rank(rank)
+            assert whole.stages == plan.stages_of_rank(rank)
+            for stage in whole.stages:
+                own = whole.of_stage(stage)
+                for window, (program, drain) in enumerate(zip(own.steps, own.drains, strict=True), start=1):
+                    is_trained = stage not in frozen
+                    for part, due in (
+                        (program, programs.windows.tasks(stage, window, is_trained=is_trained)),
+                        (drain, programs.windows.drain(stage, window, is_trained=is_trained)),
+                    ):
+                        assert tuple(i.task for i in part.instructions if i.task is not None) == due
+
+
+def test_two_stages_of_a_rank_step_by_themselves():
+    plan = asynchronous(on_ranks(chain_plan(3, 2), 0, 1, 0))
+    programs = lower_windows(plan)
+    validate_windows(plan, programs)
+    lines = [str(i) for i in programs.steps[-1][0].instructions if i.message is None]
+    for task, stage in (("0B0", 0), ("0B1", 0), ("2B2", 2), ("2B3", 2)):
+        at = lines.index(task)
+        assert lines[at + 1 : at + 3] == [f"reduce_data({stage})", f"step({stage})"]
+    assert [str(m) for m in programs.of_rank(0).of_stage(0).carried[1]] == ["grad e0 r1.0>r0.0 [0..0]"]
+
+
+def test_stages_on_the_same_two_ranks_are_updated_in_one_order():
+    plan = simple_plan([2, 2, 2], [(0, 1), (1, 2)], mini_batch=8, forward_us=[1, 3, 2], backward_us=[5, 1, 2])
+    plan = asynchronous(on_ranks(plan, (0, 1), (1, 0), (0, 1)))
+    programs = lower_windows(plan)
+    validate_windows(plan, programs)
+    for part in (*programs.steps, *programs.drains):
+        updates = [[str(i) for i in p.instructions if i.kind is InstructionKind.STEP] for p in part]
+        assert updates[0] == updates[1]
 
 
 def test_windows_of_a_chain():

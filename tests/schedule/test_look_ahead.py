@@ -12,7 +12,7 @@ from gpp_plugin.schedule.checks.validate_windows import validate_ahead
 from gpp_plugin.schedule.look_ahead import lower_ahead
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
 from gpp_plugin.simulate.ahead_prediction import predict_ahead
-from tests.schedule.plans import simple_plan
+from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
 
 
 def freeze(plan, stages):
@@ -119,6 +119,59 @@ def test_random_graphs_are_proven(seed):
         micro_batches = {i.task.micro_batch for i in own.steady.instructions if i.task is not None}
         assert own.is_ahead == (own.steady.stage in branch)
         assert micro_batches == set(range(count, 2 * count) if own.is_ahead else range(count))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_random_graphs_on_shared_ranks_are_proven(first):
+    for seed in range(first, first + 10):
+        rng = random.Random(seed)
+        plan = on_shared_ranks(random_frozen_plan(rng), rng, rng.randint(1, 6))
+        programs = lower_ahead(plan, reduce_each_backward=rng.random() < 0.5)
+        validate_ahead(plan, programs)
+        branch = frozen_branch(plan)
+        for rank in range(plan.num_ranks):
+            whole = programs.of_rank(rank)
+            assert whole.stages == plan.stages_of_rank(rank)
+            for stage in whole.stages:
+                own = whole.of_stage(stage)
+                count = plan.num_micro_batches(stage)
+                run = {i.task.micro_batch for i in own.steady.instructions if i.task is not None}
+                assert own.is_ahead == (stage in branch)
+                assert run == set(range(count, 2 * count) if own.is_ahead else range(count))
+                assert not (own.is_ahead and own.carried)
+
+
+def colocated(num_ranks, micro_batches, tower_us):
+    """Return a chain on so many ranks, and a frozen tower before it that is data-parallel over all of them."""
+    count = micro_batches // num_ranks
+    plan = simple_plan(
+        [num_ranks, *[1] * num_ranks],
+        [(i, i + 1) for i in range(num_ranks)],
+        mini_batch=micro_batches,
+        forward_us=[tower_us / count, *[1.0] * num_ranks],
+        backward_us=[0.0, *[2.0] * num_ranks],
+    )
+    return freeze(on_ranks(plan, tuple(range(num_ranks)), *range(num_ranks)), {0})
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batches", "tower_us"), [(2, 4, 2.0), (4, 8, 6.0), (4, 16, 4.0)])
+def test_a_tower_runs_where_the_ranks_of_others_idle(num_ranks, micro_batches, tower_us):
+    plan = colocated(num_ranks, micro_batches, tower_us)
+    validate_ahead(plan, lower_ahead(plan))
+    found = predict_ahead(plan)
+    # 1F1B of the chain alone: no micro-second of the tower is seen
+    assert found.steady_us == pytest.approx(3.0 * (micro_batches + num_ranks - 1))
+    assert found.whole_us > found.steady_us
+
+
+def test_what_a_rank_hands_over_to_itself_is_kept_until_its_turn():
+    plan = freeze(on_ranks(chain_plan(3, 2, num_bytes=8.0), 0, 1, 0), {0})
+    own = lower_ahead(plan).of_rank(0)
+    assert own.stages == (0, 2) and own.carried == ()
+    plan = freeze(on_ranks(simple_plan([1, 1], [(0, 1)], mini_batch=2, num_bytes=8.0), 0, 0), {0})
+    own = lower_ahead(plan).of_rank(0)
+    assert [m.is_hand_over for m in own.carried] == [True, True] and own.most_bytes >= 16
+    assert own.of_stage(1).carried == own.carried and own.of_stage(0).carried == ()
 
 
 def test_damage_is_found():

@@ -47,6 +47,11 @@ class RandomState:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, device)
 
+    def is_same(self, other: RandomState) -> bool:
+        """Return whether nothing was drawn between the two."""
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [(self.cpu, other.cpu), (self.cuda, other.cuda)]
+        return all(a is None or (b is not None and torch.equal(a, b)) for a, b in pairs)
+
     def restore(self) -> None:
         """Go back to this state."""
         torch.set_rng_state(self.cpu)

@@ -13,7 +13,8 @@ What is proven for a plan, its schedules and the programs of all ranks:
    backward or the weight gradient;
 5. reductions and the step come last, in one order on all ranks, which share one step; a stage may also reduce its
    data between tasks, after a backward, at the same place on all its ranks (programs that step after each backward,
-   as asynchronous ones do, have a reduction and a step behind each, before the next task, and nowhere else);
+   as asynchronous ones do, have a reduction and a step of the stage behind each, before its next task, and nowhere
+   else);
 6. everything finishes when each rank executes its instructions serially, in order, with rendezvous messages: a send
    or a receive ends when its other end is posted; a reduction of data when all ranks of the stage have come to it, and
    a task, which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.
@@ -71,7 +72,7 @@ def validate_programs(
         check_messages(checked, part)
         check_readiness(checked, part)
         _check_in_flight(checked, part)
-    for program in checked.programs.values():
+    for program in checked.parts if steps_each_backward else checked.programs.values():
         (_check_steps if steps_each_backward else _check_tail)(checked, program)
     _check_collectives_agree(checked, steps_each_backward=steps_each_backward)
     check_channels(checked)
@@ -313,7 +314,7 @@ def _check_tail(checked: CheckedPrograms, program: RankProgram) -> None:
 
 
 def _check_steps(checked: CheckedPrograms, program: RankProgram) -> None:
-    """A reduction and a step follow each backward, behind its messages and before the next task."""
+    """A reduction and a step of the stage follow each of its backwards, behind its messages, before its next task."""
     expected: list[InstructionKind] = []
     for position, instruction in enumerate(program.instructions):
         kind = instruction.kind

@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
+from gpp_plugin.ir.program import Instruction, InstructionKind
 from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER
 from gpp_plugin.schedule.checks.rendezvous import execute_serially
 from gpp_plugin.schedule.checks.validate_programs import validate_programs, validate_tails
@@ -112,9 +112,7 @@ def _join(parts: Sequence[Programs], shifts: Sequence[int], plan: PipelinePlan) 
             for program, shift in zip(of_rank, shifts, strict=True)
             for instruction in program.instructions
         ]
-        joined.append(
-            RankProgram(rank=of_rank[0].rank, stages=of_rank[0].stages, instructions=tuple(instructions))
-        )
+        joined.append(dataclasses.replace(of_rank[0], instructions=tuple(instructions)))
     return tuple(joined)
 
 

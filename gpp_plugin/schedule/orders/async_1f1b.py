@@ -138,7 +138,7 @@ def check_asynchronous(plan: PipelinePlan) -> None:
 
     Raises:
         PlanError: micro-batches differ between stages, an order is not 1F1B of whole tasks, or a stage holds less
-            than a successor, or stages share a rank.
+            than a successor.
     """
     sizes = {stage.micro_batch_size for stage in plan.stages}
     if len(sizes) > 1:
@@ -147,15 +147,6 @@ def check_asynchronous(plan: PipelinePlan) -> None:
             "mode async: each micro-batch is one optimizer step of every stage, so all stages take the same number of "
             f"samples, and here they take {listed}; set micro_batch_sizes to one number that every degree divides "
             f"(stages that mix samples compute {plan.loss_unit} a rank)"
-        )
-    if plan.shares_ranks:
-        shared = next(
-            rank for stage in plan.stages for rank in stage.ranks if len(plan.stages_of_rank(rank)) > 1
-        )
-        names = ", ".join(repr(plan.stages[index].name) for index in plan.stages_of_rank(shared))
-        raise PlanError(
-            f"mode async: rank {shared} holds several stages ({names}); give each stage ranks of its "
-            "own, or use mode sync"
         )
     for stage in plan.stages:
         if stage.schedule != "1f1b" or stage.k != 1 or stage.num_sliced:

@@ -1,0 +1,311 @@
+"""Draws of the exactness bench that keep something from one mini-batch to the next: mode async, and look-ahead.
+
+Both run as an engine runs them: windows of a pipeline that is emptied once, at the end, with versions of weights; or a
+frozen branch on the next mini-batch in the program of this one. What mode async must equal is PipeDream's rule itself,
+one micro-batch after the other in one process (`stale_gradients`), which knows no windows, ranks or messages.
+
+Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.2
+Tests: tests/bench/test_exactness.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_benchmarks._linear_ranks import LEARNING_RATE, Delayed, LinearHooks, Trained, stage_rows
+from gpp_benchmarks._linear_stages import (
+    LinearNetwork,
+    Parameters,
+    gradients_error,
+    single_process_gradients,
+    stage_compute,
+)
+from gpp_benchmarks._random_plans import forward_only_of, random_plan
+from gpp_benchmarks._random_schedules import with_family
+from gpp_plugin.doors import Transport
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
+from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
+from gpp_plugin.runtime.rank_executor import RankExecutors
+from gpp_plugin.runtime.weight_versions import WeightVersions
+from gpp_plugin.runtime.window_lane import RankWindowRunner, VersionedHooks, WindowRunner
+from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
+from gpp_plugin.schedule.look_ahead import AheadPrograms, Part, lower_ahead
+from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
+from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
+
+KEPT_FAMILIES = ("async", "look_ahead")
+_ORDERS = ("1f1b", "gpipe", "kfkb", "greedy", "sliced", "zero_bubble")
+_MOST_EXECUTORS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptDraw:
+    """A random plan and its programs: ``windows`` of mode async, or ``ahead`` of a frozen branch."""
+
+    seed: int
+    family: str
+    plan: PipelinePlan
+    forward_only: frozenset[int]
+    windows: WindowPrograms | None = None
+    ahead: AheadPrograms | None = None
+
+    def validate(self) -> None:
+        """Prove the programs.
+
+        Raises:
+            ScheduleError: they are unsafe.
+        """
+        if self.windows is not None:
+            validate_windows(self.plan, self.windows, forward_only_stages=self.forward_only)
+        if self.ahead is not None:
+            validate_ahead(self.plan, self.ahead)
+
+    @property
+    def least_mini_batches(self) -> int:
+        """Return how many mini-batches it takes until a program is run a second time."""
+        return 1 if self.windows is None else self.windows.windows.first_steady + 1
+
+
+def kept_draw(seed: int, family: str, **options: Any) -> KeptDraw:
+    """Return a random plan of one of `KEPT_FAMILIES`; options as of `random_plan`."""
+    rng = random.Random(seed)
+    if family == "async":
+        plan = _random_async_plan(rng, options)
+        frozen = forward_only_of(plan, rng)
+        windows = lower_windows(plan, forward_only_stages=frozen)
+        return KeptDraw(seed=seed, family=family, plan=plan, forward_only=frozen, windows=windows)
+    plan = _random_frozen_plan(rng, options)
+    return KeptDraw(
+        seed=seed,
+        family=family,
+        plan=plan,
+        forward_only=forward_only_stages(plan),
+        ahead=lower_ahead(plan, reduce_each_backward=rng.random() < 0.3),
+    )
+
+
+def _random_async_plan(rng: random.Random, options: dict[str, Any]) -> PipelinePlan:
+    """Return a random plan of one micro-batch size, which every degree divides."""
+    while True:
+        plan = random_plan(rng, **options)
+        size = rng.choice([4, 12])
+        if all(size % stage.degree == 0 for stage in plan.stages):
+            break
+    counts, extra = asynchronous_in_flight(plan), rng.choice([0, 0, 1])
+    stages = tuple(
+        dataclasses.replace(stage, micro_batch_size=size, schedule="1f1b", k=1, in_flight=count + extra)
+        for stage, count in zip(plan.stages, counts, strict=True)
+    )
+    return dataclasses.replace(
+        plan,
+        mode="async",
+        vertical_sync=rng.random() < 0.3,
+        stages=stages,
+        mini_batch=size * rng.choice([1, 2, 3, 5]),
+    )
+
+
+def _random_frozen_plan(rng: random.Random, options: dict[str, Any]) -> PipelinePlan:
+    """Return a random plan some of whose stages run ahead."""
+    while True:
+        plan = random_plan(rng, **options)
+        cut = {i for i in range(len(plan.stages)) if rng.random() < 0.5}
+        edges = tuple(dataclasses.replace(e, gradient_tensors=()) if e.src in cut else e for e in plan.edges)
+        plan = dataclasses.replace(plan, edges=edges)
+        frozen = forward_only_stages(plan)
+        if frozen_branch(plan) and not any(e.gradient_tensors and e.dst in frozen for e in plan.edges):
+            return with_family(plan, rng.choice(_ORDERS), rng)
+
+
+# ---- running one rank ----------------------------------------------------------------------------------------
+
+
+class _Rank:
+    """The stages of one rank in a draw: what runs each program of each, and the hooks that note what comes of it."""
+
+    def __init__(
+        self,
+        draw: KeptDraw,
+        network: LinearNetwork,
+        *,
+        rank: int,
+        groups: Mapping[int, dist.ProcessGroup | None],
+        transport: Transport | None,
+        delays: random.Random,
+        longest_delay_s: float,
+    ) -> None:
+        self._draw, self._network, self._rank = draw, network, rank
+        self._transport = transport
+        self._delays, self._longest_delay_s = delays, longest_delay_s
+        self._hand_overs = HandOvers()
+        self.stages = tuple(groups)
+        self.hooks = {
+            index: LinearHooks({n: nn.Parameter(p.clone()) for n, p in network.starts[index].items()}, group)
+            for index, group in groups.items()
+        }
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def executors(self) -> RankExecutors:
+        """Return what joins the executors of the rank's stages."""
+        return RankExecutors(hand_overs=self._hand_overs, step=self._step, most=_MOST_EXECUTORS)
+
+    def _step(self) -> None:
+        for own in self.hooks.values():
+            own.step()
+
+    def make(self, program: RankProgram, place: WindowPlace) -> StageExecutor:
+        """Return what runs a program of one stage; all of a stage's share what computes."""
+        index, network = program.stage, self._network
+        compute, hooks = self._made[index]
+        return StageExecutor(
+            plan=self._draw.plan,
+            program=program,
+            compute=compute,
+            specs=network.specs,
+            transport=self._transport,
+            hooks=hooks,
+            device=torch.device("cpu"),
+            loss=compute.outputs[-1] if network.stages[index].has_loss else None,
+            window=place,
+            hand_overs=self._hand_overs,
+        )
+
+    def begin(self, program: RankProgram, versions: WeightVersions | None = None) -> None:
+        """Make what computes a stage; ``program`` has all that it ever sends and receives."""
+        own = self.hooks[program.stage]
+        hooks: Any = own if versions is None else VersionedHooks(own, versions)
+        compute: Any = stage_compute(self._network, program, own.parameters, hooks, versions=versions)
+        if self._longest_delay_s:
+            compute = Delayed(compute, self._delays, self._longest_delay_s)
+        self._made[program.stage] = compute, hooks
+
+    def versions(self, stage: int) -> WeightVersions | None:
+        """Return the versions of a stage's weights in mode async; None where it trains nothing."""
+        if stage in self._draw.forward_only:
+            return None
+        plan = self._draw.plan
+        windows = windows_of(plan)
+        return WeightVersions(
+            list(self.hooks[stage].parameters.values()),
+            most=plan.num_versions(stage),
+            lag=windows.staleness(stage) if windows.vertical_sync else None,
+        )
+
+    def rows(self, data: Tensor) -> list[list[tuple[Tensor, ...]]]:
+        """Return what each stage's micro-batches read of a mini-batch."""
+        return [stage_rows(self._network, index, self._rank, data) for index in self.stages]
+
+
+def train_kept(
+    draw: KeptDraw, network: LinearNetwork, batches: Sequence[Tensor], *, rank: int, **given: Any
+) -> dict[int, Trained]:
+    """Run the mini-batches one behind the other; return what came of each stage of this rank.
+
+    Args:
+        given: ``groups`` of the rank's stages, ``transport``, ``delays`` and ``longest_delay_s``.
+    """
+    own = _Rank(draw, network, rank=rank, **given)
+    if draw.windows is not None:
+        _train_windows(own, draw.windows, batches, rank)
+    else:
+        assert draw.ahead is not None
+        _train_ahead(own, draw.ahead, batches, rank)
+    return {index: hooks.done for index, hooks in own.hooks.items()}
+
+
+def _train_windows(own: _Rank, windows: WindowPrograms, batches: Sequence[Tensor], rank: int) -> None:
+    programs = windows.of_rank(rank)
+    runners = []
+    for stage in own.stages:
+        parts = programs.of_stage(stage)
+        own.begin(parts.steps[-1], own.versions(stage))
+        runners.append(WindowRunner.make(parts, own.make, mini_batch=len(batches[0])))
+    runner = RankWindowRunner(programs, runners, own.executors())
+    for data in batches:
+        runner.run(own.rows(data))
+    runner.drain()
+
+
+def _train_ahead(own: _Rank, ahead: AheadPrograms, batches: Sequence[Tensor], rank: int) -> None:
+    plan, programs = ahead.plan, ahead.of_rank(rank)
+    frozen = forward_only_stages(plan)
+    runners = []
+    for stage in own.stages:
+        parts = programs.of_stage(stage)
+        own.begin(parts.steady)
+        runners.append(AheadRunner(plan=plan, programs=parts, stage=stage, is_trained=stage not in frozen))
+
+    together = RankAheadRunner(programs, runners, own.executors())
+
+    def run(part: Part, now: Tensor, following: Tensor) -> None:
+        parts = [own.make(runner.program(part), runner.place(part)) for runner in runners]
+        ours, next_ones = own.rows(now), own.rows(following)
+        rows = [next_ones[i] if runner.programs.is_ahead else ours[i] for i, runner in enumerate(runners)]
+        together.run(part, parts, rows)
+
+    run("fill", batches[0], batches[0])
+    for now, following in zip(batches, batches[1:], strict=False):
+        run("steady", now, following)
+    run("last", batches[-1], batches[-1])
+
+
+# ---- what it must equal --------------------------------------------------------------------------------------
+
+
+def stale_gradients(
+    network: LinearNetwork, batches: Sequence[Tensor]
+) -> list[list[dict[str, Tensor | None]]]:
+    """Return the gradient of each update of each stage under PipeDream's rule, in one process.
+
+    A stage that holds k micro-batches uses for micro-batch m its weights after m - k + 1 updates; with vertical sync k
+    is that of the stage that holds most.
+    """
+    plan = network.plan
+    size = plan.stages[0].micro_batch_size
+    held = [stage.in_flight for stage in plan.stages]
+    lags = [max(held)] * len(held) if plan.vertical_sync else held
+    history: list[list[Parameters]] = [[start] for start in network.starts]
+    found: list[list[dict[str, Tensor | None]]] = [[] for _ in plan.stages]
+
+    def update(stage: int) -> None:
+        gradients = found[stage][len(history[stage]) - 1]
+        newest = history[stage][-1]
+        history[stage].append(
+            {n: p if (g := gradients[n]) is None else p - LEARNING_RATE * g for n, p in newest.items()}
+        )
+
+    for number, data in enumerate(row for batch in batches for row in batch.split(size)):
+        used = [history[stage][max(0, number - lag + 1)] for stage, lag in enumerate(lags)]
+        for stage, gradients in enumerate(single_process_gradients(network, used, data)):
+            found[stage].append(gradients)
+            if len(found[stage]) - len(history[stage]) + 1 >= held[stage]:
+                update(stage)
+    return found
+
+
+def stale_error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]) -> float:
+    """Return the largest error of a gradient tensor of any update of this rank's stages against one process."""
+    expected = stale_gradients(network, batches)
+    worst = 0.0
+    for number in range(len(expected[0])):
+        wanted = [of_stage[number] for of_stage in expected]
+        ours = {
+            stage: own.gradients[number] for stage, own in run.items() if stage not in network.forward_only
+        }
+        worst = max(worst, gradients_error(ours, wanted))
+    for stage, own in run.items():
+        due = 0 if stage in network.forward_only else len(expected[stage])
+        assert len(own.gradients) == due, f"stage {stage} made {len(own.gradients)} of {due} updates"
+    return worst

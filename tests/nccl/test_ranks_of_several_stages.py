@@ -1,0 +1,99 @@
+"""Ranks that hold several stages: hand-overs travel nowhere, and collectives of all stages come in one order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from gpp_benchmarks._exactness_kept import kept_draw
+from gpp_benchmarks._random_schedules import FAMILIES, random_draw
+from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
+from tests.nccl.coverage_counts import Counts, Tell, check_all_points, check_runs, everything, report
+from tests.nccl.recording import Programs, Run, lower, record_job
+from tests.schedule.plans import on_ranks, simple_plan
+from tests.schedule.test_async import asynchronous
+
+
+def random_run(seed: int) -> Run:
+    """Return a random graph of 2 to 7 stages on 1 to 4 ranks, ZeRO 2 every third time, ties every fourth."""
+    family = FAMILIES[seed % len(FAMILIES)]
+    draw = random_draw(seed, family, most_stages=7, most_ranks=4, shares_ranks=True)
+    trained = [i for i in range(len(draw.plan.stages)) if i not in draw.forward_only]
+    tied = tuple(trained[:2]) if seed % 4 == 0 and len(trained) > 1 else ()
+    return Run(plan=draw.plan, forward_only=draw.forward_only, zero=2 if seed % 3 == 0 else 0, tied=tied)
+
+
+def test_random_graphs_with_a_wait_at_every_point(tell: Tell) -> None:
+    report(tell, check_runs([(f"seed {seed}", everything(random_run(seed))) for seed in range(40)]))
+
+
+def test_random_graphs_with_sampled_waits(tell: Tell) -> None:
+    report(tell, check_runs([(f"seed {s}", random_run(s)) for s in range(1000, 1100)], is_sampled=True))
+
+
+def test_windows_that_stay_full(tell: Tell) -> None:
+    draws = [kept_draw(s, "async", most_stages=6, most_ranks=4, shares_ranks=True) for s in range(15)]
+    runs = [Run(plan=d.plan, forward_only=d.forward_only, steps=2, record=True) for d in draws]
+    report(tell, check_runs([(f"seed {n}", run) for n, run in enumerate(runs)]))
+
+
+def test_branches_that_run_ahead(tell: Tell) -> None:
+    draws = [kept_draw(s, "look_ahead", most_stages=6, most_ranks=4, shares_ranks=True) for s in range(10)]
+    runs = [
+        Run(plan=d.plan, forward_only=d.forward_only, looks_ahead=True, evaluate=True, record=True)
+        for d in draws
+    ]
+    report(tell, check_runs([(f"seed {n}", run) for n, run in enumerate(runs)]))
+
+
+# ---- faults ------------------------------------------------------------------------------------------------
+
+
+def two_stages_on_both_ranks() -> Run:
+    plan = simple_plan([2, 2], [(0, 1)], mini_batch=4)
+    return Run(plan=on_ranks(plan, (0, 1), (0, 1)))
+
+
+def hangs(run: Run, programs: Programs) -> list[str]:
+    counts = Counts()
+    check_all_points(counts, "damaged", record_job(run, programs), seed=0)
+    return counts.hangs
+
+
+def turned(
+    programs: tuple[RankProgram, ...], rank: int, is_moved: Callable[[Instruction], bool]
+) -> tuple[RankProgram, ...]:
+    """Return the programs with the first two blocks of such instructions of a rank in each other's place."""
+    instructions = list(programs[rank].instructions)
+    places = [at for at, each in enumerate(instructions) if is_moved(each)]
+    first, second = (
+        [at for at in places if instructions[at].stage == stage]
+        for stage in dict.fromkeys(instructions[at].stage for at in places)
+    )
+    for one, other in zip(first, second, strict=False):
+        instructions[one], instructions[other] = instructions[other], instructions[one]
+    changed = dataclasses.replace(programs[rank], instructions=tuple(instructions))
+    return (*programs[:rank], changed, *programs[rank + 1 :])
+
+
+def test_sums_of_two_stages_in_another_order_on_one_rank_are_found() -> None:
+    run = two_stages_on_both_ranks()
+    programs = lower(run)
+    assert hangs(run, programs) == []
+    # without sums in the last backward, which are launched where the tasks stand and not where the tail is
+    plain = dataclasses.replace(programs, early=frozenset())
+    assert hangs(run, plain) == []
+    swapped = turned(plain.training, 1, lambda each: each.kind is InstructionKind.REDUCE_DATA)
+    assert swapped != plain.training
+    assert hangs(run, dataclasses.replace(plain, training=swapped))
+
+
+def test_updates_of_two_stages_in_another_order_on_one_rank_are_found() -> None:
+    run = two_stages_on_both_ranks()
+    run = dataclasses.replace(run, plan=asynchronous(run.plan))
+    programs = lower(run)
+    assert programs.windows is not None and hangs(run, programs) == []
+    updates = (InstructionKind.REDUCE_DATA, InstructionKind.STEP)
+    steps = tuple(turned(part, 1, lambda each: each.kind in updates) for part in programs.windows.steps)
+    damaged = dataclasses.replace(programs.windows, steps=steps)
+    assert hangs(run, dataclasses.replace(programs, windows=damaged))

@@ -37,6 +37,8 @@ class Stage:
         half_forward_us: of half a micro-batch's forward; 0 is half of ``forward_us``.
         input_gradient_us, weight_gradient_us: of the parts of a split backward; 0 both is half of
             ``backward_us`` each.
+        pending: most micro-batches at a time whose input gradient is made and whose weight gradient is not; they are in
+            flight, and hold gradients beside what they saved.
         memory_bytes: predicted peak of one rank; 0 where not predicted.
         gradient_bytes: gradients of the stage's parameters, which its ranks reduce among themselves.
         memory: what it swaps and recomputes; None: nothing. ``backward_us`` contains what that adds.
@@ -58,6 +60,7 @@ class Stage:
     half_forward_us: float = 0.0
     input_gradient_us: float = 0.0
     weight_gradient_us: float = 0.0
+    pending: int = 0
     memory_bytes: int = 0
     gradient_bytes: int = 0
     memory: MemoryPlan | None = None
@@ -117,6 +120,8 @@ class StageEdge:
             consumer, hold equal shards of each tensor (sequence parallelism), shard t at tensor position t;
             None: each rank holds the whole tensor. Shapes and bytes are of whole tensors. Tensors held in
             different ways between the same two stages are on edges of their own.
+        message_us, gradient_us: what a message takes, and a gradient's, where orders reckon with it; 0: they take
+            messages to be free.
     """
 
     src: int
@@ -130,6 +135,8 @@ class StageEdge:
     gradient_bytes_fixed: float = 0.0
     src_shard_axis: int | None = None
     dst_shard_axis: int | None = None
+    message_us: float = 0.0
+    gradient_us: float = 0.0
 
     @property
     def is_order_only(self) -> bool:

@@ -35,9 +35,10 @@ from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.maps import exchanged_stages, moved_stages
 from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner
 from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge
-from gpp_plugin.plan.shared.shared_schedules import first_schedule, schedule_shared
+from gpp_plugin.plan.shared.shared_schedules import SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
 from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.schedule.names import AUTO
 
 NUM_STARTS = 40
 """Starts that are simulated, those with the smallest bounds; of each way to share ranks at most ``PER_WAY``, and
@@ -174,7 +175,7 @@ class _Search:
             for stage, other in zip(plan.stages, named.stages, strict=True)
         )
         named = dataclasses.replace(named, stages=stages, iteration_us=plan.iteration_us)
-        if any(stage.memory is not None for stage in stages):
+        if any(stage.memory is not None for stage in stages) and self._schedule not in (AUTO, SPLIT):
             return named, start.how
         scheduled = schedule_shared(named, self._request, schedule=self._schedule)
         return min(named, scheduled, key=lambda each: each.iteration_us), start.how

@@ -11,7 +11,6 @@ import base64
 import binascii
 import difflib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS, planner_granularity
+from gpp_plugin.ir.samples import nearest_divisors
 from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
 BLOCK = "graph_pipeline"
@@ -580,13 +580,13 @@ def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) 
         if mini_batch % (steps or 1):
             raise ConfigError(
                 f"gradient_accumulation_steps: {steps} does not divide train_batch_size {mini_batch}; "
-                f"{_nearest_divisors(mini_batch, steps or 1)}"
+                f"{_divisors_to_give(mini_batch, steps or 1)}"
             )
         unit = mini_batch // (steps or 1)
     if mini_batch % unit:
         raise ConfigError(
             f"train_micro_batch_size_per_gpu: {unit} (the samples of one loss) does not divide "
-            f"train_batch_size {mini_batch}; {_nearest_divisors(mini_batch, unit)}"
+            f"train_batch_size {mini_batch}; {_divisors_to_give(mini_batch, unit)}"
         )
     if steps is not None and (mini_batch // unit) % steps:
         raise ConfigError(
@@ -659,7 +659,7 @@ def _check_micro_batches_divide(config: GraphPipelineConfig, mini_batch: int) ->
     named = sizes.items() if isinstance(sizes, dict) else [("", sizes)]
     lines = [
         f"{BLOCK}.micro_batch_sizes{'.' if name else ''}{name}: {size} does not divide train_batch_size "
-        f"{mini_batch}; {_nearest_divisors(mini_batch, size)}"
+        f"{mini_batch}; {_divisors_to_give(mini_batch, size)}"
         for name, size in named
         if isinstance(size, int) and mini_batch % size
     ]
@@ -667,10 +667,5 @@ def _check_micro_batches_divide(config: GraphPipelineConfig, mini_batch: int) ->
         raise ConfigError("\n".join(lines))
 
 
-def _nearest_divisors(number: int, wanted: int) -> str:
-    # Divisors come in pairs d, number / d, of which one is at most the root. 64, wanted 10: give 8 or 16.
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return "give " + " or ".join(str(d) for d in (*below, *above))
+def _divisors_to_give(number: int, wanted: int) -> str:
+    return "give " + " or ".join(map(str, nearest_divisors(number, wanted)))

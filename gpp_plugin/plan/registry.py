@@ -13,7 +13,7 @@ from gpp_plugin.plan.machines.exchanges import exchange_stages
 from gpp_plugin.plan.machines.unlike_devices import best_over_orders
 from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank
-from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plan.validate_request import validate_for
 
 PLACING = ("auto", "graphpipe")
 """Planners whose stages may be exchanged between nodes; those of papers place them as they do."""
@@ -41,14 +41,7 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         )
     if name in PLACING and plan.mode == "sync":
         plan = exchange_stages(plan, request)
-    validate_plan(
-        plan,
-        request.graph,
-        profile=request.profile,
-        cluster=request.cluster,
-        memory_limit_bytes=request.memory_limit_bytes,
-        zero_stage=request.zero_stage,
-    )
+    validate_for(plan, request)
     _check_answer(name, plan, request)
     return complete_plan(plan, request.graph, request.profile)
 

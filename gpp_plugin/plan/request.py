@@ -12,6 +12,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.samples import nearest_divisors
 
 UNLIMITED = 1 << 62
 """More bytes than any device has: two of them still fit in 64 bits."""
@@ -147,7 +148,7 @@ def check_request(request: PlanRequest) -> None:
         if size < 1 or r.mini_batch % size:
             raise PlanError(
                 f"micro_batch_sizes[{key!r}] is {size}, which does not divide the mini-batch of {r.mini_batch}; "
-                f"the nearest sizes that do are {_nearest_divisors(size, r.mini_batch)}"
+                f"the nearest sizes that do are {' and '.join(map(str, nearest_divisors(r.mini_batch, size)))}"
             )
 
 
@@ -211,11 +212,3 @@ def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
             f"stages and the model has {num_blocks} blocks; lower virtual_stages to "
             f"{max(num_blocks * virtual // fewest, 1)} or set granularity to sub_layer"
         )
-
-
-def _nearest_divisors(size: int, number: int) -> str:
-    """Return the divisors of ``number`` next to ``size``, as text."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d < size][-1:]
-    above = [d for d in divisors if d > size][:1]
-    return " and ".join(map(str, below + above))

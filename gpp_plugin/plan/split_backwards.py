@@ -115,9 +115,7 @@ def _plain(stage: Stage, costs: CostModel) -> Stage:
     return dataclasses.replace(stage, memory=None, pending=0, memory_bytes=need, backward_us=backward)
 
 
-def _fitted(
-    stage: Stage, pending: int, request: PlanRequest, costs: CostModel, fitter: StageFitter
-) -> Stage:
+def _fitted(stage: Stage, pending: int, request: PlanRequest, costs: CostModel, fitter: StageFitter) -> Stage:
     """Return the stage fitted into what ``pending`` micro-batches leave of its ranks."""
     limit = min(rank_limit(request, rank) for rank in stage.ranks) - pending_bytes(stage, costs, pending)
     return fitter.fitted_stage(stage, limit=limit)

@@ -32,9 +32,9 @@ from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.profile.analytic_costs import (
-    pending_bytes,
     ADAM_STATE_BYTES,
     default_sample_counts,
+    pending_bytes,
     tied_costs,
     validate_sample_counts,
 )

@@ -107,7 +107,7 @@ class TaskGraph:
         return make(self.plan, self.edge[number], self.overlaps[number], self.pairs[number])
 
     def delay_us(self, number: int) -> float:
-        """Return what a message between two ranks takes in what orders reckon with; what is handed over takes nothing."""
+        """Return what a message takes that orders reckon with; what is handed over on a rank takes nothing."""
         if self.sender[number] == self.receiver[number]:
             return 0.0
         edge = self.plan.edges[self.edge[number]]

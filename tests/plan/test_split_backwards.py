@@ -70,7 +70,9 @@ def test_memory_holds_what_its_order_keeps(limit):
     costs = CostModel(request.graph, request.profile, request.cluster)
     plan = schedule_plan(make_plan("graphpipe", request), request, schedule="zero_bubble", slicing="off")
     assert {stage.schedule for stage in plan.stages} == {"zero_bubble"}
-    validate_plan(plan, request.graph, profile=request.profile, cluster=request.cluster, memory_limit_bytes=limit)
+    validate_plan(
+        plan, request.graph, profile=request.profile, cluster=request.cluster, memory_limit_bytes=limit
+    )
     parts = memory_breakdown(plan, request.profile)
     for index, (stage, schedule) in enumerate(zip(plan.stages, build_schedules(plan), strict=True)):
         working = stage.memory.working_bytes if stage.memory is not None else 0
@@ -87,7 +89,11 @@ def test_a_plan_that_counts_too_little_for_what_is_pending_is_refused():
     need = max(stage.memory_bytes for stage in plan.stages)
     with pytest.raises(PlanInfeasible, match="too many"):
         validate_plan(
-            plan, request.graph, profile=request.profile, cluster=request.cluster, memory_limit_bytes=need - 100
+            plan,
+            request.graph,
+            profile=request.profile,
+            cluster=request.cluster,
+            memory_limit_bytes=need - 100,
         )
 
 

@@ -13,7 +13,10 @@ from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.simulate.predict import predict_iteration_us
 
-SLOW = (Link(name="node", span=2, bytes_per_s=1e9, latency_us=5.0), Link(name="net", span=8, bytes_per_s=1e8, latency_us=20.0))
+SLOW = (
+    Link(name="node", span=2, bytes_per_s=1e9, latency_us=5.0),
+    Link(name="net", span=8, bytes_per_s=1e8, latency_us=20.0),
+)
 QUICK = (Link(name="all", span=8, bytes_per_s=1e12, latency_us=0.0),)
 
 
@@ -22,7 +25,9 @@ def cluster(links) -> Cluster:
     return Cluster(name="test", devices=(device,) * 8, links=links)
 
 
-def pipeline(ranks, edges, times, *, count: int, schedule: str, sample_bytes: float, more: int = 0) -> PipelinePlan:
+def pipeline(
+    ranks, edges, times, *, count: int, schedule: str, sample_bytes: float, more: int = 0
+) -> PipelinePlan:
     """Return stages of one sample a micro-batch on these ranks, with ``more`` micro-batches than Table 2 in flight."""
     stages = tuple(
         Stage(
@@ -55,7 +60,8 @@ def pipeline(ranks, edges, times, *, count: int, schedule: str, sample_bytes: fl
     return dataclasses.replace(
         plan,
         stages=tuple(
-            dataclasses.replace(s, in_flight=min(n + more, count)) for s, n in zip(stages, counts, strict=True)
+            dataclasses.replace(s, in_flight=min(n + more, count))
+            for s, n in zip(stages, counts, strict=True)
         ),
     )
 

@@ -37,7 +37,7 @@ from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner
 from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge
 from gpp_plugin.plan.shared.shared_schedules import SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
-from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plan.validate_request import validate_for
 from gpp_plugin.schedule.names import AUTO
 
 NUM_STARTS = 40
@@ -90,14 +90,7 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
         f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than {plan.iteration_us:.0f} us with one stage a rank"
     )
     shared = dataclasses.replace(shared, notes=(*shared.notes, note))
-    validate_plan(
-        shared,
-        request.graph,
-        profile=request.profile,
-        cluster=request.cluster,
-        memory_limit_bytes=request.memory_limit_bytes,
-        zero_stage=request.zero_stage,
-    )
+    validate_for(shared, request)
     return complete_plan(shared, request.graph, request.profile)
 
 

@@ -127,7 +127,9 @@ class SharedJudge:
         linked = with_link_times(best, self.costs.cluster)
         if linked is not best:
             timed = self._timed(linked, is_exact=True)
-            best = timed if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9) else best
+            best = (
+                timed if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9) else best
+            )
         return self._with_moved_counts(best) if _num_tasks(plan) <= EXACT_TASKS else best
 
     def _with_moved_counts(self, best: PipelinePlan) -> PipelinePlan:

@@ -18,8 +18,9 @@ stage holds no more than GraphPipe's Table 2 gives it on a rank of its own (`in_
 So orders are made by several simulations, of three choices: which times (equal ones or the plan's), how many
 micro-batches make a group, and whether a rank alternates or prefers backwards; and of a fourth where the plan's edges
 say what messages take (`StageEdge.message_us`): whether ranks wait for them. Each is then run with the plan's times,
-messages included, and the shortest is taken, and of equals the one of which the fullest rank holds least. Of split backwards (zero bubble)
-the weight gradients fill what is left, and go first where a forward waits for the memory they hold.
+messages included, and the shortest is taken, and of equals the one of which the fullest rank holds least. Of split
+backwards (zero bubble) the weight gradients fill what is left, and go first where a forward waits for the memory they
+hold.
 
 The ranks of a stage run its tasks in one order: the first to come to a choice makes it for all. The choices in the
 order they were made are the schedules' `turns`, by which `shared_ranks` puts the tasks of each rank into one order.

@@ -26,8 +26,8 @@ what starts now may keep a stage busy when something better arrives.
 Deviations: every stage has its own limit (ZB-H1 grants all stages that of the first); a stage that sends no gradient,
 as the first one, runs whole backwards, as nobody waits for its input gradient; messages take what the plan's edges say
 (`StageEdge.message_us`), nothing where they say nothing, so that the order depends on the plan alone (the simulator
-decides with links that are shared whether it pays); the ranks of a stage move together, as in Table 2, so that counts below Table 2's (which the greedy schedule may find, seeing single ranks)
-can be too few and are refused.
+decides with links that are shared whether it pays); the ranks of a stage move together, as in Table 2, so that counts
+below Table 2's (which the greedy schedule may find, seeing single ranks) can be too few and are refused.
 
 Source: Zero Bubble (arXiv 2401.10241), section 2
 Tests: tests/schedule/test_zero_bubble.py

@@ -17,6 +17,8 @@ from gpp_plugin.plan.validate_request import validate_for
 
 PLACING = ("auto", "graphpipe")
 """Planners whose stages may be exchanged between nodes; those of papers place them as they do."""
+TAKE_FOR_ALIKE = ("uniform", "pipedream", "autopipe", "piper", "dapple")
+"""Planners of papers that know devices of one speed: they cut a model as if all were the quickest."""
 
 
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
@@ -43,6 +45,9 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         plan = exchange_stages(plan, request)
     validate_for(plan, request)
     _check_answer(name, plan, request)
+    if name in TAKE_FOR_ALIKE and request.cluster.is_mixed:
+        note = f"planner {name} takes devices of several speeds for alike, as the quickest; times are those of each"
+        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     return complete_plan(plan, request.graph, request.profile)
 
 

@@ -16,6 +16,7 @@ import dataclasses
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.schedule.event_loop import MessageCosts
+from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
 
 LEAST_SHARE = 0.02
 """Of the shortest forward: messages that take less change no order worth simulating."""
@@ -42,9 +43,8 @@ def _with_times(plan: PipelinePlan, edge: StageEdge, costs: MessageCosts) -> Sta
     for place in range(count):
         sender = src.data_ranks(0)[place * src.degree // count]
         receiver = dst.data_ranks(0)[place * dst.degree // count]
-        there = costs.of(sender, receiver, edge.bytes_per_sample * samples + edge.bytes_fixed)
-        forward = max(forward, sum(there))
+        forward = max(forward, sum(costs.of(sender, receiver, activation_bytes(edge, samples, True))))
         if edge.gradient_tensors:
-            num_bytes = edge.gradient_bytes_per_sample * samples + edge.gradient_bytes_fixed
-            backward = max(backward, sum(costs.of(receiver, sender, num_bytes)))
+            back = costs.of(receiver, sender, gradient_bytes(edge, samples, True))
+            backward = max(backward, sum(back))
     return dataclasses.replace(edge, message_us=forward, gradient_us=backward)

@@ -4,8 +4,12 @@ Times, bytes and edges are the oracles' own (`_oracle_costs`). In what order a r
 how long that takes, is the package's (`schedule.build`, `simulate.predict`): a plan is what these make of it. So what
 is checked is the planner's choice of stages, ranks and counts, not its orders.
 
-    counts first    GraphPipe's Table 2, once, one and a half times and twice, and all micro-batches, of every map
-    then            of the best `NUM_COUNTED` every vector of counts from Table 2's up to all micro-batches
+    first    every map with GraphPipe's Table 2 in flight; those whose busiest rank computes least before the others,
+             until that alone takes as long as the `NUM_COUNTED` best
+    then     of these, from Table 2's counts and from all micro-batches, one stage's count after another, whatever is
+             shorter; and of the best every vector of counts from Table 2's up to all micro-batches
+
+Each with orders that take messages to be free, and with orders that do not.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpp_benchmarks._oracle import all_partitions, random_dag, random_request
@@ -31,8 +35,7 @@ from gpp_plugin.simulate.predict import predict_iteration_us
 
 SIZE, MICRO_BATCHES = 4, 4
 MOST_STAGES = 6
-NUM_COUNTED = 4
-FACTORS = (1.0, 1.5, 2.0, math.inf)
+NUM_COUNTED = 3
 
 
 def map_request(seed: int) -> PlanRequest:
@@ -82,25 +85,43 @@ def _in_words(plan: PipelinePlan) -> list[str]:
 
 def best_map_us(request: PlanRequest) -> tuple[float, PipelinePlan | None]:
     """Return the shortest step of all partitions into the stages asked for, on all maps, and its plan."""
-    best, best_plan = math.inf, None
-    kept: list[tuple[float, int, PipelinePlan]] = []
-    for number, plan in enumerate(_placed_plans(request)):
-        if _least_us(plan) >= (kept[0][0] * -1 if len(kept) == NUM_COUNTED else math.inf):
-            continue
-        us, counted = min(
-            ((_step_us(each, request), each) for each in _factored(plan)), key=lambda pair: pair[0]
-        )
-        heapq.heappush(kept, (-us, number, counted))
+    bounded = sorted(
+        ((_least_us(plan), number, plan) for number, plan in enumerate(_placed_plans(request))),
+        key=lambda item: item[:2],
+    )
+    kept: list[tuple[float, int, PipelinePlan]] = []  # a heap of the best, the longest of them first
+    for bound, number, plan in bounded:
+        if len(kept) == NUM_COUNTED and bound >= -kept[0][0]:
+            break
+        heapq.heappush(kept, (-_step_us(plan, request), number, plan))
         if len(kept) > NUM_COUNTED:
             heapq.heappop(kept)
-        if us < best:
-            best, best_plan = us, counted
-    for _, _, plan in sorted(kept, key=lambda item: -item[0]):
-        for counted in _all_counts(plan, request):
-            us = _step_us(counted, request)
-            if us < best * (1 - 1e-9):
-                best, best_plan = us, counted
-    return best, best_plan
+    if not kept:
+        return math.inf, None
+    moved = [(*_moved_counts(plan, request), plan) for _, _, plan in sorted(kept, key=lambda item: -item[0])]
+    best, counted, plan = min(moved, key=lambda each: each[0])
+    for counts in itertools.product(*(range(stage.in_flight, MICRO_BATCHES + 1) for stage in plan.stages)):
+        us = _step_us(_with_counts(plan, counts), request)
+        if us < best * (1 - 1e-9):
+            best, counted = us, counts
+    return best, _with_counts(plan, counted)
+
+
+def _moved_counts(plan: PipelinePlan, request: PlanRequest) -> tuple[float, tuple[int, ...]]:
+    """Return the shortest step that changes of one stage's count after another lead to, and its counts."""
+    found = []
+    for start in (tuple(stage.in_flight for stage in plan.stages), (MICRO_BATCHES,) * len(plan.stages)):
+        counts, best = start, _step_us(_with_counts(plan, start), request)
+        is_improved = True
+        while is_improved:
+            is_improved = False
+            for i, count in itertools.product(range(len(counts)), range(1, MICRO_BATCHES + 1)):
+                changed = (*counts[:i], count, *counts[i + 1 :])
+                us = best if changed == counts else _step_us(_with_counts(plan, changed), request)
+                if us < best * (1 - 1e-9):
+                    counts, best, is_improved = changed, us, True
+        found.append((best, counts))
+    return min(found)
 
 
 def _placed_plans(request: PlanRequest) -> Iterator[PipelinePlan]:
@@ -131,29 +152,13 @@ def _least_us(plan: PipelinePlan) -> float:
     return max(busy.values())
 
 
-def _factored(plan: PipelinePlan) -> Iterator[PipelinePlan]:
-    for factor in FACTORS:
-        yield _with_counts(plan, [min(MICRO_BATCHES, stage.in_flight * factor) for stage in plan.stages])
-
-
-def _all_counts(plan: PipelinePlan, request: PlanRequest) -> Iterator[PipelinePlan]:
-    groups = tuple(stage.blocks for stage in plan.stages)
-    least = oracle_plan(request, groups, [1] * len(groups), SIZE)
-    ranges = [range(stage.in_flight, MICRO_BATCHES + 1) for stage in least.stages]
-    for counts in itertools.product(*ranges):
-        yield _with_counts(plan, counts)
-
-
-def _with_counts(plan: PipelinePlan, counts: Any) -> PipelinePlan:
-    stages = (
-        dataclasses.replace(s, in_flight=math.ceil(count))
-        for s, count in zip(plan.stages, counts, strict=True)
-    )
+def _with_counts(plan: PipelinePlan, counts: Sequence[int]) -> PipelinePlan:
+    stages = (dataclasses.replace(s, in_flight=count) for s, count in zip(plan.stages, counts, strict=True))
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def _step_us(plan: PipelinePlan, request: PlanRequest) -> float:
-    """Return the shorter step of orders that take messages to be free and of orders that do not."""
+    """Return the shorter step of orders that take messages to be free and of orders that do not; inf: it cannot run."""
     best = math.inf
     for each in (plan, with_link_times(plan, request.cluster)):
         try:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 
 from gpp_benchmarks._oracle import all_partitions, random_dag, random_request, the_size
-from gpp_benchmarks._oracle_costs import fits, least_us, oracle_plan, step_us
+from gpp_benchmarks._oracle_costs import fits, least_us, num_micro_batches, oracle_plan, step_us
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.request import PlanRequest
@@ -55,9 +56,25 @@ def best_unlike_us(request: PlanRequest) -> float | None:
     for bound, _, plan in bounded:
         if best is not None and bound >= best:
             break
-        us = step_us(plan, request.cluster)
+        us = min(step_us(each, request.cluster) for each in _with_more_in_flight(plan))
         best = us if best is None else min(best, us)
     return best
+
+
+def _with_more_in_flight(plan: PipelinePlan) -> Iterator[PipelinePlan]:
+    """Yield the plan, and the same with up to twice as many micro-batches in flight, which hides messages."""
+    yield plan
+    most = max(num_micro_batches(plan, stage) for stage in plan.stages)
+    for times in (1.5, 2.0):
+        stages = tuple(
+            stage
+            if stage.in_flight == 1
+            else dataclasses.replace(stage, in_flight=min(most, math.ceil(stage.in_flight * times)))
+            for stage in plan.stages
+        )
+        held = dataclasses.replace(plan, stages=stages)
+        if len(stages) > 1:
+            yield held
 
 
 def _plans(request: PlanRequest) -> Iterator[PipelinePlan]:

@@ -1,7 +1,6 @@
 """Zero bubble in plans: the memory that its order needs, and stages that swap or recompute beside it."""
 
 import dataclasses
-import random
 
 import pytest
 
@@ -129,9 +128,8 @@ def test_zero_bubble_wins_where_a_little_recomputing_makes_it_fit():
     assert auto.iteration_us < made.iteration_us * 0.98
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_shared_ranks_that_recompute_may_split_too(seed):
-    limit = random.Random(seed).choice([9_000, 12_000, 16_000])
+@pytest.mark.parametrize("limit", [9_000, 16_000])
+def test_shared_ranks_that_recompute_may_split_too(limit):
     request = dataclasses.replace(tight(limit), num_stages=None, num_ranks=2, virtual_stages=2)
     made = make_plan("graphpipe", request)
     shared = share_ranks(schedule_plan(made, request), request)

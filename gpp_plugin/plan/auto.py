@@ -136,6 +136,9 @@ def _rivals_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple
         except PlanError as error:
             logger.debug("planner %s has no plan: %s", name, error)
             continue
+        if not _is_asked_for(rival, request):
+            logger.debug("planner %s knows no given numbers of stages or ranks a stage", name)
+            continue
         yield (
             name,
             [
@@ -143,6 +146,14 @@ def _rivals_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple
                 for s in rival.stages
             ],
         )
+
+
+def _is_asked_for(rival: PipelinePlan, request: PlanRequest) -> bool:
+    """Return whether a plan has the stages and the ranks a stage that the request gives: DAPPLE's may not."""
+    degrees = {stage.degree for stage in rival.stages}
+    return request.num_stages in (None, len(rival.stages)) and (
+        request.data_parallel is None or degrees == {request.data_parallel}
+    )
 
 
 def _rivals(request: PlanRequest, report: SearchReport) -> tuple[str, ...]:

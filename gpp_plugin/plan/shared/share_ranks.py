@@ -6,7 +6,8 @@
                         then the best `NUM_EXACT` exactly
       3 improved        the best `NUM_IMPROVED` by moves: two stages of the same ranks merged, a stage to other ranks,
                         two stages exchanged, a boundary block to another stage, another micro-batch size
-      4 schedules       the best one under each schedule that is allowed
+      4 refined         the best `NUM_REFINED`: orders that reckon with links, in-flight counts one by one
+      5 schedules       the best one under each schedule that is allowed
     the shortest of all, and the plan itself where nothing is shorter; its notes say what was tried
 
 Everything is counted, nothing is timed: the same request gives the same plan on every machine.
@@ -47,6 +48,8 @@ PER_WAY, PER_SIZE = 8, 3
 NUM_EXACT = 6
 """Of these, how many are simulated with the orders that will run."""
 NUM_IMPROVED = 4
+NUM_REFINED = 6
+"""Of all of these, how many are given the best orders and in-flight counts."""
 NEAR = 1.15
 """Times the shortest start, up to which others are simulated: moves gain as much."""
 ROUNDING = 1e-6
@@ -160,14 +163,18 @@ class _Search:
             return None
         share = self._judge.budget // NUM_IMPROVED
         improved = [self._improved(plan, start, share) for plan, start in best[:NUM_IMPROVED]]
-        plan, start = min(improved, key=lambda each: each[0].iteration_us)
+        near = sorted([*improved, *best], key=lambda each: each[0].iteration_us)
+        near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:NUM_REFINED]
+        refined = [(self._judge.refined(plan), start) for plan, start in near]
+        plan, start = min(refined, key=lambda each: each[0].iteration_us)
         self.num_tried = self._judge.num_simulated
         named = build_plan(self._request, start.drafts, planner=self._plan.planner, costs=self._costs)
         stages = tuple(
             dataclasses.replace(stage, name=other.name)
             for stage, other in zip(plan.stages, named.stages, strict=True)
         )
-        named = dataclasses.replace(named, stages=stages, iteration_us=plan.iteration_us)
+        # its edges say what its orders reckon with
+        named = dataclasses.replace(named, stages=stages, edges=plan.edges, iteration_us=plan.iteration_us)
         if any(stage.memory is not None for stage in stages) and self._schedule not in (AUTO, SPLIT):
             return named, start.how
         scheduled = schedule_shared(named, self._request, schedule=self._schedule)

@@ -115,22 +115,21 @@ class SharedJudge:
         return best
 
     def best_counts(self, plan: PipelinePlan) -> PipelinePlan | None:
-        """Return the plan with the in-flight counts of the shortest step that fits; None where nothing does.
-
-        Counts are those of `FACTORS`, then, in a plan of few tasks, what raising or lowering one of them makes of the
-        best, as long as that is shorter. Orders are made with the links' times as well, and those kept where they are
-        not longer.
-        """
+        """Return the plan with the in-flight counts of the shortest step that fits; None where nothing does."""
         best = self._best(self._fitting(plan, FACTORS), is_exact=True)
-        if best is None:
-            return None
+        return None if best is None else self.refined(best)
+
+    def refined(self, best: PipelinePlan) -> PipelinePlan:
+        """Return a timed plan with orders that reckon with the links where those are shorter, and, if it has few tasks,
+        with what raising or lowering one in-flight count after another gains.
+        """
         linked = with_link_times(best, self.costs.cluster)
         if linked is not best:
             timed = self._timed(linked, is_exact=True)
             best = (
                 timed if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9) else best
             )
-        return self._with_moved_counts(best) if _num_tasks(plan) <= EXACT_TASKS else best
+        return self._with_moved_counts(best) if _num_tasks(best) <= EXACT_TASKS else best
 
     def _with_moved_counts(self, best: PipelinePlan) -> PipelinePlan:
         """Return the plan after every change of one in-flight count that makes its step shorter."""

@@ -50,8 +50,8 @@ from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
-from gpp_plugin.plan.validate_plan import validate_plan
-from gpp_plugin.rehearse.saved_programs import make_programs, make_windows
+from gpp_plugin.plan.validate_request import validate_for
+from gpp_plugin.rehearse.saved_programs import make_windows, programs_of_plan
 from gpp_plugin.report import timeline_text
 from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, schedule_names
@@ -349,20 +349,13 @@ def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
     """
     _check_is_plan(plan)
     if request is not None:
-        validate_plan(
-            plan,
-            request.graph,
-            profile=request.profile,
-            cluster=request.cluster,
-            memory_limit_bytes=request.memory_limit_bytes,
-            zero_stage=request.zero_stage,
-        )
+        validate_for(plan, request)
     else:
         check_form(plan)
     if plan.mode == "async":
         make_windows(plan)
     else:
-        make_programs(plan)
+        programs_of_plan(plan)
 
 
 def format_timeline(timeline: Timeline, plan: PipelinePlan, *, width: int = 96) -> str:

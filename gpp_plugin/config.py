@@ -607,13 +607,13 @@ def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) 
         if mini_batch % (steps or 1):
             raise ConfigError(
                 f"gradient_accumulation_steps: {steps} does not divide train_batch_size {mini_batch}; "
-                f"{_nearest_divisors(mini_batch, steps or 1)}"
+                f"{_divisors_to_give(mini_batch, steps or 1)}"
             )
         unit = mini_batch // (steps or 1)
     if mini_batch % unit:
         raise ConfigError(
             f"train_micro_batch_size_per_gpu: {unit} (the samples of one loss) does not divide "
-            f"train_batch_size {mini_batch}; {_nearest_divisors(mini_batch, unit)}"
+            f"train_batch_size {mini_batch}; {_divisors_to_give(mini_batch, unit)}"
         )
     if steps is not None and (mini_batch // unit) % steps:
         raise ConfigError(
@@ -689,7 +689,7 @@ def _check_micro_batches_divide(config: GraphPipelineConfig, mini_batch: int) ->
     named = sizes.items() if isinstance(sizes, dict) else [("", sizes)]
     lines = [
         f"{BLOCK}.micro_batch_sizes{'.' if name else ''}{name}: {size} does not divide train_batch_size "
-        f"{mini_batch}; {_nearest_divisors(mini_batch, size)}"
+        f"{mini_batch}; {_divisors_to_give(mini_batch, size)}"
         for name, size in named
         if isinstance(size, int) and mini_batch % size
     ]
@@ -697,5 +697,5 @@ def _check_micro_batches_divide(config: GraphPipelineConfig, mini_batch: int) ->
         raise ConfigError("\n".join(lines))
 
 
-def _nearest_divisors(number: int, wanted: int) -> str:
+def _divisors_to_give(number: int, wanted: int) -> str:
     return "give " + " or ".join(map(str, nearest_divisors(number, wanted)))

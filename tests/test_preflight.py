@@ -15,7 +15,7 @@ from gpp_plugin.doctor.preflight_rank import preflight_plan
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.rehearse.saved_programs import make_programs
+from gpp_plugin.rehearse.saved_programs import programs_of_plan
 from gpp_plugin.runtime.lane import channels_of
 
 SECONDS = 150
@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_come_is_named(capfd):
 def test_the_plan_opens_channels_both_ways(num_ranks):
     plan = preflight_plan(num_ranks)
     assert plan.num_ranks == num_ranks
-    pairs = {channel[-2:] for channel in channels_of(make_programs(plan))}
+    pairs = {channel[-2:] for channel in channels_of(programs_of_plan(plan))}
     assert pairs == {(b, a) for a, b in pairs}, "gradients come back"
     assert {rank for pair in pairs for rank in pair} == (set(range(num_ranks)) if num_ranks > 1 else set())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import networkx as nx
 
+from gpp_benchmarks._map_cases import check_map
 from gpp_benchmarks._memory_oracle import MemoryBruteForce, with_saved_tensors
 from gpp_benchmarks._oracle import (
     best_series_parallel,
@@ -19,6 +20,7 @@ from gpp_benchmarks._oracle import (
     random_series_parallel,
     without_communication,
 )
+from gpp_benchmarks._unlike_oracle import best_unlike_us, unlike_request
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import batch_rules
@@ -47,6 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=40,
         help="random graphs too large for their devices' memory (%(default)s)",
     )
+    parser.add_argument(
+        "--map-cases",
+        type=int,
+        default=0,
+        help="random graphs in up to six stages on two to four ranks, against all partitions, maps and in-flight "
+        "counts (%(default)s; a case takes seconds)",
+    )
+    parser.add_argument(
+        "--unlike-cases",
+        type=int,
+        default=0,
+        help="random graphs on devices of two speeds, against all partitions and placements (%(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random graphs (%(default)s)")
 
 
@@ -56,6 +71,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows += [check_auto(args.seed + i) for i in range(args.cases)]
     joined = [check_joined(args.seed + i) for i in range(args.memory_cases)]
     rows += joined
+    maps = [check_map(args.seed + i) for i in range(args.map_cases)]
+    unlike = [check_unlike(args.seed + i) for i in range(args.unlike_cases)]
+    rows += [*maps, *unlike]
     found = [row for row in rows if row["kind"] == "auto" and row["best_us"] is not None]
     ratios = [row["us"] / row["best_us"] for row in found if row["us"] is not None]
     missed = sum(row["us"] is None for row in found)
@@ -68,6 +86,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "series_parallel_cases": len(exact),
         "series_parallel_equal": sum(row["is_equal"] for row in exact),
         **_joined_summary(joined),
+        **_ratio_summary("map", maps),
+        **_ratio_summary("unlike", unlike),
     }
     _print_summary(summary)
     return {"rows": rows, "summary": summary}
@@ -97,7 +117,33 @@ def _print_summary(summary: dict[str, Any]) -> None:
             str(summary["joined_missed_feasible"]),
         ],
     ]
+    lines += [
+        [
+            what,
+            str(summary[f"{kind}_cases"]),
+            str(summary[f"{kind}_optimal"]),
+            _ratio_text(summary[f"{kind}_worst_ratio"]),
+            str(summary[f"{kind}_missed_feasible"]),
+        ]
+        for kind, what in (
+            ("map", "stages on fewer ranks, all maps and counts"),
+            ("unlike", "devices of two speeds"),
+        )
+        if summary[f"{kind}_cases"]
+    ]
     print(format_table(["against brute force", "cases", "equal", "worst ratio", "no plan found"], lines))
+
+
+def _ratio_summary(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many plans of these rows are as short as the best there is, and the longest over it."""
+    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+    return {
+        f"{kind}_cases": len(rows),
+        f"{kind}_optimal": sum(ratio <= 1 + TOLERANCE for ratio in ratios),
+        f"{kind}_within_5_percent": sum(ratio <= 1.05 for ratio in ratios),
+        f"{kind}_worst_ratio": max(ratios, default=None),
+        f"{kind}_missed_feasible": sum(row["us"] is None for row in rows),
+    }
 
 
 def _ratio_text(ratio: float | None) -> str:
@@ -222,6 +268,28 @@ def check_auto(seed: int) -> dict[str, Any]:
         "blocks": num,
         "ranks": request.num_ranks,
         "is_tight": seed % 2 == 1,
+        "us": us,
+        "best_us": best,
+        "ratio": us / best if us is not None and best is not None else None,
+        "seconds": round(seconds, 3),
+    }
+
+
+def check_unlike(seed: int) -> dict[str, Any]:
+    """Compare `auto` with brute force on one random graph and devices of two speeds."""
+    request = unlike_request(seed)
+    begin = time.process_time()
+    try:
+        us: float | None = make_plan("auto", request).iteration_us
+    except PlanInfeasible:
+        us = None
+    seconds = time.process_time() - begin
+    best = best_unlike_us(request)
+    return {
+        "kind": "unlike",
+        "seed": seed,
+        "blocks": len(request.graph.blocks),
+        "ranks": request.num_ranks,
         "us": us,
         "best_us": best,
         "ratio": us / best if us is not None and best is not None else None,

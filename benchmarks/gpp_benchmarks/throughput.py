@@ -10,6 +10,9 @@ makes of the graph with one micro-batch size for all stages, the best of them. S
     over chain      over the best chain of our own tools: what the graph alone is worth
     over one size   over ours without a micro-batch size of its own for each stage
 
+With ``--share-ranks`` ours, chains as well, may also interleave stages and put branches on the ranks of others
+(`plan.shared`), where that is shorter; baselines, which know neither, stay as they are.
+
 Times follow the efficiency curve of `library.gemm` (tile and wave quantisation), the links those of the
 cluster description.
 """
@@ -38,6 +41,7 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.report.units import format_table
 
 OURS = ("graphpipe", "auto")
@@ -76,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[*OURS, *BASELINES, CHAIN, ONE_SIZE],
         help="planners to run (%(default)s)",
+    )
+    parser.add_argument(
+        "--share-ranks",
+        action="store_true",
+        help="let ours, the best chain and one size too, interleave stages and colocate branches",
     )
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take (%(default)s)")
 
@@ -126,16 +135,18 @@ def _equal_micro_batch(model: str, devices: int) -> Iterable[tuple[str, str, Pla
 def _cell(args: argparse.Namespace, figure: str, model: str, request: PlanRequest) -> list[dict[str, Any]]:
     rows = []
     for planner in args.planners:
-        search, count = _search(planner, request)
+        search, count = _search(planner, request, may_share=args.share_ranks)
         rows.append(_row(figure, model, request, planner, search, args.limit * count))
         print(_row_text(rows[-1]), file=sys.stderr, flush=True)
     return with_ratios(rows)
 
 
-def _search(planner: str, request: PlanRequest) -> tuple[Callable[[], PipelinePlan], int]:
+def _search(planner: str, request: PlanRequest, *, may_share: bool) -> tuple[Callable[[], PipelinePlan], int]:
     """Return what makes the plan, and how many searches that is."""
+    if may_share and planner not in BASELINES:
+        request = dataclasses.replace(request, virtual_stages=None, colocate=True)
     if planner == CHAIN:
-        return functools.partial(best_chain, request), len(block_orders(request.graph))
+        return functools.partial(best_chain, request, finish=share_ranks), len(block_orders(request.graph))
     if planner == ONE_SIZE:
         return functools.partial(plan_with_one_size, request), len(batch_rules(request).wishes())
     return functools.partial(_plan, planner, request), 1
@@ -144,7 +155,7 @@ def _search(planner: str, request: PlanRequest) -> tuple[Callable[[], PipelinePl
 def _plan(planner: str, request: PlanRequest) -> PipelinePlan:
     if planner in JUDGES_GRAPHS:
         request = in_order(request, block_orders(request.graph)[0])
-    return make_plan(planner, request)
+    return share_ranks(make_plan(planner, request), request)  # which leaves a plan as it is that may not
 
 
 def plan_with_one_size(request: PlanRequest, *, planner: str = "auto") -> PipelinePlan:
@@ -161,7 +172,7 @@ def plan_with_one_size(request: PlanRequest, *, planner: str = "auto") -> Pipeli
         if best is not None and bounds[size] >= best.iteration_us:
             continue
         try:
-            plan = make_plan(planner, dataclasses.replace(request, micro_batch_sizes={"*": size}))
+            plan = _plan(planner, dataclasses.replace(request, micro_batch_sizes={"*": size}))
         except PlanInfeasible as error:
             problem = error
             continue

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpp_plugin.api import rehearse, save
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.rehearse.rehearsal_settings import load_plan
+from gpp_plugin.rehearse.rehearsal_settings import load_rehearsable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.width < 1:
         raise ConfigError(f"--width: {args.width} is not valid; give at least 1")
     # The plan is read and checked before torch is loaded: a wrong file is refused at once, not after seconds.
-    plan = load_plan(args.plan)
+    plan = load_rehearsable(args.plan)
 
     from gpp_plugin.rehearse.rehearsal_report import format_rehearsal, rehearsal_figures, stage_rows
     from gpp_plugin.report.chrome_trace import write_trace

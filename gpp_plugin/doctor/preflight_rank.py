@@ -35,7 +35,7 @@ from gpp_plugin.profile.device_speeds import (
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster, shares_of
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
-from gpp_plugin.rehearse.saved_programs import make_programs, make_windows, scale_times
+from gpp_plugin.rehearse.saved_programs import make_windows, programs_of_plan, scale_times
 from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, join_ranks
@@ -218,7 +218,7 @@ def _channels(plan: PipelinePlan) -> set[Any]:
     programs = (
         make_windows(plan, validate=False).all
         if plan.mode == "async"
-        else make_programs(plan, validate=False)
+        else programs_of_plan(plan, validate=False)
     )
     return channels_of(programs)
 

@@ -89,7 +89,7 @@ class MemoryBreakdown:
         weights: the current ones; ``stashed_weights``: older versions (asynchronous mode).
         activations: kept for backward by all micro-batches in flight, after swap and recompute.
         working: tensors back in use, or on their way to or from the host.
-        transient: most that one block holds while it runs.
+        transient: most that one block holds while it runs, and the gradients that wait for weight gradients.
         inputs: its part of the mini-batch, held while a step runs.
         limit: what the plan may use of the stage's smallest rank; 0 where that is not known.
     """

@@ -39,6 +39,8 @@ class Stage:
         half_forward_us: of half a micro-batch's forward; 0 is half of ``forward_us``.
         input_gradient_us, weight_gradient_us: of the parts of a split backward; 0 both is half of
             ``backward_us`` each.
+        pending: most micro-batches at a time whose input gradient is made and whose weight gradient is not; they are in
+            flight, and hold gradients beside what they saved.
         memory_bytes: predicted peak of one rank; 0 where not predicted.
         gradient_bytes: gradients of the stage's parameters, which its ranks reduce among themselves.
         memory: what it swaps and recomputes; None: nothing. ``backward_us`` contains what that adds.
@@ -60,6 +62,7 @@ class Stage:
     half_forward_us: Micros = 0.0
     input_gradient_us: Micros = 0.0
     weight_gradient_us: Micros = 0.0
+    pending: Index = 0
     memory_bytes: Bytes = 0
     gradient_bytes: Bytes = 0
     memory: MemoryPlan | None = None
@@ -119,6 +122,8 @@ class StageEdge:
             consumer, hold equal shards of each tensor (sequence parallelism), shard t at tensor position t;
             None: each rank holds the whole tensor. Shapes and bytes are of whole tensors. Tensors held in
             different ways between the same two stages are on edges of their own.
+        message_us, gradient_us: what a message takes, and a gradient's, where orders reckon with it; 0: they take
+            messages to be free.
     """
 
     src: Index
@@ -132,6 +137,8 @@ class StageEdge:
     gradient_bytes_fixed: MeanBytes = 0.0
     src_shard_axis: Index | None = None
     dst_shard_axis: Index | None = None
+    message_us: Micros = 0.0
+    gradient_us: Micros = 0.0
 
     @property
     def is_order_only(self) -> bool:

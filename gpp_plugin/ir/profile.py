@@ -30,6 +30,8 @@ class BlockCost:
         transient_bytes_per_sample: peak above what is held while the block runs.
         split_factor: input and weight gradient made apart over the whole backward; 1 where not measured.
         input_share: share of the input gradient in both.
+        pending_bytes_per_sample: of a split backward, gradients that wait from the input gradient for the weight
+            gradient, beside what is saved; 0 where not known.
     """
 
     block: str
@@ -44,6 +46,7 @@ class BlockCost:
     transient_bytes_per_sample: MeanBytes = 0.0
     split_factor: Factor = 1.0
     input_share: Share = 0.5
+    pending_bytes_per_sample: MeanBytes = 0.0
 
     def forward_us_for(self, num_samples: float) -> float:
         """Return forward microseconds for ``num_samples``, piecewise linear, extended at both ends."""

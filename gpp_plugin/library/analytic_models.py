@@ -173,6 +173,7 @@ def profile_model(
             BlockCost(
                 block=spec.name,
                 input_share=_input_share(device, spec, samples[-1], size),
+                pending_bytes_per_sample=float(_pending(spec) * size),
                 samples=samples,
                 forward_us=forward,
                 backward_us=backward,
@@ -218,6 +219,11 @@ def _input_share(device: Device, spec: BlockSpec, samples: int, size: int) -> fl
     )
     moved = 2 * spec.launches * device.launch_us + _moved_us(device, 2 * spec.elementwise * samples * size)
     return 1.0 - weights / (sum(products) + moved)
+
+
+def _pending(spec: BlockSpec) -> int:
+    """Return the elements of the gradients that wait for weight gradients: as many as products with weights make."""
+    return sum(gemm.rows * gemm.n * gemm.count for gemm in spec.gemms if not gemm.is_batched)
 
 
 # ---- parts -------------------------------------------------------------------------------------------

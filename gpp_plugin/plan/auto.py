@@ -33,6 +33,8 @@ NUM_REFINED = 12
 NUM_CHAINED = 2
 """Candidates whose chains inside branches are refined by the critical path."""
 NUM_JUDGED = 5
+NUM_SIZES, NUM_ONE_SIZE = 2, 2
+"""Micro-batch sizes that are searched alone, and the candidates of each that are simulated."""
 RIVALS = ("uniform", "pipedream", "autopipe")
 SLOW_RIVALS = ("piper", "dapple")
 """Planners whose plans are compared and refined as well; the slow ones on small problems only."""
@@ -78,6 +80,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
             candidates.append(refiner.improve(start))
     finalists = _best(candidates)
+    finalists += _with_one_size(request, costs, trees, finalists)
     report.begin(f"the best {len(finalists)} plans simulated")
     fitter = fitter_for(request, costs)
     if fitter is not None:
@@ -88,6 +91,33 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
     if plan is None:
         explain_graph(request, sorted([*finalists, *candidates], key=lambda candidate: candidate.score))
     return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
+
+
+def _with_one_size(
+    request: PlanRequest, costs: CostModel, trees: SearchTrees, finalists: Sequence[Candidate]
+) -> list[Candidate]:
+    """Return the best candidates all of whose stages take one micro-batch size, one of those that the finalists have.
+
+    A search over all sizes shares its budget among them; with one size it goes deeper, and may end quicker.
+    """
+    size = len(request.graph.blocks) * request.num_ranks
+    if request.micro_batch_sizes is not None or size > MAX_RIVAL_SIZE:
+        return []
+    sizes = dict.fromkeys(draft.micro_batch_size for found in finalists for draft in found.drafts)
+    candidates: list[Candidate] = []
+    for each in list(sizes)[:NUM_SIZES]:
+        asked = dataclasses.replace(request, micro_batch_sizes={"*": each})
+        found = search_stages(
+            asked,
+            costs,
+            batch_rules(asked),
+            trees,
+            budget=BUDGET // 2,
+            num_refined=NUM_REFINED,
+            is_thorough=True,
+        )
+        candidates += _best(found)[:NUM_ONE_SIZE]
+    return candidates
 
 
 def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -106,6 +136,9 @@ def _rivals_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple
         except PlanError as error:
             logger.debug("planner %s has no plan: %s", name, error)
             continue
+        if not _is_asked_for(rival, request):
+            logger.debug("planner %s knows no given numbers of stages or ranks a stage", name)
+            continue
         yield (
             name,
             [
@@ -113,6 +146,14 @@ def _rivals_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple
                 for s in rival.stages
             ],
         )
+
+
+def _is_asked_for(rival: PipelinePlan, request: PlanRequest) -> bool:
+    """Return whether a plan has the stages and the ranks a stage that the request gives: DAPPLE's may not."""
+    degrees = {stage.degree for stage in rival.stages}
+    return request.num_stages in (None, len(rival.stages)) and (
+        request.data_parallel is None or degrees == {request.data_parallel}
+    )
 
 
 def _rivals(request: PlanRequest, report: SearchReport) -> tuple[str, ...]:

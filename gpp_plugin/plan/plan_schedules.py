@@ -1,7 +1,8 @@
 """The schedule a plan runs: the one the user names, for every stage, or the shortest in simulation.
 
 Planners choose stages under 1F1B (or GPipe, which holds more); here the finished plan's stages are given their
-schedule and in-flight counts, within the memory its ranks have.
+schedule and in-flight counts, within the memory its ranks have. Stages that swap or recompute keep the planner's order,
+which that was made for, or run zero bubble, for which it is made anew (`split_backwards`).
 
 Source: this project
 Tests: tests/plan/test_schedules.py
@@ -9,9 +10,8 @@ Tests: tests/plan/test_schedules.py
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
@@ -22,18 +22,23 @@ from gpp_plugin.plan.choose_schedule import (
     GAIN,
     SPLIT_GAIN,
     USUAL_SCHEDULES,
+    candidate_schedules,
     choose_schedule,
     choose_slicing,
 )
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import MAX_RANK_TASKS
+from gpp_plugin.plan.costs.link_times import with_link_times
 from gpp_plugin.plan.costs.part_times import knows_split_times, with_part_times
+from gpp_plugin.plan.memory.fitting import fitter_for
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plan.shared.shared_schedules import schedule_shared
+from gpp_plugin.plan.shared.shared_schedules import SPLIT, schedule_shared
+from gpp_plugin.plan.split_backwards import fitted_split
 from gpp_plugin.schedule.names import is_schedule_name, k_of, schedule_label, schedule_names
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.orders.slicer import unsliced
 
 LARGEST_K = 8
 
@@ -43,8 +48,9 @@ def schedule_plan(
 ) -> PipelinePlan:
     """Return ``plan`` under the schedule called ``schedule``, with its in-flight counts, slices and memory.
 
-    Plans whose memory optimisation or mode counts on their order and DeepSpeed's own stay as they are, and so do
-    plans of too many tasks to simulate one by one, unless another schedule is asked for.
+    Plans whose mode counts on their order and DeepSpeed's own stay as they are, and so do plans of too many tasks to
+    simulate one by one, unless another schedule is asked for. Of plans that swap or recompute only backwards may be
+    split.
 
     Args:
         slicing: as for `choose_slicing`: ``auto`` runs the first forwards in halves where that is shorter.
@@ -61,9 +67,10 @@ def schedule_plan(
     #
     #     plan                 "auto"              "gpipe"
     #     1f1b, usual          the shortest        gpipe
-    #     1f1b, with swaps     1f1b                PlanError: its swaps go by 1f1b's order
+    #     1f1b, with swaps     1f1b, zero bubble   PlanError: its swaps go by 1f1b's order
     tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
-    is_fixed = plan.planner == STOCK or plan.mode == "async" or any(s.memory is not None for s in plan.stages)
+    is_fitted = any(stage.memory is not None for stage in plan.stages)
+    is_fixed = plan.planner == STOCK or plan.mode == "async" or (is_fitted and schedule != SPLIT)
     labels = {schedule_label(stage) for stage in plan.stages}
     if is_fixed and schedule not in ("auto", *labels):
         runs = f"planner {plan.planner!r} made its plan for {' and '.join(sorted(labels))}"
@@ -71,7 +78,9 @@ def schedule_plan(
         if plan.mode == "async":
             runs, fix = "mode async runs 1f1b", 'use "auto"'
         raise PlanError(f"schedule {schedule!r}: {runs}; {fix}")
-    if is_fixed:
+    if is_fixed and not (is_fitted and plan.planner != STOCK and plan.mode == "sync"):
+        return plan
+    if is_fitted and schedule not in ("auto", SPLIT):
         return plan
     if plan.shares_ranks:
         return schedule_shared(plan, request, schedule=schedule)
@@ -79,6 +88,10 @@ def schedule_plan(
         note = f"{tasks} tasks are too many to try schedules and slices on; it keeps {' and '.join(sorted(labels))}"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
     chooser = _Chooser(plan, request, slicing)
+    if schedule == SPLIT:
+        return chooser.named_split()
+    if is_fitted:
+        return chooser.with_split(plan)
     if schedule == "auto":
         return chooser.shortest()
     if schedule == "kfkb":
@@ -144,12 +157,53 @@ class _Chooser:
         chosen = self.among(USUAL_SCHEDULES)
         if chosen.iteration_us < best.iteration_us * (1.0 - GAIN):
             best = chosen
-        if knows_split_times(self._request.profile):
-            with contextlib.suppress(PlanInfeasible):  # it may hold more than the usual ones
-                chosen = self.among(("zero_bubble",))
-                if chosen.iteration_us < best.iteration_us * (1.0 - SPLIT_GAIN):
-                    best = chosen
+        return self.with_split(best)
+
+    def with_split(self, best: PipelinePlan) -> PipelinePlan:
+        """Return ``best``, or the plan under zero bubble where that is known to be shorter."""
+        if len(self._plan.stages) > 1 and knows_split_times(self._request.profile):
+            chosen = self._split()
+            if chosen is not None and chosen.iteration_us < best.iteration_us * (1.0 - SPLIT_GAIN):
+                return chosen
         return best
+
+    def named_split(self) -> PipelinePlan:
+        """Return the plan under zero bubble.
+
+        Raises:
+            PlanInfeasible: it does not fit.
+        """
+        chosen = self._split()
+        if chosen is None:
+            counts = [stage.in_flight for stage in self._plan.stages]
+            raise PlanInfeasible(
+                f"no schedule fits: zero_bubble holds {counts} micro-batches in flight, and beside them the gradients "
+                "that wait for weight gradients; use 1f1b, allow swap or recompute, or lower micro_batch_sizes"
+            )
+        return chosen
+
+    def _split(self) -> PipelinePlan | None:
+        """Return the shortest plan under zero bubble that fits; None where none does."""
+        fitter = fitter_for(self._request, self._costs)
+        best: PipelinePlan | None = None
+        for name, candidate in self._split_candidates():
+            fitted = fitted_split(candidate, self._request, self._costs, fitter)
+            if fitted is None:
+                continue
+            found = choose_slicing(fitted, slicing=self._slicing, **self._surroundings)
+            if best is None or found.iteration_us < best.iteration_us * (1.0 - GAIN):
+                note = f"schedule {name}: {found.iteration_us:.0f} us predicted"
+                best = dataclasses.replace(found, notes=(*found.notes, note))
+        return best
+
+    def _split_candidates(self) -> Iterator[tuple[str, PipelinePlan]]:
+        """Yield (name, plan under zero bubble), each with orders that take messages to be free, and not."""
+        tried = candidate_schedules(unsliced(self._plan), (SPLIT,), most_in_flight=self._most_in_flight)
+        for name, candidate in tried:
+            yield name, candidate
+            linked = with_link_times(candidate, self._request.cluster)
+            if linked is not candidate:
+                yield f"{name}, its order with the links' times", linked
 
     def best_k(self, ks: Iterable[int]) -> PipelinePlan:
         """Return the plan under the kFkB of the shortest step among those that fit."""

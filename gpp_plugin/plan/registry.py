@@ -13,10 +13,12 @@ from gpp_plugin.plan.machines.exchanges import exchange_stages
 from gpp_plugin.plan.machines.unlike_devices import best_over_orders
 from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank
-from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plan.validate_request import validate_for
 
 PLACING = ("auto", "graphpipe")
 """Planners whose stages may be exchanged between nodes; those of papers place them as they do."""
+TAKE_FOR_ALIKE = ("uniform", "pipedream", "autopipe", "piper", "dapple")
+"""Planners of papers that know devices of one speed: they cut a model as if all were the quickest."""
 
 
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
@@ -41,15 +43,11 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         )
     if name in PLACING and plan.mode == "sync":
         plan = exchange_stages(plan, request)
-    validate_plan(
-        plan,
-        request.graph,
-        profile=request.profile,
-        cluster=request.cluster,
-        memory_limit_bytes=request.memory_limit_bytes,
-        zero_stage=request.zero_stage,
-    )
+    validate_for(plan, request)
     _check_answer(name, plan, request)
+    if name in TAKE_FOR_ALIKE and request.cluster.is_mixed:
+        note = f"planner {name} takes devices of several speeds for alike, as the quickest; times are those of each"
+        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     return complete_plan(plan, request.graph, request.profile)
 
 

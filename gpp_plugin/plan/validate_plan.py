@@ -215,6 +215,7 @@ def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int, *, num_version
         saved -= sum(t.bytes for t in stage.memory.swapped)
         saved -= sum(s.bytes - s.held_bytes for s in stage.memory.recomputed)
         transient += stage.memory.working_bytes
+    transient += stage.pending * sum(c.pending_bytes_per_sample * local for c in own)
     if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
         transient += max(gradients - saved, 0.0)
     stashed = (num_versions - 1) * gradients  # older versions of what is trained

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import ProfileError
@@ -117,6 +117,7 @@ def analytic_profile(
             BlockCost(
                 block=block.name,
                 input_share=timer.input_share(block),
+                pending_bytes_per_sample=timer.pending_bytes(block) / block_graph.num_samples,
                 samples=counts,
                 forward_us=tuple(forward for forward, _ in times),
                 backward_us=tuple(backward for _, backward in times),
@@ -217,6 +218,12 @@ class _BlockTimer:
         weights = block.trainable_bytes / block.parameter_bytes if block.parameter_bytes else 0.0
         return needs / (needs + weights) if weights else 1.0
 
+    def pending_bytes(self, block: Block) -> float:
+        """Return the bytes of the gradients that wait for the block's weight gradients: those of its results."""
+        if not block.trainable_bytes:
+            return 0.0
+        return float(sum(t.bytes_for(self.num_samples) for t in self.tensors_out.get(block.name, [])))
+
 
 @dataclass(frozen=True, slots=True)
 class _OperatorTimer:
@@ -278,6 +285,10 @@ class _OperatorTimer:
             shares[1] += us * weights / factor
         return shares[0] / sum(shares) if any(shares) else 0.5
 
+    def pending_bytes(self, block: Block) -> float:
+        """Return the bytes of the gradients that wait for the block's weight gradients."""
+        return pending_bytes((self.nodes[name] for name in block.nodes), self.parameters)
+
     def _bytes(self, node: OpNode, num_samples: int) -> float:
         total = float(node.output.bytes_for(num_samples)) if node.output is not None else 0.0
         for name in node.inputs:
@@ -298,6 +309,24 @@ class _OperatorTimer:
             return parameter.requires_grad and not parameter.is_buffer and len(parameter.shape) > 1
         spec = self._spec(name)
         return spec is not None and spec.requires_grad
+
+
+def pending_bytes(nodes: Iterable[OpNode], parameters: Mapping[str, Parameter]) -> float:
+    """Return the bytes of the gradients that operators with trained parameters keep from one part of their backward to
+    the other: as large as their results (`runtime.split`).
+
+    Args:
+        parameters: by all of their names.
+    """
+    # linear(x [8, 16], w, b) -> [8, 32]: its weight gradient is made of x, which is saved, and of what arrived, 8 x 32
+    trained = {name for name, p in parameters.items() if p.requires_grad and not p.is_buffer}
+    return float(
+        sum(
+            node.output.bytes_for(node.output.num_samples)
+            for node in nodes
+            if node.output is not None and not is_free(node) and not trained.isdisjoint(node.inputs)
+        )
+    )
 
 
 _FREE = frozenset(

@@ -34,6 +34,7 @@ from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.profile.analytic_costs import (
     ADAM_STATE_BYTES,
     default_sample_counts,
+    pending_bytes,
     tied_costs,
     validate_sample_counts,
 )
@@ -129,7 +130,7 @@ def _store_key(
         "processor": processor_name(),
         "torch": str(torch.__version__),
         # what the bytes are of: older files count otherwise
-        "counts": "shared storages and ties, no model inputs (contiguous), what is received, plain biases",
+        "counts": "shared storages and ties, no model inputs (contiguous), what is received, plain biases, pending",
         **options,
     }
 
@@ -166,12 +167,15 @@ def _make_profile(
 ) -> Profile:
     """Put together what was measured at each of ``counts`` samples."""
     unit = captured.op_graph.num_samples
+    nodes = {node.name: node for node in captured.op_graph.nodes}
+    parameters = {name: p for p in captured.op_graph.parameters for name in (p.name, *p.aliases)}
     costs = tuple(
         _block_cost(
             block,
             counts,
             [at_n[block.name] for at_n in results],
             round(_trainable_parameters(block, captured.op_graph) * optimizer_bytes_per_parameter),
+            pending_bytes([nodes[name] for name in block.nodes], parameters) / unit,
             unit=unit,
         )
         for block in block_graph.blocks
@@ -187,7 +191,13 @@ def _make_profile(
 
 
 def _block_cost(
-    block: Block, counts: tuple[int, ...], results: list[BlockResult], optimizer_bytes: int, *, unit: int
+    block: Block,
+    counts: tuple[int, ...],
+    results: list[BlockResult],
+    optimizer_bytes: int,
+    pending: float,
+    *,
+    unit: int,
 ) -> BlockCost:
     """Return the costs of a block from those at each number of samples."""
     # Bytes kept are a line in the samples, fitted; times stay as they were measured, and are interpolated where read
@@ -206,6 +216,7 @@ def _block_cost(
         transient_bytes_per_sample=results[-1].transient_bytes / counts[-1],
         split_factor=results[-1].split.factor,
         input_share=results[-1].split.input_share,
+        pending_bytes_per_sample=pending,
     )
 
 

@@ -23,7 +23,7 @@ from gpp_plugin.rehearse.rehearsal_settings import (
     check_memory,
     check_rehearsable,
 )
-from gpp_plugin.rehearse.saved_programs import make_programs, make_windows, scale_times
+from gpp_plugin.rehearse.saved_programs import make_windows, programs_of_plan, scale_times
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.windows import lengthened
@@ -146,7 +146,7 @@ def _check_programs(plan: PipelinePlan) -> tuple[PipelinePlan, float]:
         make_windows(plan)
         rehearsed = lengthened(plan, num_windows(windows_of(plan)))
         return rehearsed, predict_drained_us(rehearsed)
-    make_programs(plan)
+    programs_of_plan(plan)
     return plan, predict_iteration_us(plan, forward_only_stages=forward_only_stages(plan))
 
 

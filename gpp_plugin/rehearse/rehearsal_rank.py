@@ -30,7 +30,7 @@ from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.rehearse.emulated_compute import CPU, EmulatedCompute, EmulatedHooks
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
-from gpp_plugin.rehearse.saved_programs import make_ahead, make_programs, make_windows
+from gpp_plugin.rehearse.saved_programs import make_ahead, make_windows, programs_of_plan
 from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
@@ -85,7 +85,7 @@ class RehearsalRank:
         device, backend = (CPU, "gloo") if placement is None else (placement.own_device, placement.backend)
         timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
         windows = make_windows(plan, validate=False) if plan.mode == "async" else None
-        programs = make_programs(plan, validate=False) if windows is None else windows.all
+        programs = programs_of_plan(plan, validate=False) if windows is None else windows.all
         specs = scale_tensors(plan, settings.scale_bytes)
         make_groups = functools.partial(_make_groups, timeout_s=timeout_s, backend=backend)
         data_groups = make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)])

@@ -45,7 +45,7 @@ class RehearsalSettings:
             raise ConfigError(f"comm_timeout_s: {self.comm_timeout_s:g} is not valid; give seconds above 0")
 
 
-def load_plan(path: Path) -> PipelinePlan:
+def load_rehearsable(path: Path) -> PipelinePlan:
     """Read a plan and check that it can be rehearsed.
 
     Raises:

@@ -15,7 +15,7 @@ from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
 
 
-def make_programs(plan: PipelinePlan, *, validate: bool = True) -> tuple[RankProgram, ...]:
+def programs_of_plan(plan: PipelinePlan, *, validate: bool = True) -> tuple[RankProgram, ...]:
     """Return the programs of all ranks, as the engine lowers them.
 
     Raises:
@@ -67,4 +67,9 @@ def scale_times(plan: PipelinePlan, factor: float) -> PipelinePlan:
         dataclasses.replace(stage, **{name: getattr(stage, name) * factor for name in names})
         for stage in plan.stages
     )
-    return dataclasses.replace(plan, stages=stages, iteration_us=plan.iteration_us * factor)
+    # what orders reckon with for messages as well, or they would be other orders
+    edges = tuple(
+        dataclasses.replace(edge, message_us=edge.message_us * factor, gradient_us=edge.gradient_us * factor)
+        for edge in plan.edges
+    )
+    return dataclasses.replace(plan, stages=stages, edges=edges, iteration_us=plan.iteration_us * factor)

@@ -21,8 +21,9 @@ Then the best is improved by turns: the graph is run backwards in time, each ran
 forwards again, taking first what started first in that. A turn keeps what it gains and ends with the first that gains
 nothing (forward-backward improvement of project scheduling: Li and Willis, 1992).
 
-Times are the plan's; messages take none, so that the orders depend on the plan and its schedules alone, and every rank
-finds the same. What they come to with links, `simulate` says.
+Times are the plan's, those of messages too where its edges have any (`StageEdge.message_us`; else they are taken to be
+free): orders depend on the plan and its schedules alone, and every rank finds the same. What they come to with links
+that messages share, `simulate` says.
 
 In mode async a stage's update behind each of its backwards has a place in the order too, and is first of what can run.
 
@@ -100,7 +101,7 @@ def merge_chains(
     if not all(finished):
         for rank, nodes in chains:
             graph.orders.setdefault(rank, []).extend(nodes)
-        raise deadlock_error(graph, finished)
+        raise deadlock_error(graph, finished[: len(graph.stage)])
     best = None if turns is None else network.in_order(_turn_orders(graph, chains, turns))
     if best is None or best.length > network.least_us() * (1.0 + SLACK):
         runs = [network.run(rule) for rule in _rules(graph, network, alone)]
@@ -131,7 +132,10 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What waits for what: of each node its rank, its time, what comes after it and how many come before it."""
+    """What waits for what: of each node its rank, its time, what comes after it and how many come before it.
+
+    A message that takes time is a node too, behind all tasks, on a rank of its own.
+    """
 
     rank: list[int]
     durations: list[float]
@@ -142,15 +146,37 @@ class Network:
     def of(cls, graph: TaskGraph, durations: Sequence[float]) -> Network:
         """Return the network of a graph whose nodes are in chains."""
         after: list[list[int]] = [[] if node < 0 else [node] for node in graph.next_on_rank]
-        for source, target in zip(graph.source, graph.target, strict=True):
-            after[source].append(target)
+        late: list[tuple[int, int, float]] = []
+        for number, (source, target) in enumerate(zip(graph.source, graph.target, strict=True)):
+            us = graph.delay_us(number)
+            if us > 0.0:
+                late.append((source, target, us))
+            else:
+                after[source].append(target)
         for node, locked in graph.unlocks.items():
             after[node] += locked
-        return cls(
+        network = cls(
             rank=graph.rank,
             durations=list(durations),
             after=after,
             num_before=list(graph.num_waits),
+        )
+        return network.with_messages(late)
+
+    def with_messages(self, late: Sequence[tuple[int, int, float]]) -> Network:
+        """Return the network with messages that take time: (sender's node, receiver's node, microseconds)."""
+        if not late:
+            return self
+        count = len(self.after)
+        after = [list(others) for others in self.after]
+        for number, (source, target, _) in enumerate(late):
+            after[source].append(count + number)
+            after.append([target])
+        return Network(
+            rank=[*self.rank, *(-1 - number for number in range(len(late)))],
+            durations=[*self.durations, *(us for _, _, us in late)],
+            after=after,
+            num_before=[*self.num_before, *(1 for _ in late)],
         )
 
     def reversed(self) -> Network:
@@ -276,10 +302,11 @@ def _task_rules(graph: TaskGraph, network: Network, alone: Sequence[float]) -> I
     # weight gradients last, then forwards, and of each the stages nearest the end first
     late = {TaskKind.FORWARD: 1, TaskKind.WEIGHT_GRADIENT: 2}
     stages = len(graph.plan.stages)
-    yield [
+    by_kind = [
         float(stages * (late.get(kind, 0) + 1) - stage)
         for stage, kind in zip(graph.stage, graph.kind, strict=True)
     ]
+    yield by_kind + [0.0] * (len(own) - len(by_kind))  # a message is alone on its rank
 
 
 def _improved(graph: TaskGraph, network: Network, best: _Run) -> _Run:

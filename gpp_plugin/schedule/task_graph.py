@@ -108,6 +108,13 @@ class TaskGraph:
         make = activation_message if number < self.num_activations else gradient_message
         return make(self.plan, self.edge[number], self.overlaps[number], self.pairs[number])
 
+    def delay_us(self, number: int) -> float:
+        """Return what a message takes that orders reckon with; what is handed over on a rank takes nothing."""
+        if self.sender[number] == self.receiver[number]:
+            return 0.0
+        edge = self.plan.edges[self.edge[number]]
+        return edge.message_us if number < self.num_activations else edge.gradient_us
+
     def messages_of(self, node: int) -> Iterator[int]:
         """Yield the numbers of the messages a node sends."""
         number = self.first_message[node]

@@ -13,7 +13,7 @@ from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.machines.exchanges import exchange_stages
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.rehearse.saved_programs import make_programs
+from gpp_plugin.rehearse.saved_programs import programs_of_plan
 from gpp_plugin.simulate.predict import simulate_plan, simulate_programs
 from tests.plan.graphs import make_graph, make_profile
 
@@ -61,7 +61,7 @@ def test_messages_of_a_node_take_turns_on_its_adapters(adapters, ms):
     asked, plan = two_stages(adapters)
     costs = CostModel(asked.graph, asked.profile, asked.cluster)
     simulated, quick = judge_us(plan, costs), estimate_plan_us(plan, costs)
-    programs = simulate_programs(plan, make_programs(plan), cluster=asked.cluster)
+    programs = simulate_programs(plan, programs_of_plan(plan), cluster=asked.cluster)
     # Two micro-batches there and back, of which computing takes 60 us. Ranks go on one by one as their messages come, so
     # the last message of the first micro-batch passes the first ones of the second; the quick prediction lets the ranks
     # of a stage wait for each other.

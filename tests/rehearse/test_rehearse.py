@@ -13,7 +13,7 @@ from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.rehearse.measured_times import predict_from
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
-from gpp_plugin.rehearse.saved_programs import make_programs
+from gpp_plugin.rehearse.saved_programs import programs_of_plan
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
@@ -153,7 +153,7 @@ def test_reductions_and_the_step_are_there():
 
 def test_programs_of_a_plan_are_those_the_engine_would_lower():
     for plan in PLANS:
-        assert [program.rank for program in make_programs(plan)] == [0, 1, 2]
+        assert [program.rank for program in programs_of_plan(plan)] == [0, 1, 2]
 
 
 def test_a_message_that_does_not_come_ends_the_rehearsal_with_its_place():

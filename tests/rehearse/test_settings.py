@@ -94,12 +94,12 @@ def test_a_plan_that_cannot_be_rehearsed_is_named_with_its_file(plan, tmp_path, 
 
 
 def test_what_gpp_plan_saves_holds_what_a_rehearsal_needs(tmp_path, capsys):
-    from gpp_plugin.rehearse.rehearsal_settings import load_plan
+    from gpp_plugin.rehearse.rehearsal_settings import load_rehearsable
 
     path = tmp_path / "plan.json"
     assert main(["plan", "mmt", "--devices", "8", "--cluster", "summit", "--out", str(path)]) == 0
     capsys.readouterr()
-    plan = load_plan(path)
+    plan = load_rehearsable(path)
     assert {spec.name for spec in plan.tensors} == {n for e in plan.edges for n in e.batch_tensors}
     # A layer of the library's MMT: 4 h^2 + 6 h and 2 h i + i + 3 h parameters, gradients of 4 bytes.
     layer = 4 * (4 * 1024**2 + 6 * 1024 + 2 * 1024 * 4096 + 4096 + 3 * 1024)

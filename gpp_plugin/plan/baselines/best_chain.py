@@ -14,7 +14,7 @@ Tests: tests/plan/test_best_chain.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import networkx as nx
 
@@ -27,9 +27,15 @@ from gpp_plugin.plan.linear_order import linear_order
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 
+Finish = Callable[[PipelinePlan, PlanRequest], PipelinePlan]
+"""What is made of a planner's plan of a request: stages on shared ranks (`shared.share_ranks`), say."""
 
-def best_chain(request: PlanRequest, *, planner: str = "auto") -> PipelinePlan:
+
+def best_chain(request: PlanRequest, *, planner: str = "auto", finish: Finish | None = None) -> PipelinePlan:
     """Return the quickest chain that ``planner`` finds in any of the `block_orders`; its graph is that of `in_order`.
+
+    Args:
+        finish: applied to the plan of each order.
 
     Raises:
         PlanInfeasible: no chain fits; the message is that of the last order.
@@ -37,7 +43,9 @@ def best_chain(request: PlanRequest, *, planner: str = "auto") -> PipelinePlan:
     plans, problem = [], None
     for order in block_orders(request.graph):
         try:
-            plans.append(make_plan(planner, in_order(request, order)))
+            chained = in_order(request, order)
+            found = make_plan(planner, chained)
+            plans.append(found if finish is None else finish(found, chained))
         except PlanInfeasible as error:
             problem = error
     if problem is not None and not plans:

@@ -248,6 +248,12 @@ class CostModel:
         _, _, _, per_sample, fixed, _ = self._bytes_of(blocks)
         return per_sample * local + fixed
 
+    def pending_bytes(self, blocks: Sequence[int], local: float) -> float:
+        """Return what one micro-batch of ``local`` samples holds beside what it saved while it waits for its weight
+        gradients.
+        """
+        return sum(self._costs[block].pending_bytes_per_sample for block in blocks) * local
+
     def stashed_bytes(self, blocks: Sequence[int], num_versions: int) -> int:
         """Return the bytes of older versions of the blocks' weights: of those that are trained (asynchronous mode)."""
         return int(stashed_bytes(round(self.group_gradient_bytes(blocks)), num_versions))

@@ -67,6 +67,7 @@ def _of_stage(
     transient = max((c.transient_bytes_per_sample * local for c in costs), default=0.0)
     # What is kept is what the stage's own memory plan leaves: that much makes room for whole gradients.
     transient += unreduced_bytes(gradients, kept, degree=stage.degree, zero_stage=zero_stage)
+    transient += stage.pending * sum(c.pending_bytes_per_sample * local for c in costs)
     own_gradients, own_optimizer = shared_out(
         gradients, optimizer, degree=stage.degree, zero_stage=zero_stage
     )

@@ -1,4 +1,12 @@
-"""What parts of a stage's tasks take: half a forward, and a backward in two parts."""
+"""What parts of a stage's tasks take: half a forward, and a backward in two parts.
+
+Where a stage swaps or recomputes, each part of its backward asks for what was saved, so segments run again in both, and
+what is on the host comes back twice: for the input gradient ahead, as for a whole backward, and for the weight gradient
+when it is read, with nothing to hide behind.
+
+    whole    B      = backward + again + what of the transfers does not hide
+    parts    I, W   = input + again + the same,  weight + again + the transfer back
+"""
 
 from __future__ import annotations
 
@@ -23,6 +31,10 @@ def with_part_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     for stage in plan.stages:
         blocks, local = costs.indices(stage.blocks), stage.local_batch_size
         input_us, weight_us = costs.split_times(blocks, local, stage.ranks)
+        if stage.memory is not None:
+            rate = min(costs.cluster.devices[rank].host_bytes_per_s for rank in stage.ranks)
+            input_us += stage.memory.added_us
+            weight_us += stage.memory.recompute_us + stage.memory.swapped_bytes / rate * 1e6
         stages.append(
             dataclasses.replace(
                 stage,

@@ -57,6 +57,7 @@ def profile_at(
             saved_bytes_per_sample=cost.saved_bytes_per_sample * saved,
             saved_bytes_fixed=cost.saved_bytes_fixed * saved,
             transient_bytes_per_sample=cost.transient_bytes_per_sample * transient,
+            pending_bytes_per_sample=cost.pending_bytes_per_sample * saved,
         )
 
     grown = [growth(coefficients) for coefficients in costs.shared]

@@ -19,7 +19,8 @@ from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_optimized, best_plan
-from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plan.split_backwards import pending_bytes
+from gpp_plugin.plan.validate_request import validate_for
 
 LONGEST_NAME = 200
 """Characters of a stage's name."""
@@ -85,7 +86,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     if request.mode == "async":
         plan = to_asynchronous(plan, request)
     plan = complete_plan(plan, request.graph, request.profile)
-    _validate(plan, request)
+    validate_for(plan, request)
     return plan
 
 
@@ -116,7 +117,7 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             raise PlanError(
                 f"plan: stage {stage.name!r} needs {refused[0]}, which this run does not do; plan again without"
             )
-    _validate(plan, request)
+    validate_for(plan, request)
     return plan
 
 
@@ -128,8 +129,8 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """
     # What a plan decides stays: stages, ranks, micro-batches, in-flight counts and order. What it was told is this
     # run's: times, memory, edges, the graph it is of. A plan made at 512 tokens and run at 1024 keeps its four stages,
-    # whose memory is then counted anew and refused by `_validate` where it no longer fits. Times of half a forward and
-    # of split backwards are 0 (unknown), rather than those of other shapes. Tensors to swap or recompute are listed
+    # whose memory is then counted anew and refused by `validate_for` where it no longer fits. Times of half a forward
+    # and of split backwards are 0 (unknown), rather than those of other shapes. Tensors to swap or recompute are listed
     # with their bytes, so a plan that has any cannot be fitted.
     graph = request.graph
     planned = {block for stage in plan.stages for block in stage.blocks}
@@ -159,29 +160,26 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
                 half_forward_us=0.0,
                 input_gradient_us=0.0,
                 weight_gradient_us=0.0,
-                memory_bytes=memory + costs.stashed_bytes(rows, plan.num_versions(index)),
+                memory_bytes=memory
+                + costs.stashed_bytes(rows, plan.num_versions(index))
+                + pending_bytes(stage, costs, stage.pending),
             )
         )
+    reckoned = {(edge.src, edge.dst): (edge.message_us, edge.gradient_us) for edge in plan.edges}
+    edges = [
+        dataclasses.replace(edge, message_us=there, gradient_us=back)
+        for edge in stage_edges(graph, [stage.blocks for stage in stages], costs=costs)
+        for there, back in [reckoned.get((edge.src, edge.dst), (0.0, 0.0))]
+    ]
     fitted = dataclasses.replace(
         plan,
         graph=fingerprint(graph),
         stages=tuple(stages),
-        edges=stage_edges(graph, [stage.blocks for stage in stages], costs=costs),
+        edges=tuple(edges),
         notes=(*plan.notes, "made for other shapes or another precision; sizes and times are this run's"),
     )
     fitted = dataclasses.replace(fitted, iteration_us=judge_us(fitted, costs))
     return complete_plan(fitted, graph, request.profile)
-
-
-def _validate(plan: PipelinePlan, request: PlanRequest) -> None:
-    validate_plan(
-        plan,
-        request.graph,
-        profile=request.profile,
-        cluster=request.cluster,
-        memory_limit_bytes=request.memory_limit_bytes,
-        zero_stage=request.zero_stage,
-    )
 
 
 def _check_stage(i: int, stage: Any) -> None:

@@ -20,7 +20,7 @@ from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_optimized, best_plan
 from gpp_plugin.plan.stage_names import name_stages
-from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plan.validate_request import validate_for
 
 GIVEN = "given"
 """What such plans name as their planner."""
@@ -73,14 +73,7 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
     if request.mode == "async":
         plan = to_asynchronous(plan, request)
     plan = complete_plan(plan, request.graph, request.profile)
-    validate_plan(
-        plan,
-        request.graph,
-        profile=request.profile,
-        cluster=request.cluster,
-        memory_limit_bytes=request.memory_limit_bytes,
-        zero_stage=request.zero_stage,
-    )
+    validate_for(plan, request)
     return plan
 
 

@@ -14,7 +14,7 @@ from gpp_plugin.plan.make import complete_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import fitter_for
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stage_names import find_stage, namer_of
-from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plan.validate_request import validate_for
 
 
 def names_a_stage(graph: BlockGraph, key: str) -> bool:
@@ -93,12 +93,5 @@ def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, 
     if fitter is not None:
         resized = fitter.fitted(resized)
     resized = complete_plan(resized, request.graph, request.profile)
-    validate_plan(
-        resized,
-        request.graph,
-        profile=request.profile,
-        cluster=request.cluster,
-        memory_limit_bytes=request.memory_limit_bytes,
-        zero_stage=request.zero_stage,
-    )
+    validate_for(resized, request)
     return resized

@@ -236,6 +236,7 @@ def _joined_cost(name: str, costs: Sequence[BlockCost], again: tuple[int, int, i
         gradient_bytes=sum(cost.gradient_bytes for cost in costs) - again[1],
         optimizer_bytes=sum(cost.optimizer_bytes for cost in costs) - again[2],
         transient_bytes_per_sample=max(cost.transient_bytes_per_sample for cost in costs),
+        pending_bytes_per_sample=sum(cost.pending_bytes_per_sample for cost in costs),
     )
 
 

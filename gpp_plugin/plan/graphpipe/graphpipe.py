@@ -66,6 +66,8 @@ REFINE_BUDGET = 20
 """Simulated tasks, times the cube of the ranks, up to ``MAX_BUDGET``: at most a tenth of a second."""
 MAX_BUDGET = 40_000
 NUM_REFINED_TIGHT = 6
+MAX_RANKED_SIZE = 400_000
+"""Blocks squared x ranks up to which partitions on consecutive ranks are looked at too where devices are alike."""
 MAX_CLOSER_LOOKS = 3
 """Searches around the cuts that the one before found, as long as each wins at least ``WORTH_LOOKING``."""
 WORTH_LOOKING = 1e-3
@@ -211,7 +213,8 @@ def search_stages(
 
         find_partitions(request, costs, rules, trees, predict, fitter=fitter)
         refiner.budget = budget
-    if costs.is_mixed:  # the recursion counts devices: it does not see that some are slower
+    # The recursion counts devices: it does not see that some are slower, or which of them share a node.
+    if costs.is_mixed or (is_thorough and _spans_nodes(request)):
         starts = (refiner.candidate(*start) for start in ranked_partitions(request, costs, rules))
         candidates.extend(start for start in starts if start is not None)
     if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
@@ -231,6 +234,13 @@ def search_stages(
         if balanced is not candidate:
             refined.append(refiner.improve(balanced))
     return sorted([*refined, *candidates[num_refined:]], key=lambda candidate: candidate.score)
+
+
+def _spans_nodes(request: PlanRequest) -> bool:
+    """Return whether links inside a node are others than between nodes, and the request is small enough to look."""
+    blocks = len(request.graph.blocks)
+    is_small = blocks * blocks * request.num_ranks <= MAX_RANKED_SIZE
+    return is_small and min(link.span for link in request.cluster.links) < request.num_ranks
 
 
 def _stage_counts(request: PlanRequest) -> list[int] | None:

@@ -19,6 +19,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.part_times import with_part_times
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import Interval, StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
@@ -27,6 +28,7 @@ from gpp_plugin.plan.memory.operator_chain import PipelineShape
 from gpp_plugin.plan.memory.stage_chain import StageChain
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import rank_limit
+from gpp_plugin.plan.split_backwards import pending_bytes, splits_backwards
 
 
 def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
@@ -55,6 +57,8 @@ def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     plan = dataclasses.replace(plan, stages=stages)
     if modules:
         return recompute_modules(plan, request)
+    if splits_backwards(plan):
+        plan = with_part_times(plan, costs)
     return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
 
 
@@ -64,6 +68,7 @@ def _recomputed(stage: Stage, num_versions: int, request: PlanRequest, everythin
     chain = StageChain(everything, rows, local, degree=stage.degree)
     stash = costs.stashed_bytes(rows, num_versions)
     limit = min(rank_limit(request, rank) for rank in stage.ranks)
+    stash += pending_bytes(stage, costs, stage.pending)  # what is held beside all that is saved
     shape = PipelineShape(
         num_stages=1,
         num_micro_batches=stage.in_flight,

@@ -30,7 +30,7 @@ from gpp_plugin.plan.memory.graph_tensors import SavedTensors, UnsavedResults
 from gpp_plugin.plan.memory.operator_chain import PipelineShape
 from gpp_plugin.plan.memory.stage_chain import WholeStage
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plan.validate_request import validate_for
 
 
 class ModuleChain(WholeStage):
@@ -128,14 +128,7 @@ def recompute_modules(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     )
     changed = dataclasses.replace(plan, stages=stages)
     changed = dataclasses.replace(changed, iteration_us=judge_us(changed, costs))
-    validate_plan(
-        changed,
-        request.graph,
-        profile=request.profile,
-        cluster=request.cluster,
-        memory_limit_bytes=request.memory_limit_bytes,
-        zero_stage=request.zero_stage,
-    )
+    validate_for(changed, request)
     return changed
 
 

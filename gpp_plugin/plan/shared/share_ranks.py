@@ -6,7 +6,8 @@
                         then the best `NUM_EXACT` exactly
       3 improved        the best `NUM_IMPROVED` by moves: two stages of the same ranks merged, a stage to other ranks,
                         two stages exchanged, a boundary block to another stage, another micro-batch size
-      4 schedules       the best one under each schedule that is allowed
+      4 refined         the best `NUM_REFINED`: orders that reckon with links, in-flight counts one by one
+      5 schedules       the best one under each schedule that is allowed
     the shortest of all, and the plan itself where nothing is shorter; its notes say what was tried
 
 Everything is counted, nothing is timed: the same request gives the same plan on every machine.
@@ -35,9 +36,10 @@ from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.maps import exchanged_stages, moved_stages
 from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner
 from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge
-from gpp_plugin.plan.shared.shared_schedules import first_schedule, schedule_shared
+from gpp_plugin.plan.shared.shared_schedules import SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
-from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plan.validate_request import validate_for
+from gpp_plugin.schedule.names import AUTO
 
 NUM_STARTS = 40
 """Starts that are simulated, those with the smallest bounds; of each way to share ranks at most ``PER_WAY``, and
@@ -46,6 +48,8 @@ PER_WAY, PER_SIZE = 8, 3
 NUM_EXACT = 6
 """Of these, how many are simulated with the orders that will run."""
 NUM_IMPROVED = 4
+NUM_REFINED = 6
+"""Of all of these, how many are given the best orders and in-flight counts."""
 NEAR = 1.15
 """Times the shortest start, up to which others are simulated: moves gain as much."""
 ROUNDING = 1e-6
@@ -89,14 +93,7 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
         f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than {plan.iteration_us:.0f} us with one stage a rank"
     )
     shared = dataclasses.replace(shared, notes=(*shared.notes, note))
-    validate_plan(
-        shared,
-        request.graph,
-        profile=request.profile,
-        cluster=request.cluster,
-        memory_limit_bytes=request.memory_limit_bytes,
-        zero_stage=request.zero_stage,
-    )
+    validate_for(shared, request)
     return complete_plan(shared, request.graph, request.profile)
 
 
@@ -166,15 +163,19 @@ class _Search:
             return None
         share = self._judge.budget // NUM_IMPROVED
         improved = [self._improved(plan, start, share) for plan, start in best[:NUM_IMPROVED]]
-        plan, start = min(improved, key=lambda each: each[0].iteration_us)
+        near = sorted([*improved, *best], key=lambda each: each[0].iteration_us)
+        near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:NUM_REFINED]
+        refined = [(self._judge.refined(plan), start) for plan, start in near]
+        plan, start = min(refined, key=lambda each: each[0].iteration_us)
         self.num_tried = self._judge.num_simulated
         named = build_plan(self._request, start.drafts, planner=self._plan.planner, costs=self._costs)
         stages = tuple(
             dataclasses.replace(stage, name=other.name)
             for stage, other in zip(plan.stages, named.stages, strict=True)
         )
-        named = dataclasses.replace(named, stages=stages, iteration_us=plan.iteration_us)
-        if any(stage.memory is not None for stage in stages):
+        # its edges say what its orders reckon with
+        named = dataclasses.replace(named, stages=stages, edges=plan.edges, iteration_us=plan.iteration_us)
+        if any(stage.memory is not None for stage in stages) and self._schedule not in (AUTO, SPLIT):
             return named, start.how
         scheduled = schedule_shared(named, self._request, schedule=self._schedule)
         return min(named, scheduled, key=lambda each: each.iteration_us), start.how

@@ -14,6 +14,7 @@ Tests: tests/plan/test_shared_ranks_plans.py
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,14 @@ from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.link_times import with_link_times
+from gpp_plugin.plan.costs.part_times import with_part_times
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared.collapse import collapsed
+from gpp_plugin.plan.split_backwards import pending_bytes, splits_backwards, with_pending
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.names import k_of
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
@@ -105,14 +109,47 @@ class SharedJudge:
         plan = self.plan_of(drafts)
         if self.least_us(plan) >= below_us or self.budget <= 0:
             return None
-        tasks = sum(2 * plan.num_micro_batches(i) * s.degree for i, s in enumerate(plan.stages))
+        tasks = _num_tasks(plan)
         factors = FACTORS if tasks <= EXACT_TASKS else FACTORS[:1]
         self._known[key] = best = self._best(self._fitting(plan, factors), is_exact=is_exact)
         return best
 
     def best_counts(self, plan: PipelinePlan) -> PipelinePlan | None:
         """Return the plan with the in-flight counts of the shortest step that fits; None where nothing does."""
-        return self._best(self._fitting(plan, FACTORS), is_exact=True)
+        best = self._best(self._fitting(plan, FACTORS), is_exact=True)
+        return None if best is None else self.refined(best)
+
+    def refined(self, best: PipelinePlan) -> PipelinePlan:
+        """Return a timed plan with orders that reckon with the links where those are shorter, and, if it has few tasks,
+        with what raising or lowering one in-flight count after another gains.
+        """
+        linked = with_link_times(best, self.costs.cluster)
+        if linked is not best:
+            timed = self._timed(linked, is_exact=True)
+            best = (
+                timed if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9) else best
+            )
+        return self._with_moved_counts(best) if _num_tasks(best) <= EXACT_TASKS else best
+
+    def _with_moved_counts(self, best: PipelinePlan) -> PipelinePlan:
+        """Return the plan after every change of one in-flight count that makes its step shorter."""
+        if any(stage.memory is not None for stage in best.stages):
+            return best
+        is_improved = True
+        while is_improved:
+            is_improved = False
+            for index, step in itertools.product(range(len(best.stages)), (1, -1)):
+                counts = [stage.in_flight for stage in best.stages]
+                counts[index] += step
+                if not 1 <= counts[index] <= best.num_micro_batches(index):
+                    continue
+                changed = with_counts(best, counts, self.costs)
+                if memory_excess(self.request, changed)[0] > 0:
+                    continue
+                timed = self._timed(changed, is_exact=True)
+                if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9):
+                    best, is_improved = timed, True
+        return best
 
     def _best(self, plans: Iterator[PipelinePlan], *, is_exact: bool) -> PipelinePlan | None:
         best: PipelinePlan | None = None
@@ -125,15 +162,21 @@ class SharedJudge:
     def _timed(self, plan: PipelinePlan, *, is_exact: bool) -> PipelinePlan | None:
         """Return a plan with its simulated time; None where it cannot run."""
         small, cluster = collapsed(plan, self.costs.cluster)
-        tasks = sum(2 * small.num_micro_batches(i) * s.degree for i, s in enumerate(small.stages))
+        tasks = _num_tasks(small)
         is_exact = is_exact or tasks <= EXACT_TASKS
         self.budget -= tasks * (EXACT_COST if is_exact and plan.shares_ranks else 1)
         self.num_simulated += 1
         forward_only = forward_only_stages(plan)
         try:
             kept = None
-            if not is_exact:
-                kept = build_schedules(on_own_ranks(small), forward_only_stages=forward_only)
+            if not is_exact or splits_backwards(plan):
+                kept = build_schedules(
+                    small if is_exact else on_own_ranks(small), forward_only_stages=forward_only
+                )
+            if kept is not None and splits_backwards(plan):
+                plan = with_pending(plan, self.costs, kept)
+                if memory_excess(self.request, plan)[0] > 0:
+                    return None
             us = predict_iteration_us(
                 small,
                 cluster=cluster,
@@ -205,9 +248,17 @@ class SharedJudge:
                 for rank in stage.ranks
             )
             is_over = any(totals[rank] > rank_limit(self.request, rank) for rank in stage.ranks)
+            if find_schedule(stage.schedule).splits_backward:
+                limit -= pending_bytes(stage, self.costs, stage.in_flight)
             stages.append(self._fitter.fitted_stage(stage, limit=int(limit)) if is_over else stage)
         changed = dataclasses.replace(plan, stages=tuple(stages))
+        if splits_backwards(changed):
+            changed = with_part_times(changed, self.costs)
         return changed if memory_excess(self.request, changed)[0] <= 0 else None
+
+
+def _num_tasks(plan: PipelinePlan) -> int:
+    return sum(2 * plan.num_micro_batches(i) * s.degree for i, s in enumerate(plan.stages))
 
 
 def under(plan: PipelinePlan, schedule: str, costs: CostModel) -> PipelinePlan:
@@ -229,7 +280,7 @@ def with_counts(plan: PipelinePlan, counts: Sequence[int], costs: CostModel) -> 
         memory = costs.stage_memory(
             costs.indices(stage.blocks), degree=stage.degree, local=stage.local_batch_size, in_flight=count
         )
-        stages.append(dataclasses.replace(stage, in_flight=count, memory_bytes=memory))
+        stages.append(dataclasses.replace(stage, in_flight=count, pending=0, memory_bytes=memory))
     return dataclasses.replace(plan, stages=tuple(stages))
 
 

@@ -18,6 +18,7 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.part_times import knows_split_times, with_part_times
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.shared_judge import SharedJudge, under
+from gpp_plugin.plan.split_backwards import without_memory_plans
 from gpp_plugin.schedule.names import AUTO, KFKB
 
 SPLIT = "zero_bubble"
@@ -26,14 +27,21 @@ SPLIT = "zero_bubble"
 def schedule_shared(plan: PipelinePlan, request: PlanRequest, *, schedule: str = AUTO) -> PipelinePlan:
     """Return ``plan``, whose ranks hold several stages, under a schedule, with in-flight counts that fit.
 
+    A plan that swaps or recomputes stays, or runs zero bubble, fitted anew.
+
     Raises:
         PlanInfeasible: nothing that the name stands for fits the ranks' memory and can run.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     judge = SharedJudge(request, costs, schedule=first_schedule(schedule))
-    best: PipelinePlan | None = None
-    for name, gain in _names(plan, request, schedule):
-        found = judge.best_counts(under(with_part_times(plan, costs), name, costs))
+    is_fitted = any(stage.memory is not None for stage in plan.stages)
+    # what swaps or recomputes does so for its order: that stays, or backwards are split and it is fitted anew
+    best: PipelinePlan | None = plan if is_fitted and schedule == AUTO else None
+    plain = without_memory_plans(plan, costs) if is_fitted else plan
+    for name, gain in _names(request, schedule):
+        if is_fitted and name != SPLIT:
+            continue
+        found = judge.best_counts(under(with_part_times(plain, costs), name, costs))
         if found is not None and (best is None or found.iteration_us < best.iteration_us * (1.0 - gain)):
             best = found
     if best is None:
@@ -46,14 +54,14 @@ def schedule_shared(plan: PipelinePlan, request: PlanRequest, *, schedule: str =
     return best
 
 
-def _names(plan: PipelinePlan, request: PlanRequest, schedule: str) -> Iterator[tuple[str, float]]:
+def _names(request: PlanRequest, schedule: str) -> Iterator[tuple[str, float]]:
     """Yield the schedules to try, and by what part each must be shorter than those before it."""
     if schedule != AUTO:
         yield first_schedule(schedule), 0.0
         return
     yield "1f1b", 0.0
     yield "gpipe", GAIN
-    if knows_split_times(request.profile) and all(stage.memory is None for stage in plan.stages):
+    if knows_split_times(request.profile):
         yield SPLIT, SPLIT_GAIN
 
 

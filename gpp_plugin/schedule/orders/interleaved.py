@@ -16,9 +16,11 @@ micro-batches, m a multiple of p, the orders take m v (F + B) + (p - 1)(F + B), 
 stage holds no more than GraphPipe's Table 2 gives it on a rank of its own (`in_flight`).
 
 So orders are made by several simulations, of three choices: which times (equal ones or the plan's), how many
-micro-batches make a group, and whether a rank alternates or prefers backwards. Each is then run with the plan's times,
-and the shortest is taken, and of equals the one of which the fullest rank holds least. Of split backwards (zero bubble)
-the weight gradients fill what is left, and go first where a forward waits for the memory they hold.
+micro-batches make a group, and whether a rank alternates or prefers backwards; and of a fourth where the plan's edges
+say what messages take (`StageEdge.message_us`): whether ranks wait for them. Each is then run with the plan's times,
+messages included, and the shortest is taken, and of equals the one of which the fullest rank holds least. Of split
+backwards (zero bubble) the weight gradients fill what is left, and go first where a forward waits for the memory they
+hold.
 
 The ranks of a stage run its tasks in one order: the first to come to a choice makes it for all. The choices in the
 order they were made are the schedules' `turns`, by which `shared_ranks` puts the tasks of each rank into one order.
@@ -40,6 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -49,7 +52,7 @@ from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards
 from gpp_plugin.schedule.durations import nominal_durations, nominal_times, stage_task_us
-from gpp_plugin.schedule.event_loop import run_task_graph
+from gpp_plugin.schedule.event_loop import Transfers, run_task_graph
 from gpp_plugin.schedule.orders.stage_order import on_own_ranks, sends_gradients
 from gpp_plugin.schedule.shared_ranks import SLACK, Network, check_shared_rows
 
@@ -68,11 +71,13 @@ class _Policy:
         has_equal_times: the simulation's tasks of a stage take equal times, whatever they take in the plan.
         group: samples that go through one stage of a rank before the next.
         alternates: forwards and backwards take turns; else backwards go first.
+        has_links: messages take what the plan's edges say; else nothing.
     """
 
     has_equal_times: bool
     group: int
     alternates: bool
+    has_links: bool
 
 
 def interleaved_schedules(
@@ -121,7 +126,7 @@ def in_flight_within(plan: PipelinePlan, most_held: Mapping[int, float]) -> tupl
 
 def _orders_under(setting: _Setting, most_held: Mapping[int, float]) -> Iterator[_Found]:
     """Yield the orders of each policy that runs to its end, up to the first that no other can be shorter than."""
-    for policy in _policies(setting.plan):
+    for policy in _policies(setting):
         run = _Run(setting, policy, most_held)
         if run.run():
             length = run.length()
@@ -164,20 +169,28 @@ def _template(plan: PipelinePlan, index: int) -> StageSchedule:
     return StageSchedule(stage=index, tasks=tuple(tasks), num_in_flight=len(every))
 
 
-def _policies(plan: PipelinePlan) -> Iterator[_Policy]:
+def _policies(setting: _Setting) -> Iterator[_Policy]:
     """Yield what is tried: groups of as many micro-batches as there are places in the pipeline, of one, of all."""
+    plan = setting.plan
     places = len({stage.ranks for stage in plan.stages})
     size = max(stage.micro_batch_size for stage in plan.stages)
-    for has_equal_times in (True, False):
-        for group in dict.fromkeys((min(places * size, plan.mini_batch), size, plan.mini_batch)):
-            for alternates in (True, False):
-                yield _Policy(has_equal_times=has_equal_times, group=group, alternates=alternates)
+    groups = dict.fromkeys((min(places * size, plan.mini_batch), size, plan.mini_batch))
+    links = (True, False) if any(setting.late) else (False,)
+    for has_links, has_equal_times, group, alternates in itertools.product(
+        links, (True, False), groups, (True, False)
+    ):
+        yield _Policy(
+            has_equal_times=has_equal_times, group=group, alternates=alternates, has_links=has_links
+        )
 
 
 def _length(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> float:
-    """Return how long the plan takes with these orders, without links."""
+    """Return how long the plan takes with these orders, each message what its edge says."""
     graph = build_task_graph(plan, schedules)
-    return max(run_task_graph(graph, nominal_durations(graph)).end, default=0.0)
+    delays = [graph.delay_us(number) for number in range(len(graph.source))]
+    transfers = Transfers(occupied_us=[0.0] * len(delays), latency_us=delays) if any(delays) else None
+    times = run_task_graph(graph, nominal_durations(graph), transfers=transfers, share_links=False)
+    return max(times.end, default=0.0)
 
 
 def _times(
@@ -275,9 +288,6 @@ class _Setting:
         for follower in graph.next_on_rank:
             if follower >= 0:
                 self.num_waits[follower] -= 1
-        self.after: list[list[int]] = [list(graph.unlocks.get(n, ())) for n in range(len(self.num_waits))]
-        for source, target in zip(graph.source, graph.target, strict=True):
-            self.after[source].append(target)
         self.durations = nominal_durations(graph)
         # Of each rank its stages with their nodes by task; of each node its rank.
         self.nodes: dict[int, dict[int, dict[tuple[TaskKind, int], int]]] = {}
@@ -291,6 +301,15 @@ class _Setting:
                 }
                 for node in row:
                     self.rank_of[node] = rank
+        # What waits for a node: at once, and after so many microseconds. Between two stages of a rank nothing travels.
+        self.after: list[list[int]] = [list(graph.unlocks.get(n, ())) for n in range(len(self.num_waits))]
+        self.late: list[list[tuple[int, float]]] = [[] for _ in self.num_waits]
+        for number, (source, target) in enumerate(zip(graph.source, graph.target, strict=True)):
+            us = graph.delay_us(number) if self.rank_of[source] != self.rank_of[target] else 0.0
+            if us > 0.0:
+                self.late[source].append((target, us))
+            else:
+                self.after[source].append(target)
         self.least_us = self._network().least_us()
 
     def _network(self) -> Network:
@@ -303,7 +322,9 @@ class _Setting:
                     if before != node:
                         after[before].append(node)
                         num_before[node] += 1
-        return Network(rank=self.rank_of, durations=self.durations, after=after, num_before=num_before)
+        network = Network(rank=self.rank_of, durations=self.durations, after=after, num_before=num_before)
+        late = [(node, other, us) for node, others in enumerate(self.late) for other, us in others]
+        return network.with_messages(late)
 
 
 class _Run:
@@ -367,15 +388,21 @@ class _Run:
             free = []
             while ends and ends[0][0] <= now:
                 node = heapq.heappop(ends)[1]
-                busy[rank_of[node]] = False
-                free.append(rank_of[node])
-                for other in self._setting.after[node]:
+                if node < 0:  # a message has come: to the node of this number, counted from -1 downwards
+                    reached = [-1 - node]
+                else:
+                    busy[rank_of[node]] = False
+                    free.append(rank_of[node])
+                    reached = self._setting.after[node]
+                    for other, us in self._setting.late[node]:
+                        heapq.heappush(ends, (now + us * self._policy.has_links, -1 - other))
+                for other in reached:
                     self._waits[other] -= 1
                     free.append(rank_of[other])
         return all(unit.done == unit.order.total for units in self._units.values() for unit in units)
 
     def length(self) -> float:
-        """Return how long ranks take that run their tasks in this order, with the plan's times and without links."""
+        """Return how long ranks take that run their tasks in this order, with the plan's times."""
         setting = self._setting
         arrival = [0.0] * len(setting.after)
         until = dict.fromkeys(self._units, 0.0)
@@ -384,6 +411,8 @@ class _Run:
             end = until[rank] = max(until[rank], arrival[node]) + setting.durations[node]
             for other in setting.after[node]:
                 arrival[other] = max(arrival[other], end)
+            for other, us in setting.late[node]:
+                arrival[other] = max(arrival[other], end + us)
         return max(until.values())
 
     def schedules(self) -> list[StageSchedule]:

@@ -24,10 +24,10 @@ cannot stop, with W as many micro-batches behind I as the limit allows beyond th
 what starts now may keep a stage busy when something better arrives.
 
 Deviations: every stage has its own limit (ZB-H1 grants all stages that of the first); a stage that sends no gradient,
-as the first one, runs whole backwards, as nobody waits for its input gradient; messages take no time here, so that the
-order depends on the plan alone (`plan.choose_schedule` decides with the links whether it pays); the ranks of a stage
-move together, as in Table 2, so that counts below Table 2's (which the greedy schedule may find, seeing single ranks)
-can be too few and are refused.
+as the first one, runs whole backwards, as nobody waits for its input gradient; messages take what the plan's edges say
+(`StageEdge.message_us`), nothing where they say nothing, so that the order depends on the plan alone (the simulator
+decides with links that are shared whether it pays); the ranks of a stage move together, as in Table 2, so that counts
+below Table 2's (which the greedy schedule may find, seeing single ranks) can be too few and are refused.
 
 Source: Zero Bubble (arXiv 2401.10241), section 2
 Tests: tests/schedule/test_zero_bubble.py
@@ -38,7 +38,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpp_plugin.doors import Schedule
 from gpp_plugin.ir.plan import PipelinePlan
@@ -68,7 +68,8 @@ def zero_bubble_schedules(
     Raises:
         ValueError: with these ``in_flight`` no order can run.
     """
-    # Six simulations, the fixed orders last: one must win by more than rounding, so ties keep the freer order.
+    # Six simulations, the fixed orders last: one must win by more than rounding, so ties keep the freer order. Where
+    # messages take time the order that is found without them is a fixed one too.
     wanted = sorted(stages)
     timed = nominal_times(plan)
     runs = [
@@ -77,8 +78,13 @@ def zero_bubble_schedules(
     ]
     best = min(runs, key=lambda run: run.run())
     limits = [stage.in_flight for stage in plan.stages]
-    for counts in (limits, [min(pair) for pair in zip(plan_in_flight(plan), limits, strict=True)]):
-        fixed = {index: _delayed_1f1b(plan, index, counts[index]) for index in wanted}
+    orders = [
+        {index: _delayed_1f1b(plan, index, counts[index]) for index in wanted}
+        for counts in (limits, [min(pair) for pair in zip(plan_in_flight(plan), limits, strict=True)])
+    ]
+    if any(edge.message_us or edge.gradient_us for edge in plan.edges):
+        orders.append(zero_bubble_schedules(without_delays(plan), wanted, others))
+    for fixed in orders:
         run = _ListRun(timed, (), {**others, **fixed})
         try:
             run.run()
@@ -87,6 +93,12 @@ def zero_bubble_schedules(
         if run.ended_us < best.ended_us * (1.0 - 1e-9):
             best = run
     return {index: _schedule_of(index, best.orders[index]) for index in wanted}
+
+
+def without_delays(plan: PipelinePlan) -> PipelinePlan:
+    """Return the plan with messages that orders take to be free."""
+    edges = tuple(dataclasses.replace(edge, message_us=0.0, gradient_us=0.0) for edge in plan.edges)
+    return dataclasses.replace(plan, edges=edges)
 
 
 def _delayed_1f1b(plan: PipelinePlan, stage: int, count: int) -> StageSchedule:
@@ -123,8 +135,28 @@ def _schedule_of(stage: int, order: list[tuple[TaskKind, int]]) -> StageSchedule
     return StageSchedule(stage=stage, tasks=tasks, num_in_flight=most)
 
 
-_Feed = tuple["_State", int]
-"""A stage, and the samples of which only the first one of each such group comes from it (1: all of them)."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Feed:
+    """What a stage receives from another one.
+
+    Args:
+        state: the other stage.
+        group: samples of which only the first one of each such group comes from it (1: all of them).
+        us: what a message takes.
+        receiver: the stage itself.
+        due_us: when each message of it arrives, of those that were sent; ``arrived``: how many are there.
+    """
+
+    state: _State
+    group: int
+    receiver: _State
+    us: float = 0.0
+    due_us: list[float] = field(default_factory=list)
+    arrived: int = 0
+
+    def has(self, end: int) -> bool:
+        """Return whether what a task takes of samples up to ``end`` is there."""
+        return self.arrived * self.state.size >= _needed(end, self.group)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,6 +168,7 @@ class _State:
         limit: micro-batches it may hold.
         inputs, gradients: what it receives activations and gradients from.
         consumers: what must have taken its activations before it forgets them.
+        forward_to, backward_to: what its forwards and its backwards are sent by, of other stages.
         watchers: stages that may be able to go on when this one ends a task.
         forwards, backwards, weights: ended so far; ``backwards`` counts B and I.
         ends_us: of the running task; None while it waits.
@@ -151,7 +184,9 @@ class _State:
     times_us: dict[TaskKind, float]
     inputs: list[_Feed]
     gradients: list[_Feed]
-    consumers: list[_Feed]
+    consumers: list[tuple[_State, int]]
+    forward_to: list[_Feed]
+    backward_to: list[_Feed]
     watchers: list[_State]
     forwards: int = 0
     backwards: int = 0
@@ -201,6 +236,8 @@ class _ListRun:
                 inputs=[],
                 gradients=[],
                 consumers=[],
+                forward_to=[],
+                backward_to=[],
                 watchers=[],
             )
             for index, stage in enumerate(plan.stages)
@@ -210,11 +247,14 @@ class _ListRun:
             # Tensors without a batch axis come with the consumer's first sample only.
             local = plan.stages[edge.dst].local_batch_size
             group = 1 if edge.batch_tensors else local
-            dst.inputs.append((src, group))
+            dst.inputs.append(_Feed(state=src, group=group, receiver=dst, us=edge.message_us))
+            src.forward_to.append(dst.inputs[-1])
             src.consumers.append((dst, group))
             has_batch, has_whole = gradient_kinds(edge)
             if (has_batch or has_whole) and src.is_trained and dst.is_trained:
-                src.gradients.append((dst, 1 if has_batch else local))
+                group = 1 if has_batch else local
+                src.gradients.append(_Feed(state=dst, group=group, receiver=src, us=edge.gradient_us))
+                dst.backward_to.append(src.gradients[-1])
             src.watchers.append(dst)
             dst.watchers.append(src)
 
@@ -224,10 +264,12 @@ class _ListRun:
         Raises:
             ValueError: it stops.
         """
-        # Time goes from one end of a task to the next. All tasks that end at one time end before any stage chooses,
-        # so the choice does not depend on the order of stages; only those that something ended for choose again.
+        # Time goes from one end of a task, or of a message that takes time, to the next. All that end at one time end
+        # before any stage chooses, so the choice does not depend on the order of stages; only those that something
+        # ended for choose again. An event is a time and a stage's number, or -1, -2, ... for messages on their way.
         now = 0.0
         events: list[tuple[float, int]] = []
+        on_their_way: list[_Feed] = []
         free = self._states
         while True:
             for state in free:
@@ -241,8 +283,20 @@ class _ListRun:
             now = events[0][0]
             touched: dict[int, _State] = {}
             while events and events[0][0] == now:
-                state = self._states[heapq.heappop(events)[1]]
-                self._end(state)
+                number = heapq.heappop(events)[1]
+                if number < 0:
+                    feed = on_their_way[-1 - number]
+                    feed.arrived += 1
+                    touched[feed.receiver.index] = feed.receiver
+                    continue
+                state = self._states[number]
+                for feed in self._end(state):
+                    feed.due_us.append(now + feed.us)
+                    if feed.us > 0.0:
+                        on_their_way.append(feed)
+                        heapq.heappush(events, (feed.due_us[-1], -len(on_their_way)))
+                    else:
+                        feed.arrived += 1
                 touched[state.index] = state
                 touched.update((other.index, other) for other in state.watchers)
             free = [touched[index] for index in sorted(touched)]
@@ -259,16 +313,18 @@ class _ListRun:
         state.running = kind
         state.ends_us = now + state.times_us[kind]
 
-    def _end(self, state: _State) -> None:
-        if state.running is _F:
+    def _end(self, state: _State) -> list[_Feed]:
+        """End what a stage runs, and return what it is sent by."""
+        kind, state.running = state.running, None
+        if kind is _F:
             state.forwards += 1
-        elif state.running is _W:
+            return state.forward_to
+        if kind is _W:
             state.weights += 1
-        else:
-            state.backwards += 1
-            if state.running is _B:
-                state.weights += 1
-        state.running = None
+            return []
+        state.backwards += 1
+        state.weights += kind is _B
+        return state.backward_to
 
     def _next_task(self, state: _State, now: float) -> TaskKind | None:
         """Return what a free stage begins now, if anything."""
@@ -331,14 +387,14 @@ def _has_inputs(state: _State) -> bool:
     if state.forwards >= state.count:
         return False
     end = (state.forwards + 1) * state.size
-    return all(other.forwards * other.size >= _needed(end, group) for other, group in state.inputs)
+    return all(feed.has(end) for feed in state.inputs)
 
 
 def _has_gradients(state: _State) -> bool:
     if state.backwards >= state.forwards:
         return False
     end = (state.backwards + 1) * state.size
-    return all(other.backwards * other.size >= _needed(end, group) for other, group in state.gradients)
+    return all(feed.has(end) for feed in state.gradients)
 
 
 def _is_let_go(state: _State) -> bool:
@@ -355,17 +411,20 @@ def _needed(end: int, group: int) -> int:
 
 
 def _ready_us(feeds: list[_Feed], end: int, *, is_forward: bool) -> float:
-    """Return when all stages that feed a task are done for it if each only ends what it runs; else inf."""
+    """Return when all that feeds a task is there if each stage only ends what it runs; else inf."""
     latest = 0.0
-    for other, group in feeds:
-        needed = _needed(end, group)
-        done = other.forwards if is_forward else other.backwards
-        if done * other.size >= needed:
+    for feed in feeds:
+        other = feed.state
+        count = -(-_needed(end, feed.group) // other.size)  # messages of it that the task waits for
+        if feed.arrived >= count:
+            continue
+        if len(feed.due_us) >= count:
+            latest = max(latest, feed.due_us[count - 1])
             continue
         is_on_it = other.running is _F if is_forward else other.running in (_B, _I)
-        if not is_on_it or (done + 1) * other.size < needed:
+        if not is_on_it or len(feed.due_us) + 1 < count:
             return float("inf")
-        latest = max(latest, other.ends_us)
+        latest = max(latest, other.ends_us + feed.us)
     return latest
 
 

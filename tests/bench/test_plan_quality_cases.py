@@ -1,0 +1,56 @@
+"""Plans on fewer ranks than stages, and on devices of two speeds, beside brute force; the oracles beside the planner."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from gpp_benchmarks import plan_quality
+from gpp_benchmarks._map_cases import best_map_us, check_map, map_request
+from gpp_benchmarks._oracle_costs import step_us
+from gpp_benchmarks._unlike_oracle import best_unlike_us, unlike_request
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
+
+
+@pytest.mark.parametrize("seed", [0, 2, 5])
+def test_plans_on_two_speeds_are_within_5_percent_of_the_best(seed: int) -> None:
+    row = plan_quality.check_unlike(seed)
+    assert row["us"] is not None and row["ratio"] <= 1.05
+
+
+def test_the_oracle_takes_a_slow_device_as_long_as_the_planners_do() -> None:
+    request = unlike_request(1)
+    costs = CostModel(request.graph, request.profile, request.cluster)
+    names = tuple(block.name for block in request.graph.blocks)
+    everywhere = StageDraft(blocks=names, degree=4, micro_batch_size=4, ranks=(0, 1, 2, 3))
+    plan = build_plan(request, [everywhere], planner="by hand", costs=costs)
+    plan = complete_plan(plan, request.graph, request.profile)
+    assert judge_us(plan, costs) == pytest.approx(step_us(plan, request.cluster))
+    best = best_unlike_us(request)
+    assert best is not None and best <= judge_us(plan, costs) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [8, 32])
+def test_stages_on_fewer_ranks_are_as_quick_as_the_best_map(seed: int) -> None:
+    row = check_map(seed)
+    assert (row["stages"], row["ranks"]) == (3, 2)
+    assert row["ratio"] <= 1 + 1e-6
+    request = map_request(seed)
+    fewer = dataclasses.replace(request, mini_batch=request.mini_batch // 2)
+    best, plan = best_map_us(fewer)
+    assert plan is not None and plan.num_ranks == 2 and best < row["best_us"]
+
+
+def test_counts_are_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(cases=0, sp_cases=0, memory_cases=0, map_cases=0, unlike_cases=1, seed=5)
+    found = plan_quality.run(args)
+    assert found["summary"]["unlike_cases"] == 1 and found["summary"]["map_cases"] == 0
+    assert found["summary"]["unlike_within_5_percent"] == 1
+    text = capsys.readouterr().out
+    assert "devices of two speeds" in text and "all maps" not in text
+    json.dumps(found)

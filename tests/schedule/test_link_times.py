@@ -1,0 +1,138 @@
+"""Orders that know what messages take: shorter where links are slow, the same where nothing is said."""
+
+import dataclasses
+import random
+
+import pytest
+
+from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.plan.costs.link_times import with_link_times
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.simulate.predict import predict_iteration_us
+
+SLOW = (
+    Link(name="node", span=2, bytes_per_s=1e9, latency_us=5.0),
+    Link(name="net", span=8, bytes_per_s=1e8, latency_us=20.0),
+)
+QUICK = (Link(name="all", span=8, bytes_per_s=1e12, latency_us=0.0),)
+
+
+def cluster(links) -> Cluster:
+    device = Device(name="unit", memory_bytes=1 << 40, flops_per_s=1e12, memory_bytes_per_s=1e12)
+    return Cluster(name="test", devices=(device,) * 8, links=links)
+
+
+def pipeline(
+    ranks, edges, times, *, count: int, schedule: str, sample_bytes: float, more: int = 0
+) -> PipelinePlan:
+    """Return stages of one sample a micro-batch on these ranks, with ``more`` micro-batches than Table 2 in flight."""
+    stages = tuple(
+        Stage(
+            name=str(i),
+            blocks=(f"b{i}",),
+            ranks=(rank,),
+            micro_batch_size=1,
+            in_flight=1,
+            schedule=schedule,
+            forward_us=us,
+            backward_us=2 * us,
+        )
+        for i, (rank, us) in enumerate(zip(ranks, times, strict=True))
+    )
+    links = tuple(
+        StageEdge(
+            src=a,
+            dst=b,
+            batch_tensors=(f"t{a}",),
+            gradient_tensors=(f"t{a}",),
+            bytes_per_sample=sample_bytes,
+            gradient_bytes_per_sample=sample_bytes,
+        )
+        for a, b in sorted(edges)
+    )
+    plan = PipelinePlan(
+        model="test", graph="", planner="", mini_batch=count, loss_unit=1, stages=stages, edges=links
+    )
+    counts = plan_in_flight(plan)
+    return dataclasses.replace(
+        plan,
+        stages=tuple(
+            dataclasses.replace(s, in_flight=min(n + more, count))
+            for s, n in zip(stages, counts, strict=True)
+        ),
+    )
+
+
+def line(count):
+    return [(i, i + 1) for i in range(count - 1)]
+
+
+CASES = {
+    "zero bubble, 4 ranks": pipeline(
+        range(4), line(4), [100.0] * 4, count=8, schedule="zero_bubble", sample_bytes=6000.0, more=2
+    ),
+    "zero bubble, two branches": pipeline(
+        range(5), [(0, 1), (1, 4), (2, 3), (3, 4)], [100.0, 80.0, 60.0, 120.0, 50.0],
+        count=8, schedule="zero_bubble", sample_bytes=6000.0, more=2,
+    ),
+    "interleaved, 4 ranks": pipeline(
+        [0, 1, 2, 3] * 2, line(8), [50.0] * 8, count=8, schedule="1f1b", sample_bytes=4000.0, more=2
+    ),
+    "uneven on 3 ranks": pipeline(
+        [0, 1, 2, 0, 1], line(5), [90.0, 40.0, 100.0, 30.0, 60.0], count=6, schedule="1f1b", sample_bytes=5000.0, more=1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_free_links_change_nothing(case):
+    plan = CASES[case]
+    assert with_link_times(plan, cluster(QUICK)) is plan
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_orders_with_the_links_times_run_and_take_no_longer(case):
+    machines = cluster(SLOW)
+    plan = CASES[case]
+    linked = with_link_times(plan, machines)
+    assert any(edge.message_us > 0 for edge in linked.edges)
+    lower_schedules(linked, build_schedules(linked))  # which proves the programs
+    unaware, aware = (predict_iteration_us(each, cluster=machines) for each in (plan, linked))
+    assert aware <= unaware * 1.002, "the simulator decides where they do"
+
+
+def test_slow_links_are_hidden_better_by_an_order_that_knows_them():
+    gains = {}
+    for case, plan in CASES.items():
+        machines = cluster(SLOW)
+        unaware, aware = (
+            predict_iteration_us(each, cluster=machines) for each in (plan, with_link_times(plan, machines))
+        )
+        gains[case] = unaware / aware - 1
+    assert max(gains.values()) > 0.01, gains
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_orders_with_links_are_whole_and_within_their_counts(seed):
+    draw = random.Random(seed)
+    count = draw.randint(3, 6)
+    ranks = [draw.randrange(3) for _ in range(count)]
+    ranks[:3] = [0, 1, 2]
+    edges = sorted({(draw.randrange(b), b) for b in range(1, count)} | {(count - 2, count - 1)})
+    plan = pipeline(
+        ranks,
+        edges,
+        [draw.uniform(20, 150) for _ in range(count)],
+        count=draw.choice([4, 6]),
+        schedule=draw.choice(["1f1b", "zero_bubble"]),
+        sample_bytes=draw.uniform(0, 9000),
+        more=draw.randint(0, 2),
+    )
+    linked = with_link_times(plan, cluster(SLOW))
+    schedules = build_schedules(linked)
+    for stage, schedule in zip(linked.stages, schedules, strict=True):
+        assert schedule.num_in_flight <= stage.in_flight
+    lower_schedules(linked, schedules)

@@ -25,7 +25,8 @@ _REFUSED: dict[str, str] = {
         "zero_max_* zero_model_* zero_module_* zero_multi_* zero_nvme_* zero_offload_* "
         "zero_optimization_partition_* zero_overlap_* zero_param_* zero_parameter_* zero_partial_* "
         "zero_prefetch_* zero_quantized_* zero_reduce_* zero_round_* zero_save_* zero_sub_* zero_use_* "
-        "get_optimizer_configuration optimizer_legacy_fusion checkpoint_serialization_enabled checkpoint_writer_enabled "
+        "get_optimizer_configuration optimizer_legacy_fusion checkpoint_serialization_enabled "
+        "checkpoint_writer_enabled "
         "use_node_local_storage load_universal_checkpoint super_offload cpuadam_cores_perc autotp_size"
     ),
     "a program says when gradients are reduced; engine.retain_gradients() keeps them for engine.gradients": (
@@ -65,7 +66,8 @@ _REFUSED: dict[str, str] = {
     ),
     "engine.module, which holds this rank's stages, has it": (
         "modules named_modules children named_children get_parameter get_submodule get_buffer apply "
-        "requires_grad_ extra_repr get_extra_state set_extra_state set_submodule add_module register_* dump_patches call_super_init"
+        "requires_grad_ extra_repr get_extra_state set_extra_state set_submodule add_module register_* "
+        "dump_patches call_super_init"
     ),
 }
 _BY_NAME = {name: reason for reason, names in _REFUSED.items() for name in names.split()}

@@ -99,7 +99,7 @@ def lay_out_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int]
 
     >>> layout = lay_out_graph([["a"], ["b"]], {(0, 1): "1 KiB"})
     >>> [(box.level, box.left, box.width) for box in layout.boxes], layout.edges[0].columns
-    ([(0, 0, 10), (1, 2, 5)], (1, 4))
+    ([(0, 0, 10), (1, 2, 5)], (2, 4))
     """
     levels = _levels(boxes, edges)
     total = _place(levels)

@@ -20,7 +20,7 @@ def read_version() -> str:
 EXTRAS = {
     "hf": ["transformers>=5.17", "tokenizers>=0.22"],
     "megatron": ["megatron-core>=0.16"],
-    "report": ["tensorboard>=2.18"],
+    "report": ["pillow>=10.1", "tensorboard>=2.18"],
     "demo": ["transformers>=5.17", "scikit-learn>=1.5"],
     "test": [
         "megatron-core>=0.16",
@@ -68,7 +68,7 @@ setup(
         "gpp_plugin.patches": "patches",  # in a checkout beside the package, in a wheel inside it
     },
     package_data={
-        "gpp_plugin": ["py.typed", "clusters/*.json", "models/*.json"],
+        "gpp_plugin": ["py.typed", "clusters/*.json", "models/*.json", "report/page/*"],
         "gpp_benchmarks": ["py.typed"],
         "gpp_plugin.patches": ["README.md", "*/*.patch"],
     },

@@ -49,7 +49,7 @@ from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.row_loader import inputs_of, make_row_loader
-from gpp_plugin.engine.setting import EngineModel, Framework, Setting
+from gpp_plugin.engine.setting import EngineModel, Framework, Monitor, Setting
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
 from gpp_plugin.engine.surface import PipelineSurface
 from gpp_plugin.engine.training_steps import (
@@ -75,6 +75,7 @@ from gpp_plugin.runtime.lane import tied_stages
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.calls import watched_calls
 from gpp_plugin.runtime.ranks.failure_board import HERE
+from gpp_plugin.runtime.ranks.agree import do_together
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.recorder import Clock, start_clock
@@ -164,8 +165,8 @@ class GraphPipelineEngine(PipelineSurface):
         stages = self._make_stages(modules, tied, framework)
         source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)
-        monitor = framework.make_monitor() if setting.rank == 0 else None
-        self._metrics = Metrics(ds_config, setting, reference, plan, monitor=monitor)
+        monitor = self._make_monitor(framework)
+        self._metrics = Metrics(ds_config, setting, reference, plan, monitor=monitor, meeting=self._meeting)
         self._join(stages, modules, reference, sample_batch)
         files = PipelineFiles(
             stages=stages,
@@ -214,6 +215,16 @@ class GraphPipelineEngine(PipelineSurface):
             steps_alone=self.config.mode == "async",
             reduces_early=early,
         )
+
+    def _make_monitor(self, framework: Framework) -> Monitor | None:
+        """Return what writes to monitors, on rank 0; what goes wrong there is raised on all ranks; collective."""
+        made: list[Monitor | None] = []
+
+        def make() -> None:
+            made.append(framework.make_monitor() if self._setting.rank == 0 else None)
+
+        do_together(make, what="making the monitors", group=self._setting.group)
+        return made[0]
 
     def _make_data(
         self,
@@ -370,13 +381,17 @@ class GraphPipelineEngine(PipelineSurface):
         for stage in self.rank_engine.stages:
             stage.module.train()
         with contextlib.nullcontext() if self._locator is None else self._locator.watching():
-            call = self._steps.train(batch, following=following, record=clock is not None)
+            call = self._steps.train(
+                batch, following=following, record=clock is not None or self._metrics.needs_events
+            )
         self._last_step = call.step
         if clock is not None:
             self._keep_timeline(call, clock)
         self._metrics.after_step(
             loss=call.loss,
             step=call.step,
+            events=call.events,
+            batch=batch,
             global_steps=self.global_steps,
             global_samples=self.global_samples,
             seconds=time.perf_counter() - start,

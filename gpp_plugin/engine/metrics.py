@@ -1,9 +1,10 @@
-"""What a user sees of training: monitors, the step log, wall-clock and FLOPs reports, timelines."""
+"""What a user sees of training: monitors, the step log, phases of a step, messages, FLOPs, timelines."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.report.chrome_trace import write_trace
+from gpp_plugin.report.step_phases import PhaseTimes, format_messages, format_phases, mean_phases
+from gpp_plugin.runtime.batches import Batch, num_elements, units_of
 from gpp_plugin.runtime.lane import Reference
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.recorder import Clock, gather_timeline
@@ -21,6 +24,28 @@ from gpp_plugin.runtime.recorder import Clock, gather_timeline
 logger = logging.getLogger(__name__)
 
 DEFAULT_STEPS_PER_PRINT = 10
+TOKEN_KEYS = ("input_ids", "decoder_input_ids")
+"""Entries of a batch whose elements are tokens, padding among them."""
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+    "V100": 125.0,
+}
+"""Dense half-precision matrix TFLOP/s in data sheets, by what a device's name contains; the first that it does."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the FLOP/s that a share of (MFU) is told of; None for a device whose data sheet is not known here.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe"), peak_flops("an abacus")
+    (989000000000000.0, 756000000000000.0, None)
+    """
+    return next((tera * 1e12 for name, tera in PEAK_TFLOPS.items() if name in device_name), None)
 
 
 def share_of_loss(losses: Sequence[tuple[Tensor, int]], num_samples: int, *, is_sum: bool) -> float:
@@ -42,8 +67,12 @@ def share_of_loss(losses: Sequence[tuple[Tensor, int]], num_samples: int, *, is_
 class Metrics:
     """Writes losses, learning rates and times where the DeepSpeed configuration asks; on rank 0 only.
 
+    The other ranks note their own times where phases or messages are asked for, and tell them with each line of the
+    step log.
+
     Args:
         monitor: writes events, where the configuration asks for any.
+        meeting: of all ranks.
     """
 
     def __init__(
@@ -54,17 +83,31 @@ class Metrics:
         plan: PipelinePlan,
         *,
         monitor: Monitor | None,
+        meeting: Meeting,
     ) -> None:
         self._is_writer = setting.rank == 0
         steps = ds_config.get("steps_per_print", DEFAULT_STEPS_PER_PRINT)
         self._steps_per_print = int(steps) if steps else 0
         self._has_breakdown = bool(ds_config.get("wall_clock_breakdown", False))
+        self._has_messages = bool((ds_config.get("comms_logger") or {}).get("enabled", False))
         profiler = ds_config.get("flops_profiler") or {}
         self._flops_step = int(profiler.get("profile_step", 1)) if profiler.get("enabled") else 0
+        self._flops_file: str | None = profiler.get("output_file")
         self._reference = reference
         self._plan = plan
         self._seconds: list[float] = []
-        self._monitor = monitor
+        self._num_tokens = 0
+        self._phases = PhaseTimes()
+        self._monitor = monitor if monitor is not None and monitor.enabled else None
+        self._meeting = meeting
+        self._flops = _FlopCount(reference, plan)
+        name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else ""
+        self._peak = peak_flops(name) if setting.dtype in (torch.bfloat16, torch.float16) else None
+
+    @property
+    def needs_events(self) -> bool:
+        """Return whether steps are to be recorded for the next line of the step log; alike on all ranks."""
+        return bool(self._steps_per_print) and (self._has_breakdown or self._has_messages)
 
     def note_staleness(self, staleness: Mapping[str, int], global_samples: int) -> None:
         """Report, once, how many updates old each stage's gradients are in asynchronous mode."""
@@ -72,7 +115,7 @@ class Metrics:
             return
         listed = ", ".join(f"{stage} {updates}" for stage, updates in staleness.items())
         logger.info("asynchronous: updates between the weights of a gradient and its own update: %s", listed)
-        if self._monitor is not None and self._monitor.enabled:
+        if self._monitor is not None:
             self._monitor.write_events(
                 [
                     (f"Train/Staleness/{stage}", updates, global_samples)
@@ -81,50 +124,133 @@ class Metrics:
             )
 
     def after_step(
-        self, *, loss: float, step: StepResult, global_steps: int, global_samples: int, seconds: float
+        self,
+        *,
+        loss: float,
+        step: StepResult,
+        events: Sequence[Event],
+        batch: Batch,
+        global_steps: int,
+        global_samples: int,
+        seconds: float,
     ) -> None:
-        """Report one optimizer step."""
+        """Report one optimizer step; collective in the steps that are printed with phases or messages.
+
+        Args:
+            events: this rank's of the step, where they `needs_events`.
+            batch: the mini-batch, or its shapes.
+        """
+        if self.needs_events:
+            self._phases.add(events, seconds * 1e6)
+        is_printed = bool(self._steps_per_print) and global_steps % self._steps_per_print == 0
+        ranks = self._gather_phases() if is_printed and self.needs_events else None
         if not self._is_writer:
             return
+        tokens = sum(num_elements(unit).get(key, 0) for unit in units_of(batch) for key in TOKEN_KEYS)
+        if self._monitor is not None:
+            self._write_events(loss, step, ranks, tokens, global_samples, seconds)
         # Kept for the mean of the next line only: a job that prints nothing keeps nothing.
         if self._steps_per_print:
             self._seconds.append(seconds)
-        if self._monitor is not None and self._monitor.enabled:
-            events = [("Train/Samples/train_loss", loss, global_samples)]
-            # Names and the first group's rate are DeepSpeed's, so that plots of both go together.
-            events += [("Train/Samples/lr", rate, global_samples) for rate in step.learning_rates[:1]]
-            if step.loss_scale != 1.0:
-                events.append(("Train/Samples/loss_scale", step.loss_scale, global_samples))
-            self._monitor.write_events(events)
-        if self._steps_per_print and global_steps % self._steps_per_print == 0:
-            mean = sum(self._seconds) / len(self._seconds)
-            logger.info(
-                "step %d: loss %.4f, lr %s, %.1f ms a step, %.1f samples/s",
-                global_steps,
-                loss,
-                ", ".join(f"{lr:.3g}" for lr in step.learning_rates) or "none",
-                mean * 1e3,
-                self._plan.mini_batch / mean,
-            )
-            if self._has_breakdown:
-                logger.info("wall clock: train_batch %s ms", [round(s * 1e3, 2) for s in self._seconds])
-            self._seconds.clear()
+            self._num_tokens += tokens
+        if is_printed:
+            self._print(loss, step, ranks, global_steps)
         if global_steps == self._flops_step:
             self._report_flops(seconds)
 
+    def _gather_phases(self) -> dict[int, PhaseTimes] | None:
+        """Return what all ranks noted since the last line, on rank 0; begin anew."""
+        gathered = self._meeting.gather_on_first(self._phases, "the phases of steps")
+        self._phases = PhaseTimes()
+        return None if gathered is None else dict(enumerate(gathered))
+
+    def _write_events(
+        self,
+        loss: float,
+        step: StepResult,
+        ranks: Mapping[int, PhaseTimes] | None,
+        tokens: int,
+        global_samples: int,
+        seconds: float,
+    ) -> None:
+        assert self._monitor is not None
+        # Names and the first group's rate are DeepSpeed's, so that plots of both go together.
+        values = {"Train/Samples/train_loss": loss}
+        if step.learning_rates:
+            values["Train/Samples/lr"] = step.learning_rates[0]
+        if step.loss_scale != 1.0:
+            values["Train/Samples/loss_scale"] = step.loss_scale
+        values["Train/Throughput/samples_per_second"] = self._plan.mini_batch / seconds
+        if tokens:
+            values["Train/Throughput/tokens_per_second"] = tokens / seconds
+        if self._flops.step:
+            rate = self._flops.step / seconds / self._plan.num_ranks
+            values["Train/Throughput/tflops_per_rank"] = rate / 1e12
+            if self._peak is not None:
+                values["Train/Throughput/mfu"] = rate / self._peak
+        if ranks is not None and self._has_breakdown:
+            for phase, us in mean_phases(list(ranks.values())).items():
+                values[f"Train/Samples/elapsed_time_ms_{phase}"] = us / 1e3
+        self._monitor.write_events([(name, value, global_samples) for name, value in values.items()])
+
+    def _print(
+        self, loss: float, step: StepResult, ranks: Mapping[int, PhaseTimes] | None, global_steps: int
+    ) -> None:
+        """Log the mean of the steps since the last line."""
+        mean = sum(self._seconds) / len(self._seconds)
+        parts = [f"{mean * 1e3:.1f} ms a step", f"{self._plan.mini_batch / mean:.1f} samples/s"]
+        if self._num_tokens:
+            parts.append(f"{self._num_tokens / sum(self._seconds):.0f} tokens/s")
+        if self._flops.step:
+            rate = self._flops.step / mean / self._plan.num_ranks
+            parts.append(f"{rate / 1e12:.3g} TFLOP/s a rank")
+            if self._peak is not None:
+                parts.append(f"MFU {100 * rate / self._peak:.1f} %")
+        rates = ", ".join(f"{lr:.3g}" for lr in step.learning_rates) or "none"
+        logger.info("step %d: loss %.4f, lr %s, %s", global_steps, loss, rates, ", ".join(parts))
+        if ranks is not None and self._has_breakdown:
+            logger.info(
+                "wall clock, mean of %d steps:\n%s", len(self._seconds), format_phases(ranks, self._plan)
+            )
+        if ranks is not None and self._has_messages:
+            logger.info("messages of all ranks:\n%s", format_messages(ranks, self._plan))
+        self._seconds.clear()
+        self._num_tokens = 0
+
     def _report_flops(self, seconds: float) -> None:
-        # FLOPs of the captured operators, for the samples the model was captured with. A backward computes gradients of
-        # inputs and of weights, each about as much as the forward: three forwards in all.
-        graph = self._reference.block_graph
-        per_sample = {block.name: block.flops / graph.num_samples for block in graph.blocks}
-        for stage in self._plan.stages:
-            total = sum(per_sample[name] for name in stage.blocks) * self._plan.mini_batch
-            logger.info("flops profiler: stage %s, forward %.4g FLOPs a mini-batch", stage.name, total)
-        everything = sum(per_sample.values()) * self._plan.mini_batch
-        logger.info(
-            "flops profiler: forward %.4g FLOPs a mini-batch; about %.4g FLOP/s with backward as twice forward",
-            everything,
-            3 * everything / seconds,
+        lines = [
+            f"stage {name}, forward {flops:.4g} FLOPs a mini-batch"
+            for name, flops in self._flops.forward_of_stages.items()
+        ]
+        lines.append(
+            f"forward {sum(self._flops.forward_of_stages.values()):.4g} FLOPs a mini-batch; about "
+            f"{self._flops.step / seconds:.4g} FLOP/s with backward as twice forward"
+        )
+        for line in lines:
+            logger.info("flops profiler: %s", line)
+        if self._flops_file:
+            Path(self._flops_file).write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+class _FlopCount:
+    """FLOPs of the captured operators, for a mini-batch of the samples the model was captured with.
+
+    Attributes:
+        forward_of_stages: stage -> of its forwards.
+        step: of forward and backward. A backward computes gradients of inputs and of weights, each about as much as
+            the forward: three forwards in all, and one of a stage that runs no backward.
+    """
+
+    def __init__(self, reference: Reference, plan: PipelinePlan) -> None:
+        graph = reference.block_graph
+        per_sample = {block.name: block.flops / max(graph.num_samples, 1) for block in graph.blocks}
+        self.forward_of_stages = {
+            stage.name: sum(per_sample[name] for name in stage.blocks) * plan.mini_batch
+            for stage in plan.stages
+        }
+        self.step = sum(
+            self.forward_of_stages[stage.name] * (3 if stage.backward_us or not stage.forward_us else 1)
+            for stage in plan.stages
         )
 
 

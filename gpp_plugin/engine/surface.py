@@ -7,17 +7,18 @@ anything: `GraphPipelineEngine` adds what does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.engine.stock_names import missing_attribute
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.stage_module import joined_module
@@ -53,6 +54,50 @@ class PipelineSurface:
         self._reference = reference
         self._ds_config = dict(ds_config)
         self._last_step: StepResult | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # only for what is not there at all; Python and torch ask for dunders to see what an object is
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise missing_attribute(name, dir(type(self)))
+
+    # ---- this rank's part of the model, under the names of HuggingFace's files -----------------------
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank's stages with their names in the whole model."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yield the buffers of this rank's stages."""
+        return self.module.buffers(recurse)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of this rank's stages with their names in the whole model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's part of the model's state dict: `module_state_dict`; `gather_state_dict` has the whole."""
+        return self.module_state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take this rank's tensors from a state dict: `load_module_state_dict`."""
+        self.load_module_state_dict(state_dict, strict=strict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: every `train_batch` begins without gradients and forgets its own behind its step."""
+
+    @property
+    def training(self) -> bool:
+        """Return True: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
+        return True
 
     @property
     def global_steps(self) -> int:
@@ -125,6 +170,18 @@ class PipelineSurface:
         """Return the losses of one step: ``train_batch_size`` / ``train_micro_batch_size_per_gpu``."""
         return self.plan.mini_batch // self.plan.loss_unit
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last `train_batch` changed weights: there was one, and no overflow."""
+        return self._last_step is not None and not self._last_step.overflow
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True: every `train_batch` ends with a step."""
         return True
@@ -133,6 +190,12 @@ class PipelineSurface:
         """Return the learning rate of each parameter group of this rank's stages."""
         optimizer = self.rank_engine.optimizer
         return [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum, or the betas, of each parameter group of this rank's stages."""
+        optimizer = self.rank_engine.optimizer
+        groups = optimizer.param_groups if optimizer is not None else []
+        return [group.get("momentum", group.get("betas")) for group in groups]
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the whole model's gradient in the last step, before clipping."""
@@ -146,6 +209,16 @@ class PipelineSurface:
     def get_pipeline_parallel_rank(self) -> int:
         """Return the index of this rank's stage in ``plan.stages``; of several, the first one's."""
         return self.stage_id
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's data position in its stage's grid; of several stages, in the first one's."""
+        return self.plan.stages[self.stage_id].position(self.global_rank)[0]
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Return this rank's tensor position in its stage's grid; of several stages, in the first one's."""
+        return self.plan.stages[self.stage_id].position(self.global_rank)[1]
+
+    get_model_parallel_rank = get_tensor_parallel_rank
 
     def get_additional_losses(self) -> None:
         """Return None: the model's loss is the only one."""
@@ -262,6 +335,8 @@ class PipelineSurface:
         self._files.export_as(save_dir, save_filename)
         return True
 
+    save_fp16_model = save_16bit_model
+
     def gather_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
 
@@ -289,8 +364,8 @@ class PipelineSurface:
         """
         self._files.load_stage_state(state_dict, strict=strict)
 
-    # Blocks that the configuration lacks, or has as null, mean DeepSpeed's defaults.
     # ---- what the configuration says, as DeepSpeed's engine answers it ---------------------------
+    # Blocks that the configuration lacks, or has as null, mean DeepSpeed's defaults.
 
     def zero_optimization_stage(self) -> int:
         """Return the ZeRO stage within each stage's data-parallel group."""
@@ -330,3 +405,21 @@ class PipelineSurface:
         """Return the type of the JSON's scheduler block."""
         name: str | None = (self._ds_config.get("scheduler") or {}).get("type")
         return name
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return the params of the JSON's optimizer block."""
+        params: dict[str, Any] | None = (self._ds_config.get("optimizer") or {}).get("params")
+        return params
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return the params of the JSON's scheduler block."""
+        params: dict[str, Any] | None = (self._ds_config.get("scheduler") or {}).get("params")
+        return params
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the fp16 loss scale is found while training."""
+        return float((self._ds_config.get("fp16") or {}).get("loss_scale", 0) or 0) == 0
+
+    def dataloader_drop_last(self) -> bool:
+        """Return whether the JSON asks for a last, short batch to be left out."""
+        return bool(self._ds_config.get("dataloader_drop_last", False))

@@ -87,15 +87,3 @@ def merged_ranges(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
         else:
             merged.append(each)
     return tuple(merged)
-
-
-def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Return the divisors of ``number`` next to ``wanted``: the one below and the one above, where there are such.
-
-    >>> nearest_divisors(64, 10), nearest_divisors(64, 100)
-    ([8, 16], [64])
-    """
-    # Divisors come in pairs d, number / d, of which one is at most the root.
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    return [*[d for d in divisors if d < wanted][-1:], *[d for d in divisors if d > wanted][:1]]

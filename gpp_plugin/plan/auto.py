@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -73,9 +73,11 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         if candidate.score[0] == 0:
             candidates.append(refine_chains(refiner, candidate))
     notes: dict[tuple[StageDraft, ...], str] = {}
+    rivals: dict[str, Candidate] = {}
     for name, drafts in _rivals_stages(request, report):
         start = refiner.from_drafts(drafts, max(d.micro_batch_size for d in drafts))
         candidates.append(start)
+        rivals[name] = start
         notes[start.drafts] = f"stages of planner {name}"
         if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
             candidates.append(refiner.improve(start))
@@ -90,6 +92,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
     plan = best_judged(request, costs, finalists, fitter, planner="auto", notes=notes)
     if plan is None:
         explain_graph(request, sorted([*finalists, *candidates], key=lambda candidate: candidate.score))
+    _note_rejected(rivals, plan, report)
     return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
 
 
@@ -118,6 +121,21 @@ def _with_one_size(
         )
         candidates += _best(found)[:NUM_ONE_SIZE]
     return candidates
+
+
+def _note_rejected(rivals: Mapping[str, Candidate], plan: PipelinePlan, report: SearchReport) -> None:
+    """Tell of each rival's stages that are not the plan's why they are not: memory, or time."""
+    chosen = {stage.blocks for stage in plan.stages}
+    for name, rival in rivals.items():
+        if {draft.blocks for draft in rival.drafts} == chosen:
+            continue
+        too_many, step_us, _ = rival.score
+        why = (
+            f"needs {too_many / 2**20:.1f} MiB more than there is as it stands"
+            if too_many > 0
+            else f"{step_us / 1e3:.3f} ms a step simulated as it stands, the plan {plan.iteration_us / 1e3:.3f} ms"
+        )
+        report.reject(f"stages of planner {name}", why)
 
 
 def _best(candidates: Sequence[Candidate]) -> list[Candidate]:

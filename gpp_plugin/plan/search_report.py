@@ -20,11 +20,16 @@ QUIET_SECONDS = 3.0
 """Searches that take less tell nothing; others a line whenever so many seconds have gone by."""
 
 
+REJECTED, LEFT_OUT = "rejected: ", "not searched, for want of time: "
+"""What notes of a plan begin with: stages that were judged and not taken, and what was not searched."""
+
+
 class SearchReport:
-    """Collects what one planner's search leaves out."""
+    """Collects what one planner's search rejects, and what it leaves out."""
 
     def __init__(self) -> None:
         self._left_out: dict[str, None] = {}
+        self._rejected: dict[str, None] = {}
 
     def begin(self, phase: str) -> None:
         """Tell who listens (`shown_progress`) what is searched now."""
@@ -34,10 +39,15 @@ class SearchReport:
         """Take down what is not searched; once, however often it is met."""
         self._left_out[what] = None
 
+    def reject(self, what: str, why: str) -> None:
+        """Take down what was judged and not taken, and why."""
+        self._rejected[f"{REJECTED}{what}: {why}"] = None
+
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what was left out, as the notes of a plan."""
-        return (f"not searched, for want of time: {'; '.join(self._left_out)}",) if self._left_out else ()
+        """Return what was rejected and left out, as the notes of a plan."""
+        left_out = (f"{LEFT_OUT}{'; '.join(self._left_out)}",) if self._left_out else ()
+        return (*self._rejected, *left_out)
 
 
 class _Progress(logging.Handler):

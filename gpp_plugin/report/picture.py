@@ -18,6 +18,7 @@ edge has its own column where it leaves and where it enters, so lines never merg
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -57,6 +58,73 @@ class _Edge:
     start: int = 0
     end: int = 0
     track: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedBox:
+    """Where a node's box stands: its level from the top, its columns from the left, its lines of text."""
+
+    level: int
+    left: int
+    width: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedEdge:
+    """An edge's way: the column at which it leaves its box, and one at which it enters each level after that."""
+
+    src: int
+    dst: int
+    label: str
+    columns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphLayout:
+    """The places of a picture's boxes, by node, and of its edges; ``width`` is in columns."""
+
+    boxes: tuple[PlacedBox, ...]
+    edges: tuple[PlacedEdge, ...]
+    width: int
+
+    @property
+    def num_levels(self) -> int:
+        """Return the number of levels."""
+        return max((box.level for box in self.boxes), default=-1) + 1
+
+
+def lay_out_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], str]) -> GraphLayout:
+    """Return where `draw_graph` puts boxes and edges, for pictures that are not text.
+
+    >>> layout = lay_out_graph([["a"], ["b"]], {(0, 1): "1 KiB"})
+    >>> [(box.level, box.left, box.width) for box in layout.boxes], layout.edges[0].columns
+    ([(0, 0, 10), (1, 2, 5)], (2, 4))
+    """
+    levels = _levels(boxes, edges)
+    total = _place(levels)
+    for level, below in itertools.pairwise(levels):
+        _assign_columns(level, below)
+    placed: dict[int, PlacedBox] = {}
+    ways = []
+    for depth, level in enumerate(levels):
+        for cell in level:
+            if cell.node is None:
+                continue
+            placed[cell.node] = PlacedBox(
+                level=depth, left=cell.left, width=cell.width, lines=tuple(cell.lines)
+            )
+            for edge in cell.exits:
+                columns, last = [edge.start, edge.end], edge
+                while last.dst.node is None:
+                    last = last.dst.exits[0]
+                    columns.append(last.end)
+                ways.append(
+                    PlacedEdge(src=cell.node, dst=last.dst.node, label=edge.label, columns=tuple(columns))
+                )
+    return GraphLayout(
+        boxes=tuple(placed[node] for node in range(len(boxes))), edges=tuple(ways), width=total
+    )
 
 
 def draw_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], str]) -> str:

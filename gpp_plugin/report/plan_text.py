@@ -30,7 +30,7 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     picture = draw_stages(plan)
     if max(map(len, picture.splitlines()), default=0) > width:
         picture = list_edges(plan)
-    parts = [_headline(plan), picture, format_stages(plan)]
+    parts = [headline(plan), picture, format_stages(plan)]
     memory = format_memory(plan)
     if memory:
         parts.append(memory)
@@ -45,7 +45,8 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     return "\n\n".join(parts)
 
 
-def _headline(plan: PipelinePlan) -> str:
+def headline(plan: PipelinePlan) -> str:
+    """Return two lines: model, stages, ranks, planner, predicted step; samples."""
     predicted = f", {format_ms(plan.iteration_us)} ms a step predicted" if plan.iteration_us else ""
     return (
         f"{plan.model}: {len(plan.stages)} stages in depth {plan.depth} on {plan.num_ranks} ranks "
@@ -109,6 +110,11 @@ def format_memory(plan: PipelinePlan) -> str:
 
 def format_breakdown(parts: Sequence[MemoryBreakdown]) -> str:
     """Return the table of what fills one rank of each stage, and of what it may use."""
+    return format_table(*breakdown_table(parts))
+
+
+def breakdown_table(parts: Sequence[MemoryBreakdown]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of `format_breakdown`."""
     names = ["weights", "stashed_weights", "gradients", "optimizer", "activations", "working", "transient"]
     header = ["stage", *(name.replace("_", " ") for name in names), "total", "of"]
     rows = [
@@ -120,21 +126,25 @@ def format_breakdown(parts: Sequence[MemoryBreakdown]) -> str:
         ]
         for index, part in enumerate(parts)
     ]
-    return format_table(header, rows)
+    return header, rows
 
 
 def draw_stages(plan: PipelinePlan) -> str:
     """Return the stage graph as boxes and lines; an edge shows its forward bytes of a mini-batch."""
     boxes = [
-        [f"{index} {shorten_name(stage.name)}", _format_ranks(stage)]
+        [f"{index} {shorten_name(stage.name)}", format_ranks(stage)]
         for index, stage in enumerate(plan.stages)
     ]
+    return draw_graph(boxes, {pair: format_bytes(size) for pair, size in bytes_between(plan).items()})
+
+
+def bytes_between(plan: PipelinePlan) -> dict[tuple[int, int], float]:
+    """Return the forward bytes of a mini-batch between each two stages that have an edge."""
     # two stages may have two edges (tensors that tensor ranks hold in two ways): one line, with the sum
     sizes: dict[tuple[int, int], float] = defaultdict(float)
     for edge in plan.edges:
         sizes[edge.src, edge.dst] += _forward_bytes(plan, edge)
-    edges = {pair: format_bytes(size) for pair, size in sizes.items()}
-    return draw_graph(boxes, edges)
+    return dict(sizes)
 
 
 def list_edges(plan: PipelinePlan) -> str:
@@ -146,7 +156,7 @@ def list_edges(plan: PipelinePlan) -> str:
             for edge in plan.edges
             if edge.dst == index
         ]
-        lines.append(f"{index} {stage.name}, {_format_ranks(stage)} <- {', '.join(sources) or 'inputs only'}")
+        lines.append(f"{index} {stage.name}, {format_ranks(stage)} <- {', '.join(sources) or 'inputs only'}")
     return "\n".join(lines)
 
 
@@ -156,7 +166,8 @@ def _forward_bytes(plan: PipelinePlan, edge: StageEdge) -> float:
     return edge.bytes_per_sample * plan.mini_batch + whole
 
 
-def _format_ranks(stage: Stage) -> str:
+def format_ranks(stage: Stage) -> str:
+    """Return a stage's ranks: ``rank 3``, ``ranks 0-3 (2x2)`` of data and tensor positions."""
     ranks = stage.ranks
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -183,6 +194,11 @@ def stage_rows(plan: PipelinePlan) -> list[dict[str, Any]]:
 
 def format_stages(plan: PipelinePlan) -> str:
     """Return the table of stages; ``load`` is what of the busiest rank's compute in a mini-batch a stage takes."""
+    return format_table(*stage_table(plan))
+
+
+def stage_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of `format_stages`."""
     loads = stage_loads_us(plan)
     ranks = {rank for stage in plan.stages for rank in stage.ranks}
     busiest = max((sum(loads[index] for index in plan.stages_of_rank(rank)) for rank in ranks), default=0.0)
@@ -193,7 +209,7 @@ def format_stages(plan: PipelinePlan) -> str:
         rows.append(
             [
                 f"{index} {stage.name}",
-                _format_ranks(stage).split(" ", 1)[1],
+                format_ranks(stage).split(" ", 1)[1],
                 f"{plan.num_micro_batches(index)} x {stage.micro_batch_size}",
                 str(stage.in_flight),
                 format_ms(stage.forward_us) if known else "-",
@@ -203,7 +219,7 @@ def format_stages(plan: PipelinePlan) -> str:
                 str(len(stage.blocks)),
             ]
         )
-    return format_table(header, rows)
+    return header, rows
 
 
 def edge_rows(plan: PipelinePlan, p2p: str) -> list[dict[str, Any]]:

@@ -191,12 +191,3 @@ def test_a_lost_rank_is_named() -> None:
     left, said = reversed(run_ranks(jobs.lose_a_rank, 2))
     assert left == "left"
     assert "rank 1" in said and "stage" in said and "edge" in said and "micro-batch" in said
-
-
-def test_the_surface_is_that_of_the_stock_pipeline_engine() -> None:
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-
-    from gpp_plugin.engine.engine import GraphPipelineEngine
-
-    stock = {name for name in vars(PipelineEngine) if not name.startswith("_") and name.islower()}
-    assert not {name for name in stock if not hasattr(GraphPipelineEngine, name)}

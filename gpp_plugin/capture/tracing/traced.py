@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
@@ -250,10 +250,21 @@ def structure_of(graph: fx.Graph) -> tuple[GraphNode, ...]:
     )
 
 
-def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
-    """Return ``traced`` with the node names, and the copies to contiguous memory, of a reference.
+_UNCHANGING: Mapping[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = MappingProxyType(
+    {
+        str(torch.ops.aten.contiguous.default): (torch.ops.aten.contiguous.default, lambda dims: ()),
+        str(torch.ops.aten.slice.Tensor): (torch.ops.aten.slice.Tensor, lambda dims: (0, 0, sys.maxsize)),
+        str(torch.ops.aten.expand.default): (torch.ops.aten.expand.default, lambda dims: ([-1] * dims,)),
+    }
+)
+"""Operators that may leave no node where they change nothing: by their name, with what they then take beside a tensor
+of so many axes."""
 
-    Copies that are not needed leave no node (one sample is contiguous where two are not), and names
+
+def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
+    """Return ``traced`` with the node names, and with the operators that change nothing, of a reference.
+
+    Copies and expansions that are not needed leave no node (one sample is contiguous where two are not), and names
     count the nodes before; with both put right, graphs of one model differ in static arguments only.
 
     Raises:
@@ -264,7 +275,8 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     #     traced     x  view              linear_2     operators and their static arguments (sizes) from here.
     # Where they differ and the reference has a copy, one is put in. So is a slice: of everything, as Python leaves it
     # out where it sees that from numbers (positions[:, :77] of 77); where it cannot see that, from symbols, it is left
-    # out here. Anything else is another structure.
+    # out here. So is an expansion: of positions [1, 77] to one sample, which Python leaves out. Anything else is
+    # another structure.
     new = fx.Graph()
     mapping: dict[str, fx.Node] = {}  # of the reference's nodes
     # what each traced node is in the reference, and what each copy that was put in is a copy of: two operators of one
@@ -287,11 +299,10 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
             whole: Any = pending.popleft()
             known_as[whole] = known_as[whole.args[0]]
         node = pending[0] if pending else None
-        if node is not None and (node.op, _target(node)) == (old.op, old.target):
+        is_alike = node is not None and (node.op, _target(node)) == (old.op, old.target)
+        read = [known_as[source] for source in node.all_input_nodes] if is_alike and node is not None else []
+        if is_alike and node is not None and read == [copy_of.get(source, source) for source in old.inputs]:
             pending.popleft()
-            read = [known_as[source] for source in node.all_input_nodes]
-            if read != [copy_of.get(source, source) for source in old.inputs]:
-                raise CaptureError(_difference(old, node, traced.num_samples))
             # by position, not by name: the traced node reads ``view`` where the reference reads ``contiguous``
             wiring = {own: mapping[s] for own, s in zip(node.all_input_nodes, old.inputs, strict=True)}
             args: Any = fx.map_arg(node.args, wiring.__getitem__)
@@ -299,18 +310,11 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
             mapping[old.name] = new.create_node(node.op, node.target, args, kwargs, name=old.name)
             mapping[old.name].meta = dict(node.meta)
             known_as[node] = old.name
-        elif old.target == str(torch.ops.aten.contiguous.default):
+        elif old.target in _UNCHANGING and len(old.inputs) == 1:
             source = mapping[old.inputs[0]]
-            contiguous = torch.ops.aten.contiguous.default
-            mapping[old.name] = new.create_node("call_function", contiguous, (source,), {}, name=old.name)
-            mapping[old.name].meta = dict(source.meta)
-            copy_of[old.name] = copy_of.get(old.inputs[0], old.inputs[0])
-        elif old.target == str(torch.ops.aten.slice.Tensor):
-            source = mapping[old.inputs[0]]
-            everything = (source, 0, 0, sys.maxsize)
-            mapping[old.name] = new.create_node(
-                "call_function", torch.ops.aten.slice.Tensor, everything, {}, name=old.name
-            )
+            target, further = _UNCHANGING[old.target]
+            args = (source, *further(source.meta["val"].dim()))
+            mapping[old.name] = new.create_node("call_function", target, args, {}, name=old.name)
             mapping[old.name].meta = dict(source.meta)
             copy_of[old.name] = copy_of.get(old.inputs[0], old.inputs[0])
         else:

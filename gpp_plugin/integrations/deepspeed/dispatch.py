@@ -359,8 +359,19 @@ class DeepSpeedFramework:
         return DeepSpeedOptimizer(module, replica, config=self._ds_config, **self.optimizer_options)
 
     def make_monitor(self) -> Monitor:
-        """Return DeepSpeed's monitors: TensorBoard, CSV, Weights & Biases, Comet."""
-        return MonitorMaster(get_monitor_config(dict(self._ds_config)))
+        """Return DeepSpeed's monitors: TensorBoard, CSV, Weights & Biases, Comet.
+
+        Raises:
+            ConfigError: one that is enabled is not installed.
+        """
+        try:
+            return MonitorMaster(get_monitor_config(dict(self._ds_config)))
+        except ImportError as error:
+            name = error.name or "a package"
+            raise ConfigError(
+                f"a monitor of the configuration needs {name}, which is not installed; pip install {name}, or set its "
+                '"enabled" to false'
+            ) from error
 
 
 def _make_setting(

@@ -14,6 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
+from gpp_plugin.integrations.huggingface.adapter_files import (
+    adapter_tensors,
+    has_adapters,
+    move_adapters,
+    write_adapters,
+)
 from gpp_plugin.integrations.huggingface.hf_weights import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -60,6 +66,9 @@ def save_pretrained(
     into it when every rank has succeeded; where the directory exists already, its index is removed before the shards
     are replaced and the new one put in after, so that a torn save cannot be loaded.
 
+    Of a model with peft's adapters these alone are written, as peft's own ``save_pretrained`` does: small, so that one
+    rank gathers and writes them.
+
     Args:
         model: gives names, ties and config; its weights are not read and may be on the meta device.
         states: parameters and buffers by name of those stages that this rank writes, by their index; each stage is
@@ -76,6 +85,9 @@ def save_pretrained(
     meeting = Meeting(group=group, who=who, timeout_s=timeout)
     target = Path(directory)
     staging = target.parent / f".{target.name}.saving"
+    if has_adapters(model):
+        _save_adapters(staging, target, model, states, meeting)
+        return
     # the phases above; an old export is touched in the last only
     nothing: dict[int, Sizes] = {}
     sizes, problem = _attempt(lambda: {s: _saved_sizes(model, state) for s, state in states.items()}, nothing)
@@ -103,6 +115,50 @@ def save_pretrained(
         _agree(problem, meeting)
     finally:
         if is_first:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _save_adapters(
+    staging: Path,
+    target: Path,
+    model: nn.Module,
+    states: Mapping[int, Mapping[str, Tensor]],
+    meeting: Meeting,
+) -> None:
+    """Gather the adapters' tensors, small beside the model, on the first rank, which writes them."""
+
+    def own() -> tuple[set[str], dict[str, Tensor]]:
+        # stages know a tied tensor by its first name only, and a state dict has it under all
+        names, first = adapter_tensors(model), tied_names(model)
+        held = {name: tensor for state in states.values() for name, tensor in state.items()}
+        return names, {name: _packed(held[first[name]]) for name in names if first[name] in held}
+
+    nothing: tuple[set[str], dict[str, Tensor]] = (set(), {})
+    (names, tensors), problem = _attempt(own, nothing)
+    _agree(problem, meeting)
+    gathered = meeting.gather_on_first(tensors, "the adapters' weights")
+
+    def write() -> None:
+        if gathered is None:
+            return
+        together = {name: tensor for part in gathered for name, tensor in part.items()}
+        if names - together.keys():
+            raise CheckpointError(
+                f"no stage holds {len(names - together.keys())} tensors of the adapters: "
+                f"{sorted(names - together.keys())[:4]}; pass every stage's whole state"
+            )
+        _prepare_directory(staging, target)
+        write_adapters(staging, model, together)
+        if target.exists():
+            move_adapters(staging, target)
+        else:
+            staging.rename(target)
+
+    _, problem = _attempt(write, None)
+    try:
+        _agree(problem, meeting)
+    finally:
+        if gathered is not None:
             shutil.rmtree(staging, ignore_errors=True)
 
 

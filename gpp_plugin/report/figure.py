@@ -1,0 +1,222 @@
+"""Figures made of rectangles, lines and text, and the two ways to write them: SVG, and PNG by Pillow.
+
+What a picture shows is laid out once, by who makes the `Figure`; a writer only paints its shapes in their order.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+from gpp_plugin.errors import GppError
+from gpp_plugin.ir.serialize import write_text_whole
+
+FONT_SIZE = 11
+CHAR_WIDTH = 6.6
+"""Pixels a character of `FONT_SIZE` takes in the fixed-width font of figures."""
+PNG_SCALE = 2
+"""Pixels of a PNG for one of the figure, so that small text is readable; 1 where that would be too many."""
+MOST_PIXELS = 50_000_000
+"""Of a PNG: what many viewers still open."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A filled rectangle, with a frame where ``frame`` is a colour."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    frame: str = ""
+    tip: str = ""
+    """What a browser shows where the mouse stands on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Polyline:
+    """A line through points; ``has_head`` ends it with an arrow head that points down."""
+
+    points: tuple[Point, ...]
+    colour: str
+    is_dashed: bool = False
+    has_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Polygon:
+    """A filled area."""
+
+    points: tuple[Point, ...]
+    fill: str
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Text whose base line begins, or with ``is_end`` ends, at a point."""
+
+    x: float
+    y: float
+    text: str
+    colour: str = "#1d2733"
+    is_end: bool = False
+    is_bold: bool = False
+
+
+Shape = Rectangle | Polyline | Polygon | Label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Shapes on a white ground, painted in their order; pixels count from the upper left corner."""
+
+    width: float
+    height: float
+    shapes: tuple[Shape, ...]
+
+
+def stack_figures(figures: Sequence[Figure], *, gap: float = 24.0) -> Figure:
+    """Return figures one below the other as one."""
+    shapes: list[Shape] = []
+    top = 0.0
+    for figure in figures:
+        shapes += [_moved(shape, top) for shape in figure.shapes]
+        top += figure.height + gap
+    width = max((figure.width for figure in figures), default=0.0)
+    return Figure(width=width, height=max(top - gap, 0.0), shapes=tuple(shapes))
+
+
+def _moved(shape: Shape, down: float) -> Shape:
+    if isinstance(shape, Rectangle):
+        return Rectangle(
+            shape.x, shape.y + down, shape.width, shape.height, shape.fill, shape.frame, shape.tip
+        )
+    if isinstance(shape, Label):
+        return Label(shape.x, shape.y + down, shape.text, shape.colour, shape.is_end, shape.is_bold)
+    points = tuple((x, y + down) for x, y in shape.points)
+    if isinstance(shape, Polygon):
+        return Polygon(points, shape.fill)
+    return Polyline(points, shape.colour, shape.is_dashed, shape.has_head)
+
+
+def figure_svg(figure: Figure) -> str:
+    """Return the figure as an SVG element; names in it are escaped."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{figure.width:.0f}" height="{figure.height:.0f}" '
+        f'viewBox="0 0 {figure.width:.0f} {figure.height:.0f}" font-family="monospace" font-size="{FONT_SIZE}">',
+        f'<rect width="{figure.width:.0f}" height="{figure.height:.0f}" fill="#ffffff"/>',
+    ]
+    parts += [_svg(shape) for shape in figure.shapes]
+    return "\n".join([*parts, "</svg>"])
+
+
+def _svg(shape: Shape) -> str:
+    if isinstance(shape, Rectangle):
+        frame = f" stroke={quoteattr(shape.frame)}" if shape.frame else ""
+        ends = f"><title>{_text(shape.tip)}</title></rect>" if shape.tip else "/>"
+        return (
+            f'<rect x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" height="{shape.height:.2f}" '
+            f"fill={quoteattr(shape.fill)}{frame}{ends}"
+        )
+    if isinstance(shape, Label):
+        anchor = ' text-anchor="end"' if shape.is_end else ""
+        weight = ' font-weight="bold"' if shape.is_bold else ""
+        return (
+            f'<text x="{shape.x:.1f}" y="{shape.y:.1f}" fill={quoteattr(shape.colour)}{anchor}{weight} '
+            f'xml:space="preserve">{_text(shape.text)}</text>'
+        )
+    points = " ".join(f"{x:.2f},{y:.2f}" for x, y in shape.points)
+    if isinstance(shape, Polygon):
+        return f'<polygon points="{points}" fill={quoteattr(shape.fill)}/>'
+    dashes = ' stroke-dasharray="4 3"' if shape.is_dashed else ""
+    line = f'<polyline points="{points}" fill="none" stroke={quoteattr(shape.colour)}{dashes}/>'
+    return line + (_svg(_head(shape)) if shape.has_head else "")
+
+
+def _text(text: str) -> str:
+    # control characters are no part of XML, whatever is done to escape them
+    return escape("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text))
+
+
+def _head(line: Polyline) -> Polygon:
+    x, y = line.points[-1]
+    return Polygon(((x - 4, y - 7), (x + 4, y - 7), (x, y)), line.colour)
+
+
+def write_svg(figure: Figure, path: str | Path) -> None:
+    """Write the figure as an SVG file."""
+    write_text_whole(path, figure_svg(figure) + "\n")
+
+
+def write_png(figure: Figure, path: str | Path) -> None:
+    """Write the figure as a PNG file.
+
+    Raises:
+        GppError: Pillow is not installed, or the picture would be too large to open.
+    """
+    Path(path).write_bytes(figure_png(figure))
+
+
+def figure_png(figure: Figure) -> bytes:
+    """Return the figure as the bytes of a PNG file; raises as `write_png` does."""
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError as error:
+        raise GppError(
+            "PNG pictures need Pillow; pip install 'gpp_plugin[report]', or write SVG, which needs nothing"
+        ) from error
+    is_large = figure.width * figure.height * PNG_SCALE**2 > MOST_PIXELS
+    scale = 1 if is_large else PNG_SCALE
+    size = (round(figure.width * scale), round(figure.height * scale))
+    if size[0] * size[1] > MOST_PIXELS:
+        raise GppError(
+            f"a PNG of {size[0]} x {size[1]} pixels is too large to open; write SVG or HTML instead"
+        )
+    image = Image.new("RGB", size, "white")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(FONT_SIZE * scale)
+    for shape in figure.shapes:
+        _paint(draw, font, shape, scale)
+    stream = io.BytesIO()
+    image.save(stream, format="PNG")
+    return stream.getvalue()
+
+
+def _paint(draw: Any, font: Any, shape: Shape, scale: int) -> None:
+    if isinstance(shape, Rectangle):
+        left, top = shape.x * scale, shape.y * scale
+        right, bottom = left + max(shape.width * scale - 1, 0), top + max(shape.height * scale - 1, 0)
+        draw.rectangle((left, top, right, bottom), fill=shape.fill, outline=shape.frame or None)
+    elif isinstance(shape, Label):
+        anchor = "rs" if shape.is_end else "ls"
+        draw.text((shape.x * scale, shape.y * scale), shape.text, fill=shape.colour, font=font, anchor=anchor)
+    elif isinstance(shape, Polygon):
+        draw.polygon([(x * scale, y * scale) for x, y in shape.points], fill=shape.fill)
+    else:
+        for (x0, y0), (x1, y1) in zip(shape.points, shape.points[1:], strict=False):
+            for a, b in _dashes((x0, y0), (x1, y1)) if shape.is_dashed else [((x0, y0), (x1, y1))]:
+                draw.line([(x * scale, y * scale) for x, y in (a, b)], fill=shape.colour, width=scale)
+        if shape.has_head:
+            _paint(draw, font, _head(shape), scale)
+
+
+def _dashes(start: Point, end: Point) -> list[tuple[Point, Point]]:
+    """Return the pieces of a dashed line: 4 pixels each, with gaps of 3."""
+    (x0, y0), (x1, y1) = start, end
+    length = max(abs(x1 - x0), abs(y1 - y0), 1e-9)
+    pieces = []
+    for begin in range(0, int(length) + 1, 7):
+        low, high = begin / length, min((begin + 4) / length, 1.0)
+        pieces.append(
+            (
+                (x0 + low * (x1 - x0), y0 + low * (y1 - y0)),
+                (x0 + high * (x1 - x0), y0 + high * (y1 - y0)),
+            )
+        )
+    return pieces

@@ -1,0 +1,233 @@
+"""A timeline as rows of bars: what each rank did, and what it held meanwhile, for any page or picture to paint.
+
+A rank has one row: compute on track 0, sends on track 1, receives on track 2; what is on no track is idle. Memory over
+time is computed: the plan's predicted bytes, with saved activations from each forward to the end of its backward in
+*this* timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpp_plugin.ir.memory_plan import MemoryBreakdown, joined_breakdown
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.report.figure import CHAR_WIDTH, Figure, Label, Polygon, Polyline, Rectangle, Shape
+from gpp_plugin.report.units import format_bytes, format_ms, shorten_name
+from gpp_plugin.simulate.timeline_metrics import StageMemory, Steps, memory_over_time
+
+COLOURS = {
+    EventKind.FORWARD: ("#4285f4", "forward"),
+    EventKind.BACKWARD: ("#2e9e5b", "backward"),
+    EventKind.INPUT_GRADIENT: ("#12796f", "input gradient"),
+    EventKind.WEIGHT_GRADIENT: ("#9ccc65", "weight gradient"),
+    EventKind.SEND: ("#f29900", "send"),
+    EventKind.RECEIVE: ("#f6c667", "receive"),
+    EventKind.REDUCE: ("#8e5bd0", "reduce"),
+    EventKind.STEP: ("#455a64", "optimizer step"),
+}
+"""Of every kind of event: its colour and what it is called in legends."""
+IDLE_COLOUR, MEMORY_COLOUR, LIMIT_COLOUR = "#e4e7eb", "#90b4e8", "#d93025"
+TRACKS = {EventKind.SEND: 1, EventKind.RECEIVE: 2}
+LABEL_WIDTH = 34
+"""Columns of a row's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartRow:
+    """One rank: its events in order of time, and the steps of its memory (empty where the plan predicts none).
+
+    Args:
+        limit_bytes: what the plan may use of the rank; 0 where that is not known.
+    """
+
+    rank: int
+    label: str
+    events: tuple[Event, ...]
+    memory: Steps
+    limit_bytes: int
+
+    @property
+    def peak_bytes(self) -> float:
+        """Return the most the rank holds."""
+        return max((held for _, held in self.memory), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineChart:
+    """A timeline's rows by rank; times count from ``start_us``."""
+
+    title: str
+    start_us: float
+    duration_us: float
+    rows: tuple[ChartRow, ...]
+
+    @property
+    def has_memory(self) -> bool:
+        """Return whether memory over time is known."""
+        return any(row.memory for row in self.rows)
+
+
+def chart_timeline(timeline: Timeline, plan: PipelinePlan, *, title: str) -> TimelineChart:
+    """Return the rows of a timeline of ``plan``."""
+    memory = memory_over_time(plan, timeline, _stage_memory(plan)) if plan.memory else {}
+    rows = []
+    for rank in sorted({event.rank for event in timeline.events}):
+        stages = plan.stages_of_rank(rank)
+        names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
+        events = sorted((e for e in timeline.events if e.rank == rank), key=lambda e: (e.start_us, e.end_us))
+        limit = joined_breakdown([plan.memory[stage] for stage in stages]).limit if plan.memory else 0
+        rows.append(
+            ChartRow(
+                rank=rank,
+                label=shorten_name(f"rank {rank}: {names}", LABEL_WIDTH),
+                events=tuple(events),
+                memory=memory.get(rank, ()),
+                limit_bytes=limit,
+            )
+        )
+    return TimelineChart(
+        title=title,
+        start_us=min((event.start_us for event in timeline.events), default=0.0),
+        duration_us=timeline.iteration_us,
+        rows=tuple(rows),
+    )
+
+
+def _stage_memory(plan: PipelinePlan) -> list[StageMemory]:
+    # A breakdown's activations are those of all micro-batches in flight: each holds its part from forward to backward.
+    # What a block needs in passing is there while a task runs.
+    return [
+        _memory_of(part, stage.in_flight, stage.local_batch_size)
+        for part, stage in zip(plan.memory, plan.stages, strict=True)
+    ]
+
+
+def _memory_of(part: MemoryBreakdown, in_flight: int, local_batch: int) -> StageMemory:
+    static = (
+        part.weights + part.stashed_weights + part.gradients + part.optimizer + part.inputs + part.working
+    )
+    return StageMemory(
+        static_bytes=static,
+        saved_bytes_fixed=part.activations / max(in_flight, 1),
+        transient_bytes_per_sample=part.transient / max(local_batch, 1),
+    )
+
+
+def event_text(event: Event, plan: PipelinePlan) -> str:
+    """Return what an event is, for a reader who points at it.
+
+    >>> from gpp_plugin.ir.plan import PipelinePlan, Stage
+    >>> stage = Stage(name="loss", blocks=("a",), ranks=(0,), micro_batch_size=2, in_flight=1)
+    >>> plan = PipelinePlan(
+    ...     model="m", graph="", planner="", mini_batch=4, loss_unit=2, stages=(stage,), edges=()
+    ... )
+    >>> event = Event(rank=0, stage=0, kind=EventKind.FORWARD, micro_batch=1, start_us=0.0, end_us=1500.0)
+    >>> event_text(event, plan)
+    '0F1 forward of loss, micro-batch 1 of 2 samples, 1.50 ms'
+    """
+    name, stage = COLOURS[event.kind][1], plan.stages[event.stage]
+    took = f"{format_ms(event.end_us - event.start_us)} ms"
+    if event.task is not None:
+        half = f", half {event.half}" if event.half is not None else ""
+        return (
+            f"{event.task} {name} of {stage.name}, micro-batch {event.micro_batch}{half} of "
+            f"{stage.micro_batch_size} samples, {took}"
+        )
+    size = f", {format_bytes(event.bytes)}" if event.bytes else ""
+    if event.edge < 0:
+        return f"{name} of {stage.name}{size}, {took}"
+    other = f" with rank {event.peer}" if event.peer >= 0 else ""
+    return f"{name} on {plan.edge_name(event.edge)}{other}, micro-batch {event.micro_batch}{size}, {took}"
+
+
+LEFT = LABEL_WIDTH * CHAR_WIDTH + 16
+HEAD = 42.0
+ROW, MESSAGE, SPACE = 14.0, 4.0, 3.0
+"""Pixels of a row's compute, of each of its two message tracks, and between rows."""
+
+
+def draw_timeline(
+    chart: TimelineChart, plan: PipelinePlan, *, width: float = 1200.0, span_us: float = 0.0
+) -> Figure:
+    """Return a timeline as a figure: a row a rank, with a legend above.
+
+    Args:
+        span_us: what the width stands for, so that several figures have one scale; 0: the timeline's own duration.
+    """
+    span = span_us or chart.duration_us or 1.0
+    scale = (width - LEFT - 8) / span
+    height = ROW + 2 * MESSAGE
+    shapes: list[Shape] = [
+        Label(8, 14, f"{chart.title}: {format_ms(chart.duration_us)} ms", is_bold=True),
+        *_legend(chart),
+    ]
+    for index, row in enumerate(chart.rows):
+        top = HEAD + index * (height + SPACE)
+        shapes.append(Label(LEFT - 8, top + ROW - 3, row.label, is_end=True))
+        shapes.append(Rectangle(LEFT, top, chart.duration_us * scale, ROW, IDLE_COLOUR))
+        for event in row.events:
+            x, length = (
+                LEFT + (event.start_us - chart.start_us) * scale,
+                (event.end_us - event.start_us) * scale,
+            )
+            track = TRACKS.get(event.kind, 0)
+            y, thick = (top, ROW) if track == 0 else (top + ROW + (track - 1) * MESSAGE, MESSAGE - 0.5)
+            shapes.append(
+                Rectangle(x, y, max(length, 0.3), thick, COLOURS[event.kind][0], tip=event_text(event, plan))
+            )
+            text = str(event.micro_batch)
+            if event.task is not None and length > len(text) * CHAR_WIDTH + 2:
+                middle = x + (length - len(text) * CHAR_WIDTH) / 2
+                shapes.append(Label(middle, top + ROW - 3, text, colour="#ffffff"))
+    return Figure(width=width, height=HEAD + len(chart.rows) * (height + SPACE) + 8, shapes=tuple(shapes))
+
+
+def _legend(chart: TimelineChart) -> list[Shape]:
+    kinds = {event.kind for row in chart.rows for event in row.events}
+    entries = [colour_and_name for kind, colour_and_name in COLOURS.items() if kind in kinds]
+    shapes: list[Shape] = []
+    x = LEFT
+    for colour, name in [*entries, (IDLE_COLOUR, "idle")]:
+        shapes += [Rectangle(x, 22, 10, 10, colour), Label(x + 14, 31, name)]
+        x += 28 + len(name) * CHAR_WIDTH
+    return shapes
+
+
+def draw_memory(chart: TimelineChart, *, width: float = 1200.0, span_us: float = 0.0) -> Figure:
+    """Return what each rank holds over time, with its limit as a dashed line, where there is one."""
+    span = span_us or chart.duration_us or 1.0
+    scale = (width - LEFT - 8) / span
+    rows = [row for row in chart.rows if row.memory]
+    shapes: list[Shape] = [
+        Label(8, 14, f"{chart.title}: memory over time, computed from the plan", is_bold=True)
+    ]
+    height, pitch = ROW + 2 * MESSAGE, ROW + 2 * MESSAGE + SPACE
+    most = memory_scale(rows)
+    for index, row in enumerate(rows):
+        bottom = HEAD + index * pitch + height
+        limit = f" of {format_bytes(row.limit_bytes)}" if row.limit_bytes else ""
+        shapes.append(
+            Label(
+                LEFT - 8, bottom - 8, f"rank {row.rank}: {format_bytes(row.peak_bytes)}{limit}", is_end=True
+            )
+        )
+        points = [(LEFT, bottom)]
+        held = 0.0
+        for time, value in row.memory:
+            x = LEFT + max(time - chart.start_us, 0.0) * scale
+            points += [(x, bottom - height * held / most), (x, bottom - height * value / most)]
+            held = value
+        end = LEFT + chart.duration_us * scale
+        points += [(end, bottom - height * held / most), (end, bottom)]
+        shapes.append(Polygon(tuple(points), MEMORY_COLOUR))
+        if row.limit_bytes:
+            y = bottom - height * row.limit_bytes / most
+            shapes.append(Polyline(((LEFT, y), (end, y)), LIMIT_COLOUR, is_dashed=True))
+    return Figure(width=width, height=HEAD + len(rows) * pitch + 8, shapes=tuple(shapes))
+
+
+def memory_scale(rows: Sequence[ChartRow]) -> float:
+    """Return the bytes that a row's full height stands for: the largest peak or limit of all rows."""
+    return max([1.0, *(row.peak_bytes for row in rows), *(float(row.limit_bytes) for row in rows)])

@@ -1,0 +1,60 @@
+"""Every public name of DeepSpeed's engines is answered, or refused with one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpp_plugin.engine.engine import GraphPipelineEngine
+from gpp_plugin.engine.stock_names import why_lacking
+from tests.integrations import surface_jobs as jobs
+from tests.models import build
+from tests.ranks import run_kept_ranks
+
+
+def public_names() -> set[str]:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return {name for name in dir(PipelineEngine) if not name.startswith("_") and name.islower()} | {
+        name for name in vars(DeepSpeedEngine) if not name.startswith("_") and name.islower()
+    }
+
+
+def test_each_public_name_is_answered_or_refused() -> None:
+    own = set(dir(GraphPipelineEngine))
+    unknown = sorted(name for name in public_names() - own if why_lacking(name) is None)
+    assert not unknown
+    both = sorted(name for name in own if not name.startswith("_") and why_lacking(name) is not None)
+    assert not both, "a name that is answered is not refused"
+
+
+def test_a_missing_name_says_why_or_what_is_near() -> None:
+    engine = object.__new__(GraphPipelineEngine)
+    with pytest.raises(
+        AttributeError, match=r"engine.compile does not exist for a graph of stages: stages run code"
+    ):
+        engine.compile  # noqa: B018
+    with pytest.raises(AttributeError, match=r"did you mean engine.train_batch\?"):
+        engine.train_bach  # noqa: B018
+    assert not hasattr(engine, "zero_offload_param") and not hasattr(engine, "_private")
+
+
+def test_an_engine_answers_for_its_rank() -> None:
+    model, _ = build("gpt2")
+    names = set(dict(model.named_parameters()))
+    seen: set[str] = set()
+    for rank, answer in enumerate(run_kept_ranks(jobs.ask, 2)):
+        assert set(answer["names"]) <= names and answer["count"] == len(answer["names"])
+        assert answer["state"].keys() >= set(answer["names"])
+        assert answer["changed"] and answer["restored"], (
+            "a state that is loaded is the one that is trained on"
+        )
+        assert answer["positions"] == (rank, 0) and answer["batch"] == (8, 2, 4)
+        assert answer["applied"] == [False, True] and answer["training"]
+        assert answer["mom"] == [(0.9, 0.999)] * len(answer["mom"]) and answer["mom"]
+        assert answer["optimizer"] == {"lr": 1e-3, "weight_decay": 0.01}
+        assert answer["dynamic"] and not answer["drop_last"] and answer["scheduler"] is None
+        seen |= set(answer["names"])
+    assert seen == names
+    assert all(torch.is_tensor(value) for value in answer["state"].values())

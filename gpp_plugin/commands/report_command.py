@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.commands.width import add_width, axis_of, columns_of
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, to_plain
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="a plan or a timeline, as the other commands write them")
     parser.add_argument("--plan", type=Path, help="the plan a timeline belongs to (for a timeline)")
     parser.add_argument("--trace", type=Path, metavar="OUT", help="also write the timeline for Perfetto")
-    parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+    add_width(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -32,8 +33,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         GppError: the file is neither a plan nor a timeline, or the plan is missing or another one.
     """
-    if args.width < 1:
-        raise GppError(f"--width: {args.width} is not valid; give at least 1")
     # One command for both kinds of file: the "type" in its JSON says which. A timeline names ranks and stage
     # numbers only, so it is shown with its plan, and only with the very one that it names:
     #
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 f"--trace: {args.file} is a plan; gpp simulate {args.file} --out FILE makes its timeline"
             )
         plan = load(PipelinePlan, args.file)
-        print(format_plan(plan, width=args.width))
+        print(format_plan(plan, width=columns_of(args)))
         if plan.memory:
             print(f"\n{format_breakdown(plan.memory)}")
         return {
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     timeline, plan = load(Timeline, args.file), load(PipelinePlan, args.plan)
     if timeline.plan != fingerprint(plan):
         raise GppError(f"{args.plan}: is plan {fingerprint(plan)}, the timeline is of plan {timeline.plan}")
-    print(format_timeline(timeline, plan, width=args.width))
+    print(format_timeline(timeline, plan, **axis_of(args)))
     if args.trace is not None:
         write_trace(timeline, plan, str(args.trace), step=0)
         print(f"trace written to {args.trace}; open it in Perfetto")

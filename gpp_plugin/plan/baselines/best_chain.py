@@ -14,7 +14,7 @@ Tests: tests/plan/test_best_chain.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import networkx as nx
 
@@ -28,8 +28,13 @@ from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 
 
-def best_chain(request: PlanRequest, *, planner: str = "auto") -> PipelinePlan:
+def best_chain(
+    request: PlanRequest, *, planner: str = "auto", make: Callable[[PlanRequest], PipelinePlan] | None = None
+) -> PipelinePlan:
     """Return the quickest chain that ``planner`` finds in any of the `block_orders`; its graph is that of `in_order`.
+
+    Args:
+        make: plans the model in an order, where more than a planner is to decide (schedules, say).
 
     Raises:
         PlanInfeasible: no chain fits; the message is that of the last order.
@@ -37,7 +42,8 @@ def best_chain(request: PlanRequest, *, planner: str = "auto") -> PipelinePlan:
     plans, problem = [], None
     for order in block_orders(request.graph):
         try:
-            plans.append(make_plan(planner, in_order(request, order)))
+            line = in_order(request, order)
+            plans.append(make_plan(planner, line) if make is None else make(line))
         except PlanInfeasible as error:
             problem = error
     if problem is not None and not plans:

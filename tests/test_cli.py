@@ -17,7 +17,6 @@ from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.simulate.predict import simulate_plan
 
-
 BENCHES = Path(gpp_benchmarks.__file__).parent
 
 
@@ -153,16 +152,22 @@ def test_an_encoding_without_boxes_gets_them_in_ascii(plan_file):
         (["bench", "attention"], "transformers", "hf"),
     ],
 )
-def test_what_is_not_installed_is_one_line_with_the_pip_command(arguments, missing, extra, capsys, monkeypatch):
+def test_what_is_not_installed_is_one_line_with_the_pip_command(
+    arguments, missing, extra, capsys, monkeypatch
+):
     for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)  # importing it is a ModuleNotFoundError
-    for name in [name for name in sys.modules if name.startswith(("gpp_benchmarks", "gpp_plugin.integrations.hugg"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("gpp_benchmarks", "gpp_plugin.integrations.hugg"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     assert main(arguments) == 1
     error = capsys.readouterr().err
     name = " ".join(arguments[: 1 + (arguments[0] == "bench")])
-    assert error == f"gpp {name}: needs {missing}, which is not installed: pip install 'gpp_plugin[{extra}]'\n"
+    assert (
+        error == f"gpp {name}: needs {missing}, which is not installed: pip install 'gpp_plugin[{extra}]'\n"
+    )
 
 
 def test_every_extra_that_is_named_is_one():
@@ -180,7 +185,9 @@ def test_completion_knows_commands_options_and_values(capsys):
         main(["--completion", "bash"])
     assert raised.value.code == 0
     script = capsys.readouterr().out
-    assert all(text in script for text in ("plan", "--memory-limit-gb", "throughput", "--vertical-sync", "async"))
+    assert all(
+        text in script for text in ("plan", "--memory-limit-gb", "throughput", "--vertical-sync", "async")
+    )
 
 
 def test_completion_without_its_package_is_one_line(capsys, monkeypatch):
@@ -285,7 +292,18 @@ def test_plan_says_what_it_is_better_than(capsys):
 
 
 def test_plan_within_a_limit_of_memory_speaks_of_options(capsys):
-    arguments = ["plan", "mmt", "--devices", "4", "--cluster", "summit", "--size", "branches=2", "--loss-unit", "1"]
+    arguments = [
+        "plan",
+        "mmt",
+        "--devices",
+        "4",
+        "--cluster",
+        "summit",
+        "--size",
+        "branches=2",
+        "--loss-unit",
+        "1",
+    ]
     assert main([*arguments, "--memory-limit-gb", "0.05"]) == 1
     error = capsys.readouterr().err
     assert "may use 50000000 (" in error and "--memory-limit-gb" in error and "limit_gb" not in error

@@ -34,7 +34,9 @@ def test_a_wrong_cluster(text, message, tmp_path, capsys):
     path = tmp_path / "c.json"
     path.write_text(text)
     assert main(["plan", "mmt", "--devices", "8", "--loss-unit", "1", "--cluster", str(path)]) == 1
-    (error,) = capsys.readouterr().err.splitlines()  # where nobody looks a long search says nothing in front of it
+    (error,) = (
+        capsys.readouterr().err.splitlines()
+    )  # where nobody looks a long search says nothing in front of it
     assert error.startswith(f"gpp plan: {message}")
 
 

@@ -16,11 +16,16 @@ SLOW = """
 import time
 from gpp_plugin.report import progress
 progress.SECONDS = 0.1
+def wait():
+    end = time.monotonic() + (30 if progress._somebody_looks() else 0.5)
+    while progress._SCREEN._num_lines < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.3)
 with progress.step("capture") as tell:
     tell.note("block 3")
     with progress.step("inner") as inner:
         inner.update(1, 4)
-        time.sleep(1.2)
+        wait()
 print("done")
 """
 

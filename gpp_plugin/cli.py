@@ -221,7 +221,10 @@ def _bench_runner(run: Runner, columns: Sequence[str] | None) -> Runner:
     """Return what runs a benchmark, and prints its rows in these columns where it has no table of its own (None)."""
 
     def run_and_show(args: argparse.Namespace) -> dict[str, Any]:
-        result = run(args)
+        from gpp_plugin.report.progress import step
+
+        with step(f"bench {args.bench}"):
+            result = run(args)
         if columns is not None:
             from gpp_plugin.report.rows_text import format_rows
 

@@ -149,6 +149,8 @@ def test_an_encoding_without_boxes_gets_them_in_ascii(plan_file):
     [
         (["plan", "clip-l14"], "transformers", "hf"),
         (["compare", "clip_tiny", "--cluster", "summit"], "transformers", "hf"),
+        (["compare", "clip_tiny"], "transformers", "hf"),
+        (["demo"], "sklearn", "demo"),
         (["bench", "attention"], "transformers", "hf"),
     ],
 )

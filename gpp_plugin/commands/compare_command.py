@@ -21,10 +21,11 @@ from gpp_plugin.compare.compare_settings import (
     check_modes,
     default_config,
 )
-from gpp_plugin.compare.model_names import check_model_name, planned_names, trained_names
+from gpp_plugin.compare.model_names import TINY, check_model_name, planned_names, trained_names
 from gpp_plugin.compare.simulated import simulate_modes
 from gpp_plugin.config import BLOCK, load_deepspeed_json
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
@@ -124,6 +125,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.dtype is not None:
         raise ConfigError("--dtype: is for --cluster; training has bf16 or fp16 in its --config")
     settings = _settings(args)
+    if args.model in TINY or Path(args.model).exists():
+        require_modules("transformers")
     if args.emulate:
         return _finish(args, _emulate(args, settings))
 

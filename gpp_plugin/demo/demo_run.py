@@ -16,7 +16,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.launch import run_ranks
+from gpp_plugin.launch import require_modules, run_ranks
 from gpp_plugin.report import format_plan, format_timeline
 from gpp_plugin.report.summary import forward_overlap_us, forward_overlaps_us
 
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("steps", "ranks", "stages"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name}: {getattr(args, name)} is not valid; give at least 1")
+    require_modules("transformers", "sklearn")
     settings = DemoSettings.in_mode(
         args.mode, steps=args.steps, num_ranks=args.ranks, stages=args.stages, seed=args.seed
     )

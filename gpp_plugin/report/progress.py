@@ -97,7 +97,8 @@ class _Screen:
                 TimeElapsedColumn(),
                 console=Console(stderr=True),
                 transient=True,
-                redirect_stdout=False,  # what is printed is the command's own answer, byte for byte
+                # what is printed on this terminal meanwhile goes above the lines; into a pipe it goes byte for byte
+                redirect_stdout=sys.stdout.isatty(),
             )
             self._progress.start()
         self._num_lines += 1

@@ -125,12 +125,17 @@ def gpp(*arguments, **variables):
 
 
 def test_a_reader_that_goes_ends_the_command_quietly(plan_file):
-    for arguments in (["report", str(plan_file)], ["--help"]):
+    for arguments, unbuffered in (
+        (["report", str(plan_file)], "1"),
+        (["report", str(plan_file)], ""),
+        (["--help"], ""),
+    ):
         read_end, write_end = os.pipe()
         os.close(read_end)
         code = "import sys; from gpp_plugin.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", code, *arguments]
-        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, timeout=120)
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, timeout=120, env=environment)
         os.close(write_end)
         assert (done.returncode, done.stderr) == (141, b"")
 

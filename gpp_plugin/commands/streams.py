@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import os
+import select
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 BROKEN_PIPE = 141
 """The exit code where nobody reads any more: 128 + SIGPIPE, what a shell reports of other programs."""
@@ -58,9 +60,11 @@ def run_while_read(run: Callable[[], int]) -> int:
         return BROKEN_PIPE
 
 
-def _is_closed(stream: object) -> bool:
+def _is_closed(stream: TextIO) -> bool:
+    """Return whether nobody reads the pipe behind a stream; its buffer, which may be lost by now, is no sign."""
+    poll = select.poll()
     try:
-        stream.flush()  # type: ignore[attr-defined]
-    except BrokenPipeError:
-        return True
-    return False
+        poll.register(stream.fileno(), select.POLLOUT)
+    except (OSError, ValueError):  # no file behind it
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 
 LABEL_WIDTH = 40
 """Columns of a stage's name in pictures; tables and errors have the whole one."""
+LEAST_TEXT = 16
+"""Columns that a cell's text has at least, where it is wrapped."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -101,7 +104,14 @@ def format_table(header: list[str], rows: list[list[str]], *, left: int = 1, wid
     lines: list[str] = []
     for columns in _columns_of_parts(widths, width):
         lines += [""] if lines else []
+        room = None if width is None else max(width - widths[0] - 2, LEAST_TEXT)
         for row in (header, *rows):
+            if room is not None and len(columns) == 2 and widths[columns[1]] > room:
+                # a column that is wider than the screen: its text goes on below itself
+                texts = textwrap.wrap(row[columns[1]], room) or [""]
+                names = [row[0], *[""] * (len(texts) - 1)]
+                lines += [f"{n:{widths[0]}}  {text}".rstrip() for n, text in zip(names, texts, strict=True)]
+                continue
             cells = [
                 row[index].ljust(widths[index]) if index < left else row[index].rjust(widths[index])
                 for index in columns

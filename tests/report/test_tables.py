@@ -52,3 +52,19 @@ def test_rows_of_one_kind_stand_together():
     assert format_rows(rows) == "graph  ms\nchain   1\ntree    -\n\ncase     share   ok\nslices  0.1235  yes"
     assert format_rows(rows[:1], ("ms", "graph", "absent")) == "graph  ms\nchain   1"
     assert format_rows([]) == ""
+
+
+def test_a_text_that_is_wider_than_the_screen_goes_on_below_itself():
+    rows = [
+        ["torch", "ok", "2.11.0 on a CPU, which has no bf16 speed worth the name"],
+        ["gloo", "ok", "here"],
+    ]
+    lines = format_table(["check", "status", "found"], rows, left=3, width=40).splitlines()
+    assert lines[:4] == ["check  status", "torch  ok", "gloo   ok", ""]
+    assert lines[4:] == [
+        "check  found",
+        "torch  2.11.0 on a CPU, which has no bf16",
+        "       speed worth the name",
+        "gloo   here",
+    ]
+    assert all(len(line) <= 40 for line in lines)

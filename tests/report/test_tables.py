@@ -63,8 +63,8 @@ def test_a_text_that_is_wider_than_the_screen_goes_on_below_itself():
     assert lines[:4] == ["check  status", "torch  ok", "gloo   ok", ""]
     assert lines[4:] == [
         "check  found",
-        "torch  2.11.0 on a CPU, which has no bf16",
-        "       speed worth the name",
+        "torch  2.11.0 on a CPU, which has no",
+        "       bf16 speed worth the name",
         "gloo   here",
     ]
     assert all(len(line) <= 40 for line in lines)

@@ -105,7 +105,7 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
             "gpp plan: mmt: not expected here; several values of --memory or --length or --against have commas between",
         ),
         (["plan", "mmt", "--width", "0"], "gpp plan: argument --width: 0 is not valid; give at least 1; see"),
-        (["report"], "gpp report: the following arguments are required: FILE; see gpp report --help"),
+        (["report"], "gpp report: the following arguments are required: file; see gpp report --help"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line_with_the_nearest_name(arguments, message, capsys):
@@ -117,8 +117,7 @@ def test_wrong_usage_is_one_line_with_the_nearest_name(arguments, message, capsy
 
 def gpp(*arguments, **variables):
     """Run gpp in a process of its own, whose encoding and modules are its own."""
-    start = variables.pop("start", "")
-    code = f"import sys; {start}; from gpp_plugin.cli import main; sys.exit(main())"
+    code = "import sys; from gpp_plugin.cli import main; sys.exit(main())"
     environment = {**os.environ, **variables}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, env=environment, timeout=120)

@@ -12,7 +12,7 @@ from gpp_plugin.compare.simulated import best_stock, simulate_modes, single_plan
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.library.paper_modules import MODULES
 from gpp_plugin.plan.registry import make_plan
-from tests.plan.graphs import branches, make_request
+from tests.plan.graphs import branches, make_profile, make_request
 
 
 def make_graph(request):
@@ -27,12 +27,8 @@ def test_every_mode_is_a_row_and_the_graph_is_never_behind_the_chain():
     assert all(row["how"] == "simulated" for row in rows.values())
     assert [rows[mode]["ranks"] for mode in MODES] == [1, 4, 4, 4]
     assert rows["single"]["stages"] == 1
-    # all blocks of all samples on one device
-    total = sum(
-        request.profile.cost(block.name).forward_us(1) + request.profile.cost(block.name).backward_us(1)
-        for block in request.graph.blocks
-    )
-    assert rows["single"]["iteration_ms"] == pytest.approx(request.mini_batch * total / 1e3)
+    # seven blocks of 100 + 200 us a sample, of all 16 samples, on one device
+    assert rows["single"]["iteration_ms"] == pytest.approx(7 * 0.3 * 16)
     assert rows["graph"]["iteration_ms"] <= rows["chain"]["iteration_ms"] * (1 + 1e-9)
     assert rows["chain"]["depth"] == rows["chain"]["stages"]
 
@@ -48,7 +44,8 @@ def test_stock_has_the_best_number_of_stages_that_divides_the_ranks():
 
 
 def test_a_single_device_may_lack_the_memory_and_is_shown_all_the_same():
-    request = make_request(branches(2, 3), ranks=2, loss_unit=1)
+    graph = branches(2, 3)
+    request = make_request(graph, make_profile(graph, parameter=500), ranks=2, loss_unit=1)
     small = dataclasses.replace(request, memory_limit_bytes=1)
     (row,) = simulate_modes(small, ["single"], make_graph, tell=lambda mode: None)
     assert not row["fits"] and row["peak_bytes"] == single_plan(request).stages[0].memory_bytes

@@ -165,16 +165,7 @@ class ModelSource:
         if job.whole is not None and config.mode == "async" and config.plan is None:
             _check_ties(reference, config)  # before minutes of measuring
         counts = self._sample_counts(job)
-        with step("profile"):
-            costs = job.measure(counts, self._measuring())
-        if config.verify:
-            with step("verify the capture"):
-                job.verify(costs)
-        lengths = config.lengths
-        if lengths is not None:
-            asked = LengthsAsked(typical=lengths.planned, longest=lengths.max)
-            with step("profile other lengths"):
-                self._lengths = job.measure_lengths(costs, asked, cache_dir=config.profile_dir)
+        costs = self._measured(job, counts)
         self._profile = costs.profile(reference.block_graph, device="")
         least = _fewest_samples(costs, counts)
 
@@ -189,6 +180,21 @@ class ModelSource:
         )
         job.set_timeout(collective_timeout_s(plan, config.comm_timeout_s))
         return reference, plan
+
+    def _measured(self, job: GraphJob, counts: Mapping[str, Sequence[int]]) -> StageCosts:
+        """Return what the stages cost, and take down what they cost at other lengths; refuse a wrong capture."""
+        config = self._config
+        with step("profile"):
+            costs = job.measure(counts, self._measuring())
+        if config.verify:
+            with step("verify the capture"):
+                job.verify(costs)
+        lengths = config.lengths
+        if lengths is not None:
+            asked = LengthsAsked(typical=lengths.planned, longest=lengths.max)
+            with step("profile other lengths"):
+                self._lengths = job.measure_lengths(costs, asked, cache_dir=config.profile_dir)
+        return costs
 
     def _plan(
         self, job: GraphJob, reference: Reference, costs: StageCosts, *, least: int, found: JobCluster | None

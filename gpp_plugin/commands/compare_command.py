@@ -24,7 +24,8 @@ from gpp_plugin.compare.compare_settings import (
 from gpp_plugin.compare.model_names import TINY, check_model_name, planned_names, trained_names
 from gpp_plugin.compare.simulated import simulate_modes
 from gpp_plugin.config import BLOCK, load_deepspeed_json
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.request import PlanRequest
@@ -150,6 +151,11 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
             "--cluster: simulates, without --config and --emulate; leave these or --cluster out"
         )
     modes = _modes(args)
+    if args.planner is not None and args.planner not in PLANNERS:
+        raise ConfigError(
+            f"--planner: no planner {args.planner!r}{PLANNERS.suggestion(args.planner)} "
+            f"(planners: {', '.join(PLANNERS.names())})"
+        )
     with step("capture"):
         request = _request(args)
     planner = args.planner or "auto"
@@ -171,6 +177,8 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
 
         with searching(lambda phase: tell.note(f"{mode_at[0]}, {phase}")):
             rows = simulate_modes(request, modes, make, tell=begin)
+    if all("refused" in row for row in rows):
+        raise PlanError(f"no mode can run this; {rows[-1]['mode']}: {rows[-1]['refused']}")
     print(f"\n{format_simulated(rows)}")
     return rows
 
@@ -193,7 +201,9 @@ def _request(args: argparse.Namespace) -> PlanRequest:
 
     from gpp_plugin.compare.compared_models import build_model
 
-    built = build_model(_settings(args))
+    settings = _settings(args)
+    built = build_model(settings)
+    options["loss_unit"] = settings.loss_unit
     return make_request(built.model, args.cluster, sample_batch=built.batch_at(0), **options)
 
 

@@ -264,14 +264,14 @@ def _against(
     # In mode async a step is another thing, and a plan of a single rank, or of DeepSpeed's own, has nothing beside it.
     if plan.mode == "async" or plan.planner == STOCK_PLANNER or request.num_ranks == 1:
         return [], []
-    asked = args.against
-    is_long = asked is None and seconds > LONG_SECONDS
-    modes = ([STOCK] if is_long else [STOCK, CHAIN]) if asked is None else [m for m in asked if m != "none"]
+    is_long = args.against is None and args.planner in CHAINED and seconds > LONG_SECONDS
+    usual = [STOCK] if is_long or args.planner not in CHAINED else [STOCK, CHAIN]
+    modes = usual if args.against is None else [mode for mode in args.against if mode != "none"]
     if not modes:
         return [], []
 
     def make_chain(line: PlanRequest) -> PipelinePlan:
-        # a chain of another planner's is no best one, and DawnPiper's operators are a chain anyway
+        # a chain of another planner's is no best one
         planner = args.planner if args.planner in CHAINED else "auto"
         schedule = args.schedule if args.planner in CHAINED else "auto"
         return plan_for(line, planner=planner, schedule=schedule, slicing=args.slicing)

@@ -124,6 +124,8 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[dict[str, An
         ConfigError: there is no such model, or no mode can run it.
         RuntimeFailure: a process failed; the message ends with what it said last.
     """
+    if settings.modes == (CHAIN,):
+        raise ConfigError(f"modes: {CHAIN} is never trained; add {GRAPH}, or give --emulate or --cluster")
     with tempfile.TemporaryDirectory(prefix="gpp_compare_") as name, ExitStack() as stack:
         folder = Path(name)
         (folder / "settings.json").write_text(settings.to_json(), encoding="utf-8")

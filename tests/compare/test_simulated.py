@@ -90,6 +90,15 @@ def test_compare_on_a_cluster_needs_no_ranks(capsys):
         (["--cluster", "summit", "--emulate"], "--cluster: simulates, without --config and --emulate"),
         (["--cluster", "sumit"], "did you mean 'summit'?"),
         (["--dtype", "bf16"], "--dtype: is for --cluster"),
+        (
+            ["--cluster", "summit", "--planner", "grahpipe"],
+            "--planner: no planner 'grahpipe'; did you mean 'graphpipe'?",
+        ),
+        (["--modes", "chain"], "modes: chain is never trained; add graph, or give --emulate or --cluster"),
+        (
+            ["--cluster", "summit", "--devices", "3", "--stages", "2", "--modes", "stock"],
+            "no mode can run this; stock: ",
+        ),
         (["--modes", "stok"], "modes: stok; did you mean 'stock'?"),
     ],
 )

@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".cache", "*.pyc")
 """What is in a checkout but in no release."""
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+SMALL = "--devices 2 --stages 2 --mini-batch 4 --loss-unit 2 --length 8 --steps 1 --modes single,stock,graph".split()
+"""A comparison that trains for real, and quickly."""
 WHERE = (
     "import gpp_plugin, gpp_benchmarks, importlib.metadata as m; "
     "assert m.version('gpp_plugin') == gpp_plugin.__version__; "
@@ -153,6 +155,9 @@ def use(folder: Path, python: Path) -> None:
         ["doctor"],
         ["doctor", "--patches"],
         ["plan", "clip-l14", "--devices", "4", "--cluster", "dgx_a100", "--out", "plan.json"],
+        ["plan", "llava-7b", "--devices", "8", "--cluster", "dgx_h100", "--against", "none"],
+        ["compare", "mmt", "--size", "branches=2", "--cluster", "summit", "--modes", "single,stock,graph"],
+        ["compare", "gpt2_tiny", *SMALL],
         ["simulate", "plan.json"],
         ["report", "plan.json"],
         ["bench", "autopipe", "--planners", "autopipe"],

@@ -41,7 +41,9 @@ def accuracy(prediction):
 
 def main():
     """Train, evaluate, and save the model as HuggingFace has it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default="configs/trainer_graph_pipeline.json")
     parser.add_argument("--output", default="build/counting")
     parser.add_argument("--steps", type=int, default=60)
@@ -50,7 +52,15 @@ def main():
     options = parser.parse_args()
     torch.manual_seed(0)  # the same weights on every rank
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=2)
+        GPT2Config(
+            vocab_size=WORDS,
+            n_positions=LENGTH,
+            n_embd=64,
+            n_layer=4,
+            n_head=4,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
     )
     args = TrainingArguments(
         output_dir=options.output,

@@ -54,7 +54,7 @@ from gpp_plugin.plan.validate_request import validate_for
 from gpp_plugin.rehearse.saved_programs import make_windows, programs_of_plan
 from gpp_plugin.report import timeline_text
 from gpp_plugin.report.plan_text import format_plan
-from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, schedule_names
+from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, unknown_schedule
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.windows import lengthened
 from gpp_plugin.simulate.ahead_prediction import AheadPrediction, predict_ahead
@@ -173,7 +173,7 @@ def plan(
         PlanError, PlanInfeasible: no plan meets the request; the message says what to change.
     """
     if not is_schedule_name(schedule):
-        raise PlanError(f"no schedule {schedule!r}; give one of {', '.join(schedule_names())}")
+        raise PlanError(unknown_schedule(schedule))
     request = make_request(model, cluster, planner=planner, schedule=schedule, **options)
     return plan_for(request, planner=planner, schedule=schedule, slicing=slicing, p2p=p2p)
 
@@ -358,16 +358,19 @@ def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
         programs_of_plan(plan)
 
 
-def format_timeline(timeline: Timeline, plan: PipelinePlan, *, width: int = 96) -> str:
+def format_timeline(
+    timeline: Timeline, plan: PipelinePlan, *, width: int = 96, screen: int | None = None
+) -> str:
     """Return a timeline as a Gantt picture in text, with each rank's busy share.
 
     Args:
         plan: as it was given to `simulate` or `rehearse`.
         width: columns of the time axis.
+        screen: columns of everything, instead.
     """
     if plan.mode == "async" and timeline.source != "measured":
         plan = lengthened(plan, num_windows(windows_of(plan)))
-    return timeline_text.format_timeline(timeline, plan, width=width)
+    return timeline_text.format_timeline(timeline, plan, width=width, screen=screen)
 
 
 def load_plan(path: str | Path) -> PipelinePlan:

@@ -7,19 +7,16 @@ there.
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import importlib.util
-import json
-import pkgutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpp_plugin import __version__
-from gpp_plugin.errors import DeviceMissing, GppError
+from gpp_plugin.commands.command_parser import CommandParser, Paragraphs
+from gpp_plugin.commands.streams import prepare_streams, run_while_read
+from gpp_plugin.errors import ConfigError, DeviceMissing, GppError
 from gpp_plugin.report.printable import printable_lines
 
 Runner = Callable[[argparse.Namespace], dict[str, Any]]
@@ -27,8 +24,7 @@ BENCHMARKS = "gpp_benchmarks"
 """The package of the benchmarks: `benchmarks/` in a checkout, beside this one in a wheel."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Command(NamedTuple):  # a dataclass would load `inspect`, a tenth of the time of gpp --help
     """A sub-command: the module with its ``add_arguments(parser)`` and ``run(args) -> dict``.
 
     Modules are imported only for the command that is run, so that ``gpp --help`` needs no torch.
@@ -83,102 +79,171 @@ COMMANDS = (
 )
 
 
+EXTRAS = {
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "sklearn": "demo",
+    "megatron": "megatron",
+    "tensorboard": "report",
+}
+"""What brings a module that gpp works without: ``pip install gpp_plugin[...]``."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    prepare_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser, runners = _make_parser(arguments)
-    args = parser.parse_args(arguments)
-    runner = runners[args.command]
+    return run_while_read(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
     # Errors that a user can mend are one line with the command's name; everything else is a bug and
     # keeps its traceback. A device that is not there is 2, as wrong usage is: scripts tell "cannot be
     # run here" from "failed" (1).
-    name = f"gpp {args.command} {args.bench}" if args.command == "bench" else f"gpp {args.command}"
+    name = f"gpp {_asked(arguments) or ''}".strip()
     try:
-        result = runner(args)
+        parser, runners = _make_parser(arguments)
+        args = parser.parse_args(arguments)
+        name = f"gpp bench {args.bench}" if args.command == "bench" else f"gpp {args.command}"
+        result = runners[args.command](args)
     except GppError as error:
         sys.stdout.flush()
         print(f"{name}: {printable_lines(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, DeviceMissing) else 1
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        sys.stdout.flush()
+        print(
+            f"{name}: needs {missing}, which is not installed: pip install 'gpp_plugin[{EXTRAS[missing]}]'",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     if args.json:
+        import json  # as late as all that --help does without
+
         print(json.dumps({"command": args.command, **result}))
     return 0 if result.get("ok", True) else 1
+
+
+def _asked(arguments: Sequence[str]) -> str | None:
+    """Return the command: the first word that is no option, since the main parser has no option that takes a value.
+
+    (But ``--completion``, which takes the next word and ends there.)
+    """
+    return next((word for word in arguments if not word.startswith("-")), None)
 
 
 def _make_parser(
     arguments: Sequence[str],
 ) -> tuple[argparse.ArgumentParser, dict[str, Runner]]:
     """Return the parser and what runs each command; only the command asked for is imported."""
-    parser = argparse.ArgumentParser(
-        prog="gpp", description="Train unmodified models as a graph of pipeline stages."
-    )
+    parser = CommandParser(prog="gpp", description="Train unmodified models as a graph of pipeline stages.")
     parser.add_argument("--version", action="version", version=f"gpp {__version__}")
+    parser.add_argument(
+        "--completion",
+        action=_Completion,
+        choices=["bash", "zsh", "fish"],
+        help="print the script by which a shell completes gpp's commands and options, and exit",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     runners: dict[str, Runner] = {}
     # Parsers of all commands are needed for --help and for errors, but only one is filled: adding options
-    # imports the command's module, and with some of them torch. The first word that is no option is the
-    # command, since the main parser has no option that takes a value.
-    asked = next((word for word in arguments if not word.startswith("-")), None)
+    # imports the command's module, and with some of them torch.
+    asked = _asked(arguments)
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=_sentence(command.help))
-        _add_json(sub)
         if command.name == asked:
-            module = importlib.import_module(command.module)
-            module.add_arguments(sub)
-            runners[command.name] = module.run
-    names = bench_names()
-    if names:
-        _add_bench(commands, names, arguments if asked == "bench" else (), runners)
+            runners[command.name] = _fill(sub, command.module)
+    if importlib.util.find_spec(BENCHMARKS) is not None:
+        text = "run a benchmark"
+        bench = commands.add_parser("bench", help=text, description=_sentence(text))
+        if asked == "bench":
+            names = bench_names()
+            # "swap" is a bench and an option's value as well: the first one counts
+            chosen = next((word for word in arguments if word in names), None)
+            _add_benches(bench, names, () if chosen is None else (chosen,), runners)
     return parser, runners
 
 
-def _add_bench(
-    commands: Any,
-    names: Sequence[str],
-    arguments: Sequence[str],
-    runners: dict[str, Runner],
+class _Completion(argparse.Action):
+    """Prints the script, and exits, whatever else is on the command line."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        from gpp_plugin.commands.completion import completion_script
+
+        try:
+            print(completion_script(full_parser(), values))
+        except ConfigError as error:
+            parser.exit(1, f"gpp: {error}\n")
+        parser.exit()
+
+
+def full_parser() -> argparse.ArgumentParser:
+    """Return the parser with the options of all commands and benchmarks, whose modules are imported for it."""
+    parser, _ = _make_parser(())
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for command in COMMANDS:
+        _fill(commands.choices[command.name], command.module)
+    if "bench" in commands.choices:
+        _add_benches(commands.choices["bench"], bench_names(), bench_names(), {})
+    return parser
+
+
+def _fill(parser: argparse.ArgumentParser, name: str) -> Runner:
+    """Add the options of a command's module to its parser, and return what runs it."""
+    module = importlib.import_module(name)
+    parser.add_argument(
+        "--json", action="store_true", help="end standard output with one line of JSON: the result"
+    )
+    module.add_arguments(parser)
+    runner: Runner = module.run
+    return runner
+
+
+def _add_benches(
+    bench: argparse.ArgumentParser, names: Sequence[str], filled: Sequence[str], runners: dict[str, Runner]
 ) -> None:
-    text = "run a benchmark"
-    bench = commands.add_parser("bench", help=text, description=_sentence(text))
     benches = bench.add_subparsers(dest="bench", metavar="NAME", required=True)
-    asked = next((word for word in arguments if word in names), None)  # "swap" is also an option's value
     for name in names:
         # Read as text, not imported: listing the benchmarks would load torch, DeepSpeed and Megatron.
         text = _docstring(_bench_module(name))
         sub = benches.add_parser(
-            name, help=" ".join(text.split("\n\n")[0].split()), description=text, formatter_class=_Paragraphs
+            name, help=" ".join(text.split("\n\n")[0].split()), description=text, formatter_class=Paragraphs
         )
-        _add_json(sub)
-        if name == asked:
-            module = importlib.import_module(_bench_module(name))
-            module.add_arguments(sub)
-            runners["bench"] = _named_runner(module.run)
+        if name in filled:
+            runner = _fill(sub, _bench_module(name))
+            columns = getattr(sys.modules[_bench_module(name)], "TABLE", None)
+            runners["bench"] = _bench_runner(runner, columns)
 
 
-class _Paragraphs(argparse.HelpFormatter):
-    """Fills paragraphs one by one, and leaves indented lines, such as tables, as they are."""
+def _bench_runner(run: Runner, columns: Sequence[str] | None) -> Runner:
+    """Return what runs a benchmark, and prints its rows in these columns where it has no table of its own (None)."""
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        blocks = [
-            block
-            if any(line.startswith(" ") for line in block.splitlines())
-            else super(_Paragraphs, self)._fill_text(block, width, indent)
-            for block in text.split("\n\n")
-        ]
-        return "\n\n".join(blocks)
+    def run_and_show(args: argparse.Namespace) -> dict[str, Any]:
+        from gpp_plugin.report.progress import step
 
+        with step(f"bench {args.bench}"):
+            result = run(args)
+        if columns is not None:
+            from gpp_plugin.report.rows_text import format_rows
 
-def _named_runner(run: Runner) -> Runner:
-    def run_named(args: argparse.Namespace) -> dict[str, Any]:
-        return {"bench": args.bench, **run(args)}
+            print(format_rows(result["rows"], columns))
+        return {"bench": args.bench, **result}
 
-    return run_named
+    return run_and_show
 
 
 def bench_names() -> list[str]:
     """Return the benchmarks there are: the public modules of `gpp_benchmarks`; none where it is not installed."""
+    import pkgutil  # here and below: imported for benchmarks alone
+
     spec = importlib.util.find_spec(BENCHMARKS)
     if spec is None or spec.submodule_search_locations is None:
         return []
@@ -192,15 +257,12 @@ def _bench_module(name: str) -> str:
 
 def _docstring(module: str) -> str:
     """Return a module's docstring without importing it."""
+    import ast
+    from pathlib import Path
+
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"{module} is listed but not found"
     return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="end standard output with one line of JSON: the result"
-    )
 
 
 def _sentence(text: str) -> str:

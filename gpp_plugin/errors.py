@@ -18,6 +18,8 @@ GppError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class GppError(Exception):
     """Base of every failure that gpp_plugin reports."""
@@ -78,3 +80,15 @@ class DeviceMissing(GppError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text; empty where it has none."""
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return ``; did you mean ...?`` with the name most like ``name``, or nothing where none is.
+
+    >>> nearest("benhc", ["plan", "bench"]), nearest("xyz", ["plan"])
+    ("; did you mean 'bench'?", '')
+    """
+    import difflib  # of use for mistakes alone; `gpp --help` is quicker without
+
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -7,7 +7,6 @@ imported by the call, so that importing a pure layer of gpp_plugin stays cheap.
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
@@ -50,10 +49,11 @@ def original_initialize(module: ModuleType) -> Callable[..., Any]:
     return original
 
 
-class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
+class _DeepSpeedFinder:
     """Finds DeepSpeed as Python would, and wraps its `initialize` once its module has run.
 
     It stays in place when it is asked: others look for DeepSpeed without importing it (transformers does).
+    It has no base of `importlib.abc`, which is slow to import and adds nothing here.
     """
 
     def __init__(self, dispatch: Dispatch) -> None:
@@ -76,7 +76,7 @@ class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _WrappingLoader(importlib.abc.Loader):
+class _WrappingLoader:
     def __init__(self, inner: Any, dispatch: Dispatch) -> None:
         self._inner = inner
         self._dispatch = dispatch

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import selectors
@@ -44,6 +45,17 @@ def end_rank() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def require_modules(*names: str) -> None:
+    """Refuse what ranks would fail without, before any of them starts; the command line says how to install it.
+
+    Raises:
+        ModuleNotFoundError: one of them is not installed.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def run_ranks(

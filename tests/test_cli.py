@@ -1,17 +1,23 @@
 """The gpp command: what it prints, its JSON line, its exit codes."""
 
 import argparse
+import ast
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from gpp_plugin.cli import COMMANDS, _make_parser, bench_names, main
+import gpp_benchmarks
+from gpp_plugin.cli import COMMANDS, EXTRAS, _make_parser, bench_names, main
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.simulate.predict import simulate_plan
+
+BENCHES = Path(gpp_benchmarks.__file__).parent
 
 
 @pytest.fixture
@@ -81,7 +87,157 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as raised:
         main(arguments)
     assert raised.value.code == 2
-    assert "usage: gpp" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("gpp") and error.endswith(" --help\n") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pln"], "gpp: argument COMMAND: no 'pln'; did you mean 'plan'? (choose from demo, "),
+        (["bench", "throughptu"], "gpp bench: argument NAME: no 'throughptu'; did you mean 'throughput'? ("),
+        (["plan", "mmt", "--devcies", "4"], "gpp plan: there is no option --devcies; did you mean '--devices'?; see"),
+        (["plan", "mmt", "--dev", "4"], "gpp plan: there is no option --dev; "),  # no abbreviations
+        (["plan", "mmt", "--mode", "asynch"], "gpp plan: argument --mode: no 'asynch'; did you mean 'async'? (choose"),
+        (["plan", "mmt", "--memory", "recmpute"], "gpp plan: argument --memory: no 'recmpute'; did you mean 'recompute'?"),
+        (
+            ["plan", "--memory", "recompute", "swap", "mmt"],
+            "gpp plan: mmt: not expected here; several values of --memory or --length or --against have commas between",
+        ),
+        (["plan", "mmt", "--width", "0"], "gpp plan: argument --width: 0 is not valid; give at least 1; see"),
+        (["report"], "gpp report: the following arguments are required: file; see gpp report --help"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_one_line_with_the_nearest_name(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert error.startswith(message) and error.count("\n") == 1
+
+
+def gpp(*arguments, **variables):
+    """Run gpp in a process of its own, whose encoding and modules are its own."""
+    code = "import sys; from gpp_plugin.cli import main; sys.exit(main())"
+    environment = {**os.environ, **variables}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, env=environment, timeout=120)
+
+
+def test_a_reader_that_goes_ends_the_command_quietly(plan_file):
+    for arguments, unbuffered in (
+        (["report", str(plan_file)], "1"),
+        (["report", str(plan_file)], ""),
+        (["--help"], ""),
+    ):
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        code = "import sys; from gpp_plugin.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", code, *arguments]
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, timeout=120, env=environment)
+        os.close(write_end)
+        assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_encoding_without_boxes_gets_them_in_ascii(plan_file):
+    done = gpp("report", str(plan_file), LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    printed = done.stdout.decode("ascii")
+    assert "+--" in printed and "|" in printed and "?" not in printed
+    usual = gpp("report", str(plan_file), PYTHONIOENCODING="utf-8").stdout.decode()
+    assert [len(line) for line in printed.splitlines()] == [len(line) for line in usual.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing", "extra"),
+    [
+        (["plan", "clip-l14"], "transformers", "hf"),
+        (["compare", "clip_tiny", "--cluster", "summit"], "transformers", "hf"),
+        (["compare", "clip_tiny"], "transformers", "hf"),
+        (["demo"], "sklearn", "demo"),
+        (["bench", "attention"], "transformers", "hf"),
+    ],
+)
+def test_what_is_not_installed_is_one_line_with_the_pip_command(
+    arguments, missing, extra, capsys, monkeypatch
+):
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)  # importing it is a ModuleNotFoundError
+    for name in [
+        name for name in sys.modules if name.startswith(("gpp_benchmarks", "gpp_plugin.integrations.hugg"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    name = " ".join(arguments[: 1 + (arguments[0] == "bench")])
+    assert (
+        error == f"gpp {name}: needs {missing}, which is not installed: pip install 'gpp_plugin[{extra}]'\n"
+    )
+
+
+def test_every_extra_that_is_named_is_one():
+    extras = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse((Path(__file__).parents[1] / "setup.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXTRAS"
+    )
+    assert {*EXTRAS.values(), "completion"} <= set(extras)
+
+
+def test_completion_knows_commands_options_and_values(capsys):
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as raised:
+        main(["--completion", "bash"])
+    assert raised.value.code == 0
+    script = capsys.readouterr().out
+    assert all(
+        text in script for text in ("plan", "--memory-limit-gb", "throughput", "--vertical-sync", "async")
+    )
+
+
+def test_completion_without_its_package_is_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as raised:
+        main(["--completion", "zsh"])
+    assert raised.value.code == 1
+    assert capsys.readouterr().err == (
+        "gpp: --completion: needs shtab, which is not installed: pip install 'gpp_plugin[completion]'\n"
+    )
+
+
+def test_every_benchmark_prints_a_table_or_lines_of_its_own():
+    for path in [*BENCHES.glob("*.py"), *BENCHES.glob("*/__init__.py")]:
+        module = path.parent.name if path.name == "__init__.py" else path.stem
+        if module.startswith("_") or module == "gpp_benchmarks":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
+        prints = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+            if not any(keyword.arg == "file" for keyword in node.keywords)
+        ]
+        assert prints or "TABLE" in names, f"gpp bench {module} prints nothing"
+
+
+def test_a_benchmark_whose_rows_have_no_table_gets_one(capsys):
+    arguments = ["--models", "dlrm", "--devices", "4", "--planners", "uniform", "--repeat", "1"]
+    assert main(["bench", "search-time", *arguments]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["model", "planner", "status"]
+    assert row.split()[:3] == ["dlrm", "uniform", "ok"]
+
+
+def test_everything_fits_on_sixty_columns(plan_file, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "60")
+    timeline = tmp_path / "timeline.json"
+    for arguments in (["report", str(plan_file)], ["simulate", str(plan_file), "--out", str(timeline)]):
+        assert main(arguments) == 0
+        lines = capsys.readouterr().out.splitlines()
+        pictures = [line for line in lines if "  " in line.strip() or "─" in line]
+        assert pictures and all(len(line) <= 60 for line in pictures)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +251,7 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
         (["plan", "mmt", "--cluster", "sumit"], "gpp plan: cluster 'sumit': no such file; did you mean 'summit'?"),
         (["plan", "mmt", "--size", "branches"], "gpp plan: --size: 'branches' is not NAME=VALUE, e.g. branches=8\n"),
         (["plan", "mmt", "--mini-batch", "0"], "gpp plan: --mini-batch 0: give at least 1 sample\n"),
+        (["plan", "mmt", "--schedule", "zero_buble"], "gpp plan: --schedule: no schedule 'zero_buble'; did you mean 'zero_bubble'?; give one of auto"),
         (["plan", "mmt", "--size", "branches=x"], "gpp plan: model 'mmt': branches is 'x'; give a whole number of at least 1\n"),
         (["plan", "mmt", "--mode", "async", "--devices", "2", "--schedule", "gpipe"], "gpp plan: schedule 'gpipe': mode async runs 1f1b; use \"auto\"\n"),
         (["simulate", "bytes.json"], "gpp simulate: bytes.json: not a PipelinePlan file: 'utf-8' codec"),
@@ -124,6 +281,40 @@ def test_plan(tmp_path, capsys):
     assert (result["num_ranks"], result["depth"]) == (4, plan.depth)
     assert result["samples_per_s"] == pytest.approx(plan.mini_batch / plan.iteration_us * 1e6)
     assert "┌" in printed and f"plan written to {path}" in printed
+
+
+def test_plan_says_what_it_is_better_than(capsys):
+    arguments = ["plan", "mmt", "--devices", "4", "--cluster", "summit", "--size", "branches=2", "--json"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    result = last_json(printed)
+    assert [row["mode"] for row in result["against"]] == ["stock", "chain", "graph"]
+    stock, chain, graph = (row["iteration_ms"] for row in result["against"])
+    assert graph == pytest.approx(result["iteration_us"] / 1e3) and graph <= chain * (1 + 1e-9)
+    assert f"{stock / graph:.2f} x as fast" in printed and "the best chain" in printed
+    assert main([*arguments, "--against", "none"]) == 0
+    printed = capsys.readouterr().out
+    assert last_json(printed)["against"] == [] and "best chain" not in printed
+
+
+def test_plan_within_a_limit_of_memory_speaks_of_options(capsys):
+    arguments = [
+        "plan",
+        "mmt",
+        "--devices",
+        "4",
+        "--cluster",
+        "summit",
+        "--size",
+        "branches=2",
+        "--loss-unit",
+        "1",
+    ]
+    assert main([*arguments, "--memory-limit-gb", "0.05"]) == 1
+    error = capsys.readouterr().err
+    assert "may use 50000000 (" in error and "--memory-limit-gb" in error and "limit_gb" not in error
+    assert main([*arguments, "--memory-limit-gb", "0"]) == 1
+    assert capsys.readouterr().err == "gpp plan: --memory-limit-gb 0: give more than 0\n"
 
 
 def test_plan_shows_what_carries_each_edge(capsys):
@@ -233,8 +424,7 @@ def test_plan_with_memory_optimization(capsys, tmp_path):
         "--mode",
         "async",
         "--memory",
-        "recompute",
-        "swap",
+        "recompute,swap",
         "--micro-batch",
         "512",
         "--loss-unit",

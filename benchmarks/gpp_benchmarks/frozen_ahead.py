@@ -18,6 +18,9 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.rehearse.saved_programs import make_ahead, scale_times
 from gpp_plugin.simulate.ahead_prediction import predict_ahead
 
+TABLE = ()
+"""The table that is printed has every column (`gpp_plugin.report.rows_text`)."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""

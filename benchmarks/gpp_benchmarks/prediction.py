@@ -34,6 +34,8 @@ from gpp_plugin.simulate.predict import predict_iteration_us
 LIMIT = 0.05
 """Largest difference of a simulated from a measured iteration."""
 UNEVEN = (0.5, 1.0, 0.7, 1.3)
+TABLE = ()
+"""The table that is printed has every column (`gpp_plugin.report.rows_text`)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

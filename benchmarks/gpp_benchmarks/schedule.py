@@ -37,6 +37,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 PARTS = ("chain", "graphs", "slicing", "zero-bubble", "interleaved", "colocated")
 MICRO_BATCHES_PER_STAGE = 2
 GRAPH_RANKS = 8
+TABLE = ()
+"""The table that is printed has every column (`gpp_plugin.report.rows_text`)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,17 @@ PAPER_RATIO = {
     ("mmt", "piper"): (440.5, 165.7, 101.3, 73.7),
 }
 """Table 1: search time over GraphPipe's at 4, 8, 16, 32 devices."""
+TABLE = (
+    "model",
+    "planner",
+    "devices",
+    "blocks",
+    "cpu_seconds",
+    "over_graphpipe",
+    "paper_over_graphpipe",
+    "status",
+)
+"""Columns of the table that is printed (`gpp_plugin.report.rows_text`)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -146,7 +146,9 @@ def _search(planner: str, request: PlanRequest, *, may_share: bool) -> tuple[Cal
     if may_share and planner not in BASELINES:
         request = dataclasses.replace(request, virtual_stages=None, colocate=True)
     if planner == CHAIN:
-        return functools.partial(best_chain, request, finish=share_ranks), len(block_orders(request.graph))
+        return functools.partial(best_chain, request, make=functools.partial(_shared, "auto")), len(
+            block_orders(request.graph)
+        )
     if planner == ONE_SIZE:
         return functools.partial(plan_with_one_size, request), len(batch_rules(request).wishes())
     return functools.partial(_plan, planner, request), 1
@@ -155,6 +157,10 @@ def _search(planner: str, request: PlanRequest, *, may_share: bool) -> tuple[Cal
 def _plan(planner: str, request: PlanRequest) -> PipelinePlan:
     if planner in JUDGES_GRAPHS:
         request = in_order(request, block_orders(request.graph)[0])
+    return _shared(planner, request)
+
+
+def _shared(planner: str, request: PlanRequest) -> PipelinePlan:
     return share_ranks(make_plan(planner, request), request)  # which leaves a plan as it is that may not
 
 

@@ -1,20 +1,43 @@
-"""`gpp compare`: trains a model in one process, on stock DeepSpeed and on the graph of stages, side by side."""
+"""`gpp compare`: one process, stock DeepSpeed, the best chain and the graph of stages, side by side.
+
+Simulated on a cluster that need not be there, emulated with delays in place of compute, or trained here.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.compare.compare_settings import GRAPH, MODES, CompareSettings, default_config
+from gpp_plugin.api import make_request, plan_for
+from gpp_plugin.compare.compare_settings import (
+    GRAPH,
+    MODES,
+    SINGLE,
+    CompareSettings,
+    check_modes,
+    default_config,
+)
+from gpp_plugin.compare.model_names import TINY, check_model_name, planned_names, trained_names
+from gpp_plugin.compare.simulated import simulate_modes
 from gpp_plugin.config import BLOCK, load_deepspeed_json
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.extensions import PLANNERS
+from gpp_plugin.launch import require_modules
+from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.search_report import searching
+from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import format_bytes, format_table
 
 _SIZES = ("mini_batch", "loss_unit", "planner", "stages")
 _DEFAULTS = {"mini_batch": 32, "loss_unit": 4}
+USUAL_LENGTH = 32
+SAME = 0.02
+"""A gain that is none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,24 +49,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         default="clip_tiny",
-        help="clip_tiny, t5_tiny, gpt2_tiny; a HuggingFace config.json or its directory; a library model (mmt, dlrm, "
-        "candle_uno, two_branch); or module:function of your own, returning (model, batch) where batch is a dict of "
-        "tensors, or a function from the step's number to one (%(default)s)",
+        help=f"{', '.join(trained_names())}; a HuggingFace config.json or its directory; module:function of your own, "
+        "returning (model, batch) where batch is a dict of tensors, or a function from the step's number to one; or, "
+        f"simulated only, {', '.join(planned_names())} (%(default)s)",
     )
     parser.add_argument(
         "--config", type=Path, help="a DeepSpeed JSON, with or without a graph_pipeline block"
     )
     parser.add_argument("--devices", type=int, default=4, help="ranks of a pipeline (%(default)s)")
+    parser.add_argument(
+        "--cluster",
+        help="simulate on this cluster, start no ranks: a file, or a name as of gpp plan (dgx_h100 for a model that is "
+        "only planned)",
+    )
+    parser.add_argument(
+        "--dtype", help="with --cluster: bf16, fp16 or fp32 (the first that the devices have a speed in)"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each mode (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those (%(default)s)")
     parser.add_argument(
         "--modes", default=",".join(MODES), help="which to run, separated by commas (%(default)s)"
     )
-    parser.add_argument("--mini-batch", type=int, help="samples of one step, without --config (32)")
-    parser.add_argument("--loss-unit", type=int, help="samples of one loss, without --config (4)")
+    parser.add_argument(
+        "--mini-batch",
+        type=int,
+        help="samples of one step, without --config (32; with --cluster as gpp plan)",
+    )
+    parser.add_argument(
+        "--loss-unit", type=int, help="samples of one loss, without --config (4; with --cluster as gpp plan)"
+    )
     parser.add_argument("--planner", help="of the graph, without --config (auto)")
     parser.add_argument(
-        "--stages", type=int, help="of both pipelines, without --config (the planners choose)"
+        "--stages",
+        type=int,
+        help="of the pipelines, without --config (the planners choose); more than devices: "
+        "those of the graph hold several",
     )
     parser.add_argument(
         "--emulate",
@@ -53,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-time", type=float, metavar="X", help="with --emulate: factor of every measured time (1)"
     )
-    parser.add_argument("--length", type=int, default=32, help="tokens of a text (%(default)s)")
+    parser.add_argument("--length", type=int, help="tokens of a text (32; with --cluster as gpp plan)")
     parser.add_argument(
         "--size",
         action="append",
@@ -74,17 +114,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         GppError: an option is wrong, or a process failed.
     """
-    settings = _settings(args)
+    check_model_name(args.model)
     if args.out is not None and not args.out.absolute().parent.is_dir():
         raise ConfigError(f"--out: {args.out.parent} is no directory; make it first")
-
-    if args.emulate:
-        return _finish(args, settings, _emulate(args, settings))
-    if args.scale_time is not None:
+    if args.cluster is None and args.model in planned_names():
+        args.cluster = "dgx_h100"
+    if args.scale_time is not None and not args.emulate:
         raise ConfigError("--scale-time: is for --emulate; real compute takes the time it takes")
+    if args.cluster is not None:
+        return _finish(args, _simulate(args))
+    if args.dtype is not None:
+        raise ConfigError("--dtype: is for --cluster; training has bf16 or fp16 in its --config")
+    settings = _settings(args)
+    if args.model in TINY or Path(args.model).exists():
+        require_modules("transformers")
+    if args.emulate:
+        return _finish(args, _emulate(args, settings))
 
     # Imported here, behind all that can be refused: those modules load torch, which takes seconds.
-    from gpp_plugin.compare.compare_run import compare_modes, result_rows
+    from gpp_plugin.compare.compare_run import compare_modes
 
     print(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
@@ -92,10 +140,71 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "step by step",
         flush=True,
     )
-    results = compare_modes(settings, tell=lambda text: print(text, flush=True))
-    rows = result_rows(results)
+    rows = compare_modes(settings, tell=lambda text: print(text, flush=True))
     print(f"\n{format_comparison(rows)}")
-    return _finish(args, settings, rows)
+    return _finish(args, rows)
+
+
+def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.config is not None or args.emulate:
+        raise ConfigError(
+            "--cluster: simulates, without --config and --emulate; leave these or --cluster out"
+        )
+    modes = _modes(args)
+    if args.planner is not None and args.planner not in PLANNERS:
+        raise ConfigError(
+            f"--planner: no planner {args.planner!r}{PLANNERS.suggestion(args.planner)} "
+            f"(planners: {', '.join(PLANNERS.names())})"
+        )
+    with step("capture"):
+        request = _request(args)
+    planner = args.planner or "auto"
+
+    def make(asked: PlanRequest) -> Any:
+        return plan_for(asked, planner=planner)
+
+    print(
+        f"{args.model}: {request.mini_batch} samples a step, {request.loss_unit} a loss, in "
+        f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}",
+        flush=True,
+    )
+    with step("plan") as tell:
+        mode_at = [""]
+
+        def begin(mode: str) -> None:
+            mode_at[0] = mode
+            tell.note(mode)
+
+        with searching(lambda phase: tell.note(f"{mode_at[0]}, {phase}")):
+            rows = simulate_modes(request, modes, make, tell=begin)
+    if all("refused" in row for row in rows):
+        raise PlanError(f"no mode can run this; {rows[-1]['mode']}: {rows[-1]['refused']}")
+    print(f"\n{format_simulated(rows)}")
+    return rows
+
+
+def _request(args: argparse.Namespace) -> PlanRequest:
+    """Return what planners are asked, of a model that is only planned or of one that could be trained."""
+    options: dict[str, Any] = {
+        "planner": args.planner or "auto",
+        "num_devices": args.devices,
+        "dtype": args.dtype,
+        "mini_batch": args.mini_batch,
+        "loss_unit": args.loss_unit,
+        "stages": args.stages,
+    }
+    if args.model in MODELS:
+        return make_request(args.model, args.cluster, sizes=_dimensions(args.size), **options)
+    if args.model in planned_names() or Path(args.model).exists():
+        length = {} if args.length is None else {"length": args.length}
+        return make_request(args.model, args.cluster, **length, **options)
+
+    from gpp_plugin.compare.compared_models import build_model
+
+    settings = _settings(args)
+    built = build_model(settings)
+    options["loss_unit"] = settings.loss_unit
+    return make_request(built.model, args.cluster, sample_batch=built.batch_at(0), **options)
 
 
 def _emulate(args: argparse.Namespace, settings: CompareSettings) -> list[dict[str, Any]]:
@@ -112,28 +221,63 @@ def _emulate(args: argparse.Namespace, settings: CompareSettings) -> list[dict[s
     return rows
 
 
-def _finish(
-    args: argparse.Namespace, settings: CompareSettings, rows: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _finish(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     # A graph step of 80 ms beside stock's 100 ms is 1.25 x as fast: times of the others over the graph's.
     ratios = speed_ups(rows)
     if ratios:
         print("graph: " + ", ".join(f"{ratio:.2f} x as fast as {mode}" for mode, ratio in ratios.items()))
     for line in remarks(rows, cores=os.cpu_count() or 1):
         print(line)
-    answer = {"rows": rows, "model": settings.model, "emulated": args.emulate, "speed_up": ratios}
+    for line in what_next(args, ratios):
+        print(line)
+    answer = {"rows": rows, "model": args.model, "emulated": args.emulate, "speed_up": ratios}
     if args.out is not None:
         args.out.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
         print(f"written to {args.out}")
     return answer
 
 
+def what_next(args: argparse.Namespace, ratios: dict[str, float]) -> list[str]:
+    """Return what a reader may do with the answer, one line each."""
+    pipelines = {mode: ratio for mode, ratio in ratios.items() if mode != SINGLE}
+    if not pipelines:
+        return []
+    lines = []
+    if min(pipelines.values()) < 1 + SAME:
+        best = min(pipelines, key=lambda mode: pipelines[mode])
+        lines.append(
+            f"next: a graph of stages gains little or nothing over {best} here; a larger mini-batch, more devices or "
+            "a model with longer branches may differ"
+        )
+    elif args.cluster is not None:
+        size = f" --mini-batch {args.mini_batch}" if args.mini_batch is not None else ""
+        if args.model in planned_names() or Path(args.model).exists():
+            lines.append(
+                f"next: gpp plan {args.model} --devices {args.devices} --cluster {args.cluster}{size} --out plan.json "
+                'shows and keeps the plan; "graph_pipeline": {"enabled": true, "plan": "plan.json"} trains on it'
+            )
+        else:
+            lines.append(
+                f"next: gpp compare {args.model} --emulate runs the schedules here, without --cluster training"
+            )
+    elif args.emulate:
+        lines.append(
+            f"next: gpp compare {args.model} --devices {args.devices} trains it, where there are the cores"
+        )
+    else:
+        lines.append('next: "graph_pipeline": {"enabled": true} in your DeepSpeed JSON trains on the graph')
+    return lines
+
+
 def speed_ups(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return how many times quicker the graph's step is than each other mode's."""
-    times = {row["mode"]: row["iteration_ms"] for row in rows if "refused" not in row}
-    if GRAPH not in times:
+    ran = {row["mode"]: row for row in rows if "refused" not in row}
+    if GRAPH not in ran:
         return {}
-    return {mode: times[mode] / times[GRAPH] for mode in times if mode != GRAPH}
+    graph = ran.pop(GRAPH)
+    # like with like: what was only simulated is held against the graph's simulated time
+    keys = {mode: "iteration_ms" if "iteration_ms" in row else "predicted_ms" for mode, row in ran.items()}
+    return {mode: ran[mode][key] / graph[key] for mode, key in keys.items() if graph.get(key)}
 
 
 def _settings(args: argparse.Namespace) -> CompareSettings:
@@ -154,14 +298,20 @@ def _settings(args: argparse.Namespace) -> CompareSettings:
         model=args.model,
         ds_config=config,
         num_ranks=args.devices,
-        modes=tuple(mode.strip() for mode in args.modes.split(",") if mode.strip()),
+        modes=_modes(args),
         sizes=_dimensions(args.size),
-        length=args.length,
+        length=USUAL_LENGTH if args.length is None else args.length,
         warm_up=args.warm_up,
         steps=args.steps,
         seed=args.seed,
         timeout_s=args.timeout,
     )
+
+
+def _modes(args: argparse.Namespace) -> tuple[str, ...]:
+    modes = tuple(mode.strip() for mode in args.modes.split(",") if mode.strip())
+    check_modes(modes)
+    return modes
 
 
 def _dimensions(given: list[str]) -> dict[str, int]:
@@ -175,49 +325,73 @@ def _dimensions(given: list[str]) -> dict[str, int]:
 
 
 def format_comparison(rows: list[dict[str, Any]]) -> str:
-    """Return the table of a comparison's rows."""
+    """Return the table of a comparison's rows; a chain among them is simulated, and has no measured time."""
     header = [
-        "mode", "ranks", "stages", "iteration ms", "start-up s", "bubble", "most bytes of a rank", "loss difference",
+        "mode", "how", "ranks", "stages", "iteration ms", "simulated ms", "start-up s", "bubble",
+        "most bytes of a rank", "loss difference",
     ]  # fmt: skip
-    lines = []
-    for row in rows:
-        if "refused" in row:
-            lines.append([row["mode"], str(row["ranks"]), *["-"] * 6])
-            continue
-        bubble, difference = row["bubble"], row["max_loss_difference"]
-        lines.append(
-            [
-                row["mode"],
-                str(row["ranks"]),
-                str(row["stages"]),
-                f"{row['iteration_ms']:.1f}",
-                f"{row['startup_s']:.1f}",
-                "-" if bubble is None else f"{bubble:.1%}",
-                format_bytes(row["peak_bytes"]),
-                "-" if difference is None else f"{difference:.1e}",
-            ]
-        )
-    return format_table(header, lines)
+    return _table(
+        header,
+        rows,
+        lambda row: [
+            str(row["stages"]),
+            _number(row.get("iteration_ms"), ".1f"),
+            _number(row.get("predicted_ms"), ".1f"),
+            _number(row.get("startup_s"), ".1f"),
+            _number(row.get("bubble"), ".1%"),
+            format_bytes(row["peak_bytes"]) if "peak_bytes" in row else "-",
+            _number(row.get("max_loss_difference"), ".1e"),
+        ],
+    )
 
 
 def format_emulated(rows: list[dict[str, Any]]) -> str:
     """Return the table of rows with emulated compute."""
-    header = ["mode", "ranks", "stages", "depth", "iteration ms", "simulated ms", "bubble"]
-    lines = [
-        [row["mode"], str(row["ranks"]), *["-"] * 5]
-        if "refused" in row
-        else [
-            row["mode"],
-            str(row["ranks"]),
+    header = ["mode", "how", "ranks", "stages", "depth", "iteration ms", "simulated ms", "bubble"]
+    return _table(
+        header,
+        rows,
+        lambda row: [
             str(row["stages"]),
             str(row["depth"]),
             f"{row['iteration_ms']:.1f}",
             f"{row['predicted_ms']:.1f}",
             f"{row['bubble']:.1%}",
-        ]
+        ],
+    )
+
+
+def format_simulated(rows: list[dict[str, Any]]) -> str:
+    """Return the table of rows that were only simulated."""
+    header = ["mode", "how", "ranks", "stages", "depth", "iteration ms", "fullest rank", "graph is"]
+    ratios = speed_ups(rows)
+    return _table(
+        header,
+        rows,
+        lambda row: [
+            str(row["stages"]),
+            str(row["depth"]),
+            f"{row['iteration_ms']:.1f}",
+            format_bytes(row["peak_bytes"]) + ("" if row["fits"] else " (too much)"),
+            f"{ratios[row['mode']]:.2f} x as fast" if row["mode"] in ratios else "-",
+        ],
+    )
+
+
+def _table(
+    header: list[str], rows: list[dict[str, Any]], cells: Callable[[dict[str, Any]], list[str]]
+) -> str:
+    """Return the table of modes; ``cells`` are those behind mode, how and ranks, of a mode that could run."""
+    missing = ["-"] * (len(header) - 3)
+    lines = [
+        [row["mode"], row["how"], str(row["ranks"]), *(missing if "refused" in row else cells(row))]
         for row in rows
     ]
-    return format_table(header, lines)
+    return format_table(header, lines, left=2)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def remarks(rows: list[dict[str, Any]], *, cores: int) -> list[str]:
@@ -232,6 +406,11 @@ def remarks(rows: list[dict[str, Any]], *, cores: int) -> list[str]:
         lines.append(f"parameters and buffers, by rank: {_by_rank(ran, 'parameter_bytes_by_rank')}")
     for row in ran:
         lines += [f"{row['mode']}: {note}" for note in row["notes"]]
+        if not row.get("fits", True):
+            lines.append(
+                f"{row['mode']}: would not fit: {format_bytes(row['peak_bytes'])} on a device of "
+                f"{format_bytes(row['limit_bytes'])}"
+            )
     # Only where compute is real and on the CPU: emulated rows have no memory_measure, and CUDA's is another.
     most = max((row["ranks"] for row in measured), default=1)
     if most > cores and all(row["memory_measure"] == "saved tensors" for row in measured):
@@ -243,4 +422,6 @@ def remarks(rows: list[dict[str, Any]], *, cores: int) -> list[str]:
 
 
 def _by_rank(rows: list[dict[str, Any]], key: str) -> str:
-    return "; ".join(f"{row['mode']} " + ", ".join(format_bytes(b) for b in row[key]) for row in rows)
+    return "; ".join(
+        f"{row['mode']} " + ", ".join(format_bytes(b) for b in row[key]) for row in rows if key in row
+    )

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import contextlib
+import re
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import USUAL_LENGTH, format_plan, make_request, plan_for, save
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.commands.command_parser import list_of, list_of_numbers
+from gpp_plugin.commands.width import add_width, columns_of
+from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK
+from gpp_plugin.compare.simulated import simulate_modes, simulated_row
+from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import PLANNERS, TRANSPORTS
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, to_plain
 from gpp_plugin.library.named_models import config_names
 from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
 from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.memory_advice import memory_advice
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.search_report import shown_progress
+from gpp_plugin.plan.search_report import searching
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, stage_rows
 from gpp_plugin.report.printable import printable
-from gpp_plugin.schedule.names import is_schedule_name, schedule_names
+from gpp_plugin.report.progress import step
+from gpp_plugin.report.units import format_bytes, format_table
+from gpp_plugin.schedule.names import is_schedule_name, schedule_names, unknown_schedule
+
+LONG_SECONDS = 5.0
+"""Planning that takes longer is not done again for a chain, unless it is asked for."""
+CHAINED = ("auto", "graphpipe")
+"""Planners that make the best chain where they made the plan; `auto` makes it for others."""
+OPTION_OF = {
+    r"graph_pipeline\.": "",
+    r"memory\.limit_gb": "--memory-limit-gb",
+    r"memory optimization by recompute and swap": "--memory recompute,swap",
+    r"memory optimization by (recompute|swap)": r"--memory \1",
+    r"ZeRO stage (\d)": r"--zero \1",
+    r"micro_batch_sizes(\['\*'\])?": "--micro-batch",
+    r"train_micro_batch_size_per_gpu": "--loss-unit",
+    r"train_batch_size": "--mini-batch",
+    r"\b(virtual|data|vertical)_(stages|parallel|sync)\b": r"--\1-\2",
+}
+"""What a key of the configuration is called on the command line, in the order in which they are looked for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,10 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--memory",
-        nargs="+",
-        choices=["recompute", "swap"],
+        type=list_of(["recompute", "swap"]),
         default=[],
-        help="what auto, graphpipe, dawnpiper and vpipe may use to fit",
+        metavar="A,...",
+        help="recompute, swap or both (recompute,swap): what auto, graphpipe, dawnpiper and vpipe may use to fit",
     )
     parser.add_argument(
         "--p2p",
@@ -112,6 +138,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="native",
         help="what carries messages: our transport; megatron-core's P2PCommunicator on the edges that it can "
         "carry, which are shown; or that of another package (%(default)s)",
+    )
+    parser.add_argument(
+        "--memory-limit-gb",
+        type=float,
+        metavar="GB",
+        help="most GB (10^9 bytes) of a rank (what the device has)",
     )
     parser.add_argument("--memory-report", action="store_true", help="show what fills each stage's memory")
     parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=0, help="ZeRO stage (%(default)s)")
@@ -122,9 +154,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--length",
-        type=int,
-        nargs="+",
-        help="tokens of a text, for a HuggingFace model; of several, the mean of their times is planned for (512)",
+        type=list_of_numbers,
+        metavar="N,...",
+        help="tokens of a text, for a HuggingFace model; of 512,1024 the mean of their times is planned for (512)",
     )
     parser.add_argument(
         "--max-length",
@@ -138,8 +170,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a dimension of a library model, e.g. --size branches=8; may be repeated",
     )
+    parser.add_argument(
+        "--against",
+        type=list_of([STOCK, CHAIN, "none"]),
+        metavar="A,...",
+        help=f"what the plan is held against in simulation: {STOCK}, DeepSpeed's own 1F1B; {CHAIN}, the best that our "
+        f"planner makes of the model in a line; or none ({STOCK},{CHAIN}; without {CHAIN} where planning has taken "
+        f"longer than {LONG_SECONDS:g} s)",
+    )
     parser.add_argument("--out", type=Path, help="write the plan there")
-    parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+    add_width(parser)
 
 
 def _slicing(text: str) -> str | int:
@@ -173,14 +213,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     #
     # A HuggingFace model is built on the meta device and its costs are analytic, of the cluster's first
     # device: no weights, no such device, and about the time of one export.
-    request = _request(args)
+    with _in_options(), step("capture"):
+        request = _request(args)
     start = time.perf_counter()
-    with shown_progress(lambda line: print(line, file=sys.stderr, flush=True)):
-        plan = plan_for(
-            request, planner=args.planner, schedule=args.schedule, slicing=args.slicing, p2p=args.p2p
-        )
+    with _in_options(), step("plan") as tell, searching(tell.note):
+        plan = _plan(args, request)
     seconds = time.perf_counter() - start
-    print(format_plan(plan, width=args.width))
+    against, lines = _against(args, request, plan, seconds)
+    print(format_plan(plan, width=columns_of(args)))
+    if lines:
+        print("\n" + "\n".join(lines))
     if args.p2p != NATIVE and plan.edges:
         print(f"\n{format_edges(plan, args.p2p)}")
     parts = plan.memory
@@ -200,6 +242,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"plan written to {args.out}")
     return {
         "rows": stage_rows(plan),
+        "against": against,
         "edges": edge_rows(plan, args.p2p),
         **_figures(plan),
         "dtype": request.cluster.devices[0].dtype,
@@ -211,6 +254,67 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _plan(args: argparse.Namespace, request: PlanRequest) -> PipelinePlan:
+    return plan_for(request, planner=args.planner, schedule=args.schedule, slicing=args.slicing, p2p=args.p2p)
+
+
+def _against(
+    args: argparse.Namespace, request: PlanRequest, plan: PipelinePlan, seconds: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return rows of what the plan is held against, the plan last, and the lines that show them."""
+    # In mode async a step is another thing, and a plan of a single rank, or of DeepSpeed's own, has nothing beside it.
+    if plan.mode == "async" or plan.planner == STOCK_PLANNER or request.num_ranks == 1:
+        return [], []
+    is_long = args.against is None and args.planner in CHAINED and seconds > LONG_SECONDS
+    usual = [STOCK] if is_long or args.planner not in CHAINED else [STOCK, CHAIN]
+    modes = usual if args.against is None else [mode for mode in args.against if mode != "none"]
+    if not modes:
+        return [], []
+
+    def make_chain(line: PlanRequest) -> PipelinePlan:
+        # a chain of another planner's is no best one
+        planner = args.planner if args.planner in CHAINED else "auto"
+        schedule = args.schedule if args.planner in CHAINED else "auto"
+        return plan_for(line, planner=planner, schedule=schedule, slicing=args.slicing)
+
+    with step("plan what it is held against") as tell, searching(tell.note):
+        rows = simulate_modes(request, modes, make_chain, tell=tell.note)
+    rows.append(simulated_row(GRAPH, plan, request))
+    lines = [format_against(rows)]
+    lines += [f"{row['mode']} cannot run this: {row['refused']}" for row in rows if "refused" in row]
+    if is_long:
+        lines.append(f"(the best chain takes as long to plan again: --against {STOCK},{CHAIN})")
+    return rows, lines
+
+
+def format_against(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of simulated modes, this plan last: how many times as fast it is as each."""
+    us = rows[-1]["iteration_ms"]
+    lines = []
+    for row in rows:
+        name = {STOCK: "stock DeepSpeed 1F1B", CHAIN: "the best chain", GRAPH: "this plan"}[row["mode"]]
+        if "refused" in row:
+            lines.append([name, *["-"] * 4])
+            continue
+        fits = "" if row["fits"] else " (too much)"
+        ratio = "" if row["mode"] == GRAPH else f"{row['iteration_ms'] / us:.2f} x as fast" if us else "-"
+        step_ms = f"{row['iteration_ms']:.1f}"
+        lines.append([name, str(row["stages"]), step_ms, format_bytes(row["peak_bytes"]) + fits, ratio])
+    return format_table(["simulated", "stages", "ms a step", "fullest rank", "this plan is"], lines)
+
+
+@contextlib.contextmanager
+def _in_options() -> Iterator[None]:
+    """Name options of the command line in errors that name keys of the configuration."""
+    try:
+        yield
+    except (ConfigError, PlanError) as error:
+        text = str(error)
+        for pattern, option in OPTION_OF.items():
+            text = re.sub(pattern, option, text)
+        raise type(error)(text) from error
+
+
 def _request(args: argparse.Namespace) -> PlanRequest:
     """Return what the options ask of a planner.
 
@@ -218,9 +322,10 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         ConfigError: an option is wrong.
     """
     if not is_schedule_name(args.schedule):
-        raise ConfigError(
-            f"--schedule: no schedule {args.schedule!r}; give one of {', '.join(schedule_names())}"
-        )
+        raise ConfigError(f"--schedule: {unknown_schedule(args.schedule)}")
+    limit = args.memory_limit_gb
+    if limit is not None and not 0 < limit < float("inf"):
+        raise ConfigError(f"--memory-limit-gb {limit:g}: give more than 0")
     if args.cluster == "auto" and args.devices is not None and args.devices < 1:
         raise ConfigError(f"--devices {args.devices}: give at least 1")
     for option, value in (("--mini-batch", args.mini_batch), ("--loss-unit", args.loss_unit)):
@@ -249,6 +354,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         colocate=args.colocate,
         data_parallel=args.data_parallel,
         memory=args.memory,
+        memory_limit_gb=limit,
         zero_stage=args.zero,
         mode=args.mode,
         vertical_sync=args.vertical_sync,

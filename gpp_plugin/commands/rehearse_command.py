@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import rehearse, save
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.commands.width import add_width, axis_of
 from gpp_plugin.rehearse.rehearsal_settings import load_rehearsable
 
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="longest wait for a message, in seconds (by the plan)"
     )
-    parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+    add_width(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -41,8 +41,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         GppError: an option or the plan is wrong, or a rank failed.
     """
-    if args.width < 1:
-        raise ConfigError(f"--width: {args.width} is not valid; give at least 1")
     # The plan is read and checked before torch is loaded: a wrong file is refused at once, not after seconds.
     plan = load_rehearsable(args.plan)
 
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         timeout_s=args.timeout,
         tell=lambda text: print(text, flush=True),
     )
-    print(f"\n{format_rehearsal(rehearsal, width=args.width)}")
+    print(f"\n{format_rehearsal(rehearsal, **axis_of(args))}")
     if args.out is not None:
         save(rehearsal.median_timeline, args.out)
         print(f"timeline written to {args.out}")

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.commands.width import add_width, axis_of, columns_of
 from gpp_plugin.errors import GppError, ReadError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import (
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", type=Path, metavar="OUT", help="also write the pictures as SVG")
     parser.add_argument("--png", type=Path, metavar="OUT", help="also write the pictures as PNG")
     parser.add_argument("--trace", type=Path, metavar="OUT", help="also write a timeline for Perfetto")
-    parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+    add_width(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -54,8 +55,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         GppError: a file is neither a plan nor a timeline, or a timeline's plan is missing.
     """
-    if args.width < 1:
-        raise GppError(f"--width: {args.width} is not valid; give at least 1")
     # One command for both kinds of file: the "type" in its JSON says which. A timeline names ranks and stage
     # numbers only, so it is shown with its plan, and only with the very one that it names:
     #
@@ -71,9 +70,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise GppError(f"--trace: writes one timeline and {len(timelines)} are given; give one")
     # a plan that only serves its timelines is not shown as text, but belongs to the page
     shown = [each for each in reported if each.name in {str(path) for path in args.files}]
-    results = [_show_plan(each.plan, args.width) for each in shown]
+    results = [_show_plan(each.plan, columns_of(args)) for each in shown]
     for plan, timeline in timelines:
-        print(format_timeline(timeline, plan, width=args.width))
+        print(format_timeline(timeline, plan, **axis_of(args)))
         results.append(
             {
                 "rows": [to_plain(event) for event in timeline.events],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_ahead, simulate_async
+from gpp_plugin.commands.width import add_width, axis_of
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import to_plain
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"links messages take: a file, or one of {', '.join(cluster_names())} (they take no time)",
     )
     parser.add_argument("--out", type=Path, help="write the timeline there")
-    parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+    add_width(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -34,8 +35,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         GppError: the plan cannot be read, has no predicted times, or its schedule is unsafe.
     """
-    if args.width < 1:
-        raise ConfigError(f"--width: {args.width} is not valid; give at least 1")
     plan = load_plan(args.plan)
     # All zeros would simulate to an empty picture; a plan written by hand may lack times.
     if not any(stage.forward_us for stage in plan.stages):
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if plan.mode == "async":
         return _run_async(plan, args)
     timeline = simulate(plan, args.cluster)
-    print(format_timeline(timeline, plan, width=args.width))
+    print(format_timeline(timeline, plan, **axis_of(args)))
     if args.out is not None:
         save(timeline, args.out)
         print(f"timeline written to {args.out}")
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _run_async(plan: PipelinePlan, args: argparse.Namespace) -> dict[str, Any]:
     """Print some mini-batches of an asynchronous plan, from an empty pipeline to an empty one."""
     found = simulate_async(plan, args.cluster)
-    print(format_timeline(found.timeline, plan, width=args.width))
+    print(format_timeline(found.timeline, plan, **axis_of(args)))
     # All zeros would simulate to an empty picture; a plan written by hand may lack times.
     print(
         f"{found.num_windows} mini-batches of an asynchronous plan: {format_ms(found.steady_us)} ms each while the "

@@ -71,6 +71,7 @@ class _Pipeline:
         return {
             "stages": len(plan.stages),
             "depth": plan.depth,
+            "predicted_ms": plan.iteration_us / 1e3,
             "stage_names": [stage.name for stage in plan.stages],
             "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
             "notes": [*plan.notes, *_tunnelled(self._engine)],

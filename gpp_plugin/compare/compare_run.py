@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gpp_plugin.compare.compare_settings import SINGLE, CompareSettings
-from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, SINGLE, CompareSettings
+from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
 from gpp_plugin.launch import run_ranks
 
 Tell = Callable[[str], None]
@@ -114,8 +114,8 @@ class _Job:
             raise RuntimeFailure(f"mode {self.result.mode}: {error}") from error
 
 
-def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[ModeResult]:
-    """Train in every mode, in turns on the same batches, and return what each came to.
+def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[dict[str, Any]]:
+    """Train in every mode, in turns on the same batches, and return a row each; the best chain is only simulated.
 
     Args:
         tell: gets lines of progress.
@@ -124,6 +124,8 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[ModeResult]:
         ConfigError: there is no such model, or no mode can run it.
         RuntimeFailure: a process failed; the message ends with what it said last.
     """
+    if settings.modes == (CHAIN,):
+        raise ConfigError(f"modes: {CHAIN} is never trained; add {GRAPH}, or give --emulate or --cluster")
     with tempfile.TemporaryDirectory(prefix="gpp_compare_") as name, ExitStack() as stack:
         folder = Path(name)
         (folder / "settings.json").write_text(settings.to_json(), encoding="utf-8")
@@ -136,6 +138,8 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[ModeResult]:
         #   graph    |       |      | start |    |    | s0 |    |    | s1 |
         jobs = []
         for mode in settings.modes:
+            if mode == CHAIN:
+                continue  # is not trained: `chain_row`
             job = stack.enter_context(_Job(mode, settings, folder))
             tell(f"{mode}: starting {job.result.num_ranks} process{'es' * (job.result.num_ranks > 1)}")
             job.start()
@@ -145,7 +149,16 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[ModeResult]:
         if not working:
             raise ConfigError(f"no mode can run this; {jobs[0].result.mode}: {jobs[0].result.refused}")
         _take_steps(working, settings, tell)
-        return [job.result for job in jobs]
+        for job in jobs:
+            job.end()
+        chain = []
+        if CHAIN in settings.modes:
+            tell(f"{CHAIN}: planning")
+            chain = [chain_row(settings, str(folder / f"{GRAPH}_profiles"))]
+        order = settings.modes.index
+        return sorted(
+            [*result_rows([job.result for job in jobs]), *chain], key=lambda row: order(row["mode"])
+        )
 
 
 def _take_steps(jobs: list[_Job], settings: CompareSettings, tell: Tell) -> None:
@@ -182,12 +195,42 @@ def loss_difference(result: ModeResult, reference: ModeResult) -> float:
     return max(abs(loss - wanted) / max(abs(wanted), 1e-12) for loss, wanted in pairs)
 
 
+def chain_row(settings: CompareSettings, folder: str) -> dict[str, Any]:
+    """Return the row of the best chain, simulated on the costs that the graph's ranks have measured.
+
+    Args:
+        folder: where they keep them.
+    """
+    # Imported here: this process needs torch for nothing else.
+    import torch
+
+    from gpp_plugin.compare.compared_models import build_model
+    from gpp_plugin.compare.emulated import chain_of
+
+    row: dict[str, Any] = {"mode": CHAIN, "how": "simulated", "ranks": settings.num_ranks}
+    if torch.cuda.is_available():
+        return {**row, "refused": "its costs are measured on a CPU here; --cluster simulates it on a GPU's"}
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as each rank has
+    try:
+        plan = chain_of(build_model(settings), settings, folder)
+    except GppError as error:
+        return {**row, "refused": str(error)}
+    return {
+        **row,
+        "stages": len(plan.stages),
+        "depth": plan.depth,
+        "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
+        "predicted_ms": plan.iteration_us / 1e3,
+        "notes": list(plan.notes),
+    }
+
+
 def result_rows(results: list[ModeResult]) -> list[dict[str, Any]]:
     """Return one row a mode; losses are held against those of the first mode that ran."""
     ran = [result for result in results if result.refused is None]
     rows = []
     for result in results:
-        row: dict[str, Any] = {"mode": result.mode, "ranks": result.num_ranks}
+        row: dict[str, Any] = {"mode": result.mode, "how": "measured", "ranks": result.num_ranks}
         if result.refused is not None:
             rows.append({**row, "refused": result.refused})
             continue
@@ -196,6 +239,7 @@ def result_rows(results: list[ModeResult]) -> list[dict[str, Any]]:
             depth=result.facts.get("depth", 1),
             micro_batches=result.facts.get("micro_batches", []),
             iteration_ms=result.iteration_ms,
+            predicted_ms=result.facts.get("predicted_ms"),
             startup_s=result.startup_s,
             bubble=result.bubble,
             peak_bytes=max(result.peak_bytes_by_rank),

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpp_plugin.config import batch_arithmetic, check_ranks, read_config
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, nearest
 
-SINGLE, STOCK, GRAPH = "single", "stock", "graph"
-MODES = (SINGLE, STOCK, GRAPH)
-"""One plain process; DeepSpeed's `PipelineEngine` on the linearised model; the graph of stages."""
+SINGLE, STOCK, CHAIN, GRAPH = "single", "stock", "chain", "graph"
+MODES = (SINGLE, STOCK, CHAIN, GRAPH)
+"""One plain process; DeepSpeed's `PipelineEngine` on the linearised model; the best chain that our own planner finds,
+which is never trained, only simulated or emulated; the graph of stages."""
 
-_GRAPH_ONLY = ("plan", "schedule", "trace_path", "slicing", "memory")
+_GRAPH_ONLY = ("plan", "schedule", "trace_path", "slicing", "memory", "virtual_stages", "colocate")
 """Keys of the block that say how the graph runs, and nothing of a chain."""
 
 
@@ -47,11 +48,7 @@ class CompareSettings:
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.modes) - set(MODES))
-        if unknown or not self.modes or len(set(self.modes)) < len(self.modes):
-            raise ConfigError(
-                f"modes: {', '.join(self.modes) or 'none'}; give some of {', '.join(MODES)}, once each"
-            )
+        check_modes(self.modes)
         for name, value, least in (
             ("devices", self.num_ranks, 1),
             ("steps", self.steps, 1),
@@ -64,13 +61,6 @@ class CompareSettings:
         block = read_config(self.ds_config)
         if block is not None and self.modes != (SINGLE,):
             check_ranks(block, self.num_ranks)
-            if (
-                isinstance(block.stages, int) and block.stages > self.num_ranks
-            ):  # as stock DeepSpeed cannot run them
-                raise ConfigError(
-                    f"graph_pipeline.stages: {block.stages} stages need at least {block.stages} ranks, there are "
-                    f"{self.num_ranks}; {STOCK} holds one stage a rank: start more ranks or lower stages"
-                )
         if block is not None and (block.loss_mean, block.units) != ("units", None):
             key = "loss_mean" if block.units is None else "units"
             raise ConfigError(
@@ -100,12 +90,28 @@ class CompareSettings:
             # The rest of the block (micro-batch sizes, cluster, time limits) holds for a chain as well.
             block = {key: value for key, value in block.items() if key not in _GRAPH_ONLY}
             block["planner"] = "stock_1f1b"
+            if isinstance(block.get("stages"), int) and block["stages"] > self.num_ranks:
+                del block["stages"]  # it holds one stage a rank; as many as there are ranks, then
         config["graph_pipeline"] = {**block, "enabled": True, "profile_dir": profile_dir}
         return config
 
     def to_json(self) -> str:
         """Return the settings as text for another process."""
         return json.dumps(dataclasses.asdict(self))
+
+
+def check_modes(modes: Sequence[str]) -> None:
+    """Refuse modes that are none, or not once each.
+
+    Raises:
+        ConfigError: names those that there are.
+    """
+    unknown = sorted(set(modes) - set(MODES))
+    if unknown or not modes or len(set(modes)) < len(modes):
+        hint = nearest(unknown[0], MODES) if unknown else ""
+        raise ConfigError(
+            f"modes: {', '.join(modes) or 'none'}{hint}; give some of {', '.join(MODES)}, once each"
+        )
 
 
 def settings_from_json(text: str) -> CompareSettings:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.compare.compare_settings import CompareSettings
+from gpp_plugin.compare.model_names import TINY, unknown_model
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.hf_models import (
     FIRST_ORDINARY_ID,
@@ -28,33 +29,6 @@ from gpp_plugin.model.graph.stage_graph import prepare_batch
 
 Batch = dict[str, Any]
 
-_LAYERS: dict[str, int] = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
-TINY: dict[str, dict[str, Any]] = {
-    "clip_tiny": {
-        "model_type": "clip",
-        "architectures": ["CLIPModel"],
-        "projection_dim": 64,
-        "text_config": {
-            **_LAYERS, "num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": 32,
-            "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 511,
-        },
-        "vision_config": {**_LAYERS, "num_hidden_layers": 4, "image_size": 32, "patch_size": 8},
-    },
-    "t5_tiny": {
-        "model_type": "t5",
-        "architectures": ["T5ForConditionalGeneration"],
-        "vocab_size": 512, "d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 4, "num_heads": 4,
-        "decoder_start_token_id": 0, "dropout_rate": 0.0,
-    },
-    "gpt2_tiny": {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 512, "n_positions": 64, "n_embd": 128, "n_layer": 4, "n_head": 4,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-    },
-}  # fmt: skip
-"""Small HuggingFace models to try the command with."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
@@ -62,11 +36,6 @@ class BuiltModel:
 
     model: nn.Module
     batch_at: Callable[[int], Batch]
-
-
-def model_names() -> tuple[str, ...]:
-    """Return the names that need no file."""
-    return (*TINY, *MODULES)
 
 
 def build_model(settings: CompareSettings) -> BuiltModel:
@@ -86,10 +55,7 @@ def build_model(settings: CompareSettings) -> BuiltModel:
     elif ":" in name:
         built = _own_model(settings)
     else:
-        raise ConfigError(
-            f"model {name!r}: no such file, and none of {', '.join(model_names())}; give one of them, a HuggingFace "
-            "config.json, or module:function"
-        )
+        raise unknown_model(name)
     return BuiltModel(
         model=built.model.train(), batch_at=lambda step: prepare_batch(built.model, built.batch_at(step))
     )

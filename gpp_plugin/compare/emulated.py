@@ -1,6 +1,6 @@
-"""Stock and graph with the compute of every stage replaced by a delay of its measured time.
+"""Stock, best chain and graph with the compute of every stage replaced by a delay of its measured time.
 
-Both pipelines are planned here, on costs measured once in this process; then their processes and messages run in
+All pipelines are planned here, on costs measured once in this process; then their processes and messages run in
 turns. Delays of many ranks overlap on few cores, which matrix products do not: this shows the schedules of as many
 devices as there are ranks.
 """
@@ -17,52 +17,61 @@ from typing import Any
 import torch
 
 from gpp_plugin.compare.chains import Chain
-from gpp_plugin.compare.compare_settings import GRAPH, STOCK, CompareSettings
+from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK, CompareSettings
 from gpp_plugin.compare.compared_models import BuiltModel, build_model
 from gpp_plugin.compare.contests import Contest, run_contests
 from gpp_plugin.config import read_config
 from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.model_source import ModelSource
+from gpp_plugin.plan.baselines.best_chain import best_chain
 from gpp_plugin.plan.baselines.linearise import cut_bytes, linearise
+from gpp_plugin.plan.plan_schedules import schedule_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
 from gpp_plugin.rehearse.saved_programs import scale_times
 from gpp_plugin.runtime.lane import Reference
 
 Tell = Callable[[str], None]
+PIPELINES = (STOCK, CHAIN, GRAPH)
 _PEER = "deepspeed"
+_ASKED = "gpp compare asks what is planned"
+"""A planner's name that no package has: only `asked_request` lends it, for a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
     plan: PipelinePlan
-    reference: Reference
+    reference: Reference | None  # of what was captured; a chain's blocks are in another order
 
 
 def compare_emulated(settings: CompareSettings, *, scale_time: float, tell: Tell) -> list[dict[str, Any]]:
-    """Plan and run both pipelines with emulated compute, and return a row each.
+    """Plan and run the pipelines with emulated compute, and return a row each.
 
     Args:
         scale_time: factor of every measured time.
 
     Raises:
-        ConfigError: the modes are not stock and graph, or none of them can run this.
+        ConfigError: no mode is a pipeline, or none of them can run this.
         RuntimeFailure: a process failed.
     """
-    modes = [mode for mode in settings.modes if mode in (STOCK, GRAPH)]
+    modes = [mode for mode in settings.modes if mode in PIPELINES]
     if not modes or not scale_time > 0:
         raise ConfigError(
-            f"emulated compute is of pipelines: give --modes {STOCK},{GRAPH} and a --scale-time above 0"
+            f"emulated compute is of pipelines: give --modes {','.join(PIPELINES)} and a --scale-time above 0"
         )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as each rank has
     built = build_model(settings)
-    # One folder of measured costs for both modes: the second one plans on the very numbers the first one
-    # measured, as far as both need the same, so the two differ by their planners alone.
+    # One folder of measured costs for all modes: each plans on the very numbers the first one measured, as far as
+    # they need the same, so they differ by their planners alone.
     planned: dict[str, _Planned | str] = {}
     with tempfile.TemporaryDirectory(prefix="gpp_profiles_") as folder:
         for mode in modes:
             tell(f"{mode}: capturing, measuring and planning")
-            planned[mode] = _plan(mode, built, settings, folder, scale_time)
+            plan = _plan_chain if mode == CHAIN else _plan
+            planned[mode] = plan(mode, built, settings, folder, scale_time)
     if all(isinstance(found, str) for found in planned.values()):
         raise ConfigError(f"no mode can run this; {modes[0]}: {planned[modes[0]]}")
     times = _run({m: p for m, p in planned.items() if isinstance(p, _Planned)}, settings, tell)
@@ -86,16 +95,73 @@ def _plan(
     return _Planned(plan=scale_times(plan, scale_time), reference=reference)
 
 
+def _plan_chain(
+    mode: str, built: BuiltModel, settings: CompareSettings, folder: str, scale_time: float
+) -> _Planned | str:
+    """Return the plan of the best chain, whose graph is the model's in a line, or why there is none."""
+    try:
+        return _Planned(plan=scale_times(chain_of(built, settings, folder), scale_time), reference=None)
+    except PlanError as error:
+        return str(error)
+
+
+def chain_of(built: BuiltModel, settings: CompareSettings, folder: str) -> PipelinePlan:
+    """Return the best chain on this machine's measured costs.
+
+    Raises:
+        PlanError: there is none.
+    """
+    block = read_config(settings.config_of(GRAPH, folder))
+    assert block is not None, "config_of enables the block"
+
+    def make(request: PlanRequest) -> PipelinePlan:
+        plan = make_plan(block.planner, request)
+        return schedule_plan(plan, request, schedule=block.schedule, slicing=block.slicing)
+
+    return best_chain(one_stage_a_rank(asked_request(built, settings, folder)), make=make)
+
+
+def asked_request(built: BuiltModel, settings: CompareSettings, folder: str) -> PlanRequest:
+    """Return what the graph's planner would be asked: the captured model with its measured costs, and all limits.
+
+    Raises:
+        PlanError: the configuration contradicts itself.
+    """
+    asked: list[PlanRequest] = []
+
+    def ask(request: PlanRequest) -> PipelinePlan:
+        asked.append(request)
+        raise PlanError(_ASKED)  # no planner is wanted here
+
+    config = settings.config_of(GRAPH, folder)
+    with PLANNERS.lent(_ASKED, ask):
+        config["graph_pipeline"] = {**config["graph_pipeline"], "planner": _ASKED}
+        config["graph_pipeline"].pop("plan", None)
+        block = read_config(config)
+        assert block is not None, "config_of enables the block"
+        setting = setting_of(
+            config, rank=0, num_ranks=settings.num_ranks, device=torch.device("cpu"), group=None
+        )
+        try:
+            ModelSource(built.model, config=block, setting=setting).prepare_plan(built.batch_at(0))
+        except PlanError:
+            if not asked:
+                raise
+    return asked[0]
+
+
 def _run(planned: dict[str, _Planned], settings: CompareSettings, tell: Tell) -> dict[str, list[float]]:
     """Return the times of every step in ms; the modes take turns where they need the same number of ranks."""
     # By number of ranks: {4: {"plans": {"graph": ...}, "chain": ..., "runtimes": ...}} where both need 4, so
     # that they alternate; {4: {"plans": ...}, 2: {"chain": ..., ...}} where stock is a chain of 2 replicated
     # twice, of which one replica is run: replicas only meet at the reduction, which is left out for all.
     contests: dict[int, dict[str, Any]] = {}
-    if GRAPH in planned:
-        plan = planned[GRAPH].plan
-        contests.setdefault(plan.num_ranks, {})["plans"] = {GRAPH: plan}
+    for mode in (CHAIN, GRAPH):
+        if mode in planned:
+            plan = planned[mode].plan
+            contests.setdefault(plan.num_ranks, {}).setdefault("plans", {})[mode] = plan
     if STOCK in planned:
+        assert planned[STOCK].reference is not None
         chain = stock_chain(planned[STOCK].plan, planned[STOCK].reference)
         if chain is not None:
             contests.setdefault(chain.num_stages, {}).update(chain=chain, runtimes=(_PEER,))
@@ -145,8 +211,9 @@ def _row(
     ]
     return {
         **row,
+        "how": "emulated",
         "stages": len(plan.stages),
-        "depth": len(plan.stages) if mode == STOCK else plan.depth,
+        "depth": len(plan.stages) if mode in (STOCK, CHAIN) else plan.depth,
         "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
         "iteration_ms": iteration_ms,
         "predicted_ms": plan.iteration_us / 1e3,

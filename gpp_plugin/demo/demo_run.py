@@ -16,9 +16,10 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.launch import run_ranks
+from gpp_plugin.launch import require_modules, run_ranks
 from gpp_plugin.report import format_plan, format_timeline
 from gpp_plugin.report.summary import forward_overlap_us, forward_overlaps_us
+from gpp_plugin.report.units import screen_columns
 
 COMPARED_STEPS = 20
 """Steps over which equality is stated: later on, rounding of any two runs grows apart by itself."""
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("steps", "ranks", "stages"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name}: {getattr(args, name)} is not valid; give at least 1")
+    require_modules("transformers", "sklearn")
     settings = DemoSettings.in_mode(
         args.mode, steps=args.steps, num_ranks=args.ranks, stages=args.stages, seed=args.seed
     )
@@ -87,7 +89,8 @@ def _run_in(folder: Path, settings: DemoSettings, timeout_s: float) -> dict[str,
     losses, train_seconds = _train(folder, settings, timeout_s)
     plan = load(PipelinePlan, folder / "plan.json")
     timeline = load(Timeline, folder / "timeline.json")
-    print(f"\nOne step as it ran, the median of the last ones:\n{format_timeline(timeline, plan)}")
+    shown = format_timeline(timeline, plan, screen=screen_columns())
+    print(f"\nOne step as it ran, the median of the last ones:\n{shown}")
     overlap = find_tower_overlap(timeline, plan)
     if overlap is not None:
         print(
@@ -149,7 +152,7 @@ def _train(folder: Path, settings: DemoSettings, timeout_s: float) -> tuple[list
                 progress.show(f"{time.perf_counter() - start:.0f} s: {event['text']}")
             elif event["event"] == "plan":
                 plan_time = time.perf_counter()
-                text = format_plan(load(PipelinePlan, folder / "plan.json"))
+                text = format_plan(load(PipelinePlan, folder / "plan.json"), width=screen_columns() or 120)
                 progress.show(f"{plan_time - start:.0f} s: the plan\n\n{text}\n")
             elif event["event"] == "step":
                 losses.append(event["loss"])

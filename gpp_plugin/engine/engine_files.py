@@ -20,6 +20,7 @@ from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.training_steps import StepStrategy
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.report.progress import shown_as
 from gpp_plugin.runtime.ranks.meeting import Meeting
 
 EXPORT_NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -62,6 +63,7 @@ class PipelineFiles:
         self._meeting = meeting
         self._timeout_s = timeout_s
 
+    @shown_as("save a checkpoint")
     def save(
         self,
         directory: str | Path,
@@ -100,6 +102,7 @@ class PipelineFiles:
         """
         self._background.wait(self._stages.stages[0])
 
+    @shown_as("load a checkpoint")
     def load(
         self, directory: str | Path, tag: str | None, *, optimizer: bool, scheduler: bool, weights_only: bool
     ) -> tuple[str, dict[str, Any]]:
@@ -122,6 +125,7 @@ class PipelineFiles:
             self._data.restore(loaded.data)
         return str(loaded.directory), loaded.client_state
 
+    @shown_as("export the model")
     def export(self, directory: str | Path) -> None:
         """Write sharded safetensors under HuggingFace names, one shard a stage, no gather."""
         self._steps.drain()

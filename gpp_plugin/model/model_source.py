@@ -54,10 +54,12 @@ from gpp_plugin.model.weights.module_holder import ModuleHolder
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
 from gpp_plugin.plan.given.fixed_stages import FixedStage
 from gpp_plugin.plan.given.tied_blocks import join_tied_blocks
+from gpp_plugin.plan.search_report import searching
 from gpp_plugin.profile.analytic_costs import default_sample_counts
 from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.profile.split_cost import UNSPLITTABLE
+from gpp_plugin.report.progress import shown_as, step
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.lane import Lane
 from gpp_plugin.runtime.rank_lane import RankLane
@@ -156,24 +158,19 @@ class ModelSource:
         )
         # From here a plain model and a graph differ in one thing: the planner's answer is the plan, or it cuts the
         # parts, and the stages that come of it and the user's are planned together.
-        reference = job.reference()
+        with step("capture"):
+            reference = job.reference()
         if config.loss_mean == "tokens":
             check_divides(type(self._model).__name__, reference.analysis.op_graph)
         if job.whole is not None and config.mode == "async" and config.plan is None:
             _check_ties(reference, config)  # before minutes of measuring
         counts = self._sample_counts(job)
-        costs = job.measure(counts, self._measuring())
-        if config.verify:
-            job.verify(costs)
-        lengths = config.lengths
-        if lengths is not None:
-            asked = LengthsAsked(typical=lengths.planned, longest=lengths.max)
-            self._lengths = job.measure_lengths(costs, asked, cache_dir=config.profile_dir)
+        costs = self._measured(job, counts)
         self._profile = costs.profile(reference.block_graph, device="")
         least = _fewest_samples(costs, counts)
 
         def make_plan() -> PipelinePlan:
-            with with_memory_explained(config, machines):
+            with step("plan") as tell, searching(tell.note), with_memory_explained(config, machines):
                 plan = self._plan(job, reference, costs, least=least, found=machines)
             _refuse_split(plan, costs)
             return plan
@@ -183,6 +180,21 @@ class ModelSource:
         )
         job.set_timeout(collective_timeout_s(plan, config.comm_timeout_s))
         return reference, plan
+
+    def _measured(self, job: GraphJob, counts: Mapping[str, Sequence[int]]) -> StageCosts:
+        """Return what the stages cost, and take down what they cost at other lengths; refuse a wrong capture."""
+        config = self._config
+        with step("profile"):
+            costs = job.measure(counts, self._measuring())
+        if config.verify:
+            with step("verify the capture"):
+                job.verify(costs)
+        lengths = config.lengths
+        if lengths is not None:
+            asked = LengthsAsked(typical=lengths.planned, longest=lengths.max)
+            with step("profile other lengths"):
+                self._lengths = job.measure_lengths(costs, asked, cache_dir=config.profile_dir)
+        return costs
 
     def _plan(
         self, job: GraphJob, reference: Reference, costs: StageCosts, *, least: int, found: JobCluster | None
@@ -352,6 +364,7 @@ class ModelSource:
         """
         self._job.meet(batch, is_training=reference.analysis.is_training)
 
+    @shown_as("materialise")
     def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
         """Return this rank's stages in the plan's order and let go of what other ranks run."""
         for spec in self._model.stages if isinstance(self._model, StageGraph) else ():

@@ -76,7 +76,7 @@ def _changes(request: PlanRequest, has_plan: HasPlan) -> Iterator[str]:
         yield "stages left to the planner"
     for factor in MORE_RANKS if request.num_stages is None else ():
         ranks = round(factor * request.num_ranks)
-        if ranks > request.num_ranks and has_plan(_with_ranks(request, ranks)):
+        if ranks > request.num_ranks and has_plan(with_ranks(request, ranks)):
             yield f"{ranks} ranks"
             break
 
@@ -97,7 +97,8 @@ def _with_size(request: PlanRequest, size: int) -> PlanRequest:
     return dataclasses.replace(request, micro_batch_sizes={**(request.micro_batch_sizes or {}), "*": size})
 
 
-def _with_ranks(request: PlanRequest, num_ranks: int) -> PlanRequest:
+def with_ranks(request: PlanRequest, num_ranks: int) -> PlanRequest:
+    """Return the request for so many ranks, on devices like those there are."""
     devices = request.cluster.devices[: request.num_ranks]
     more = (devices * (num_ranks // len(devices) + 1))[:num_ranks]
     cluster = dataclasses.replace(request.cluster, devices=more)

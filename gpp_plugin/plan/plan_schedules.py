@@ -35,7 +35,7 @@ from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared.shared_schedules import SPLIT, schedule_shared
 from gpp_plugin.plan.split_backwards import fitted_split
-from gpp_plugin.schedule.names import is_schedule_name, k_of, schedule_label, schedule_names
+from gpp_plugin.schedule.names import is_schedule_name, k_of, schedule_label, unknown_schedule
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.slicer import unsliced
@@ -60,7 +60,7 @@ def schedule_plan(
         PlanInfeasible: ranks lack the memory for what it holds.
     """
     if not is_schedule_name(schedule):
-        raise PlanError(f"no schedule {schedule!r}; give one of {', '.join(schedule_names())}")
+        raise PlanError(unknown_schedule(schedule))
     # Who decides, from the strongest: a plan that rests on its order keeps it (and refuses another by name); then the
     # name the user gives; then the simulation, which is left out where it would take too long. A stage of 16
     # micro-batches on 4 ranks is 2 * 16 * 4 = 128 tasks, a forward and a backward for each micro-batch and rank.

@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
-
-QUIET_SECONDS = 3.0
-"""Searches that take less tell nothing; others a line whenever so many seconds have gone by."""
 
 
 REJECTED, LEFT_OUT = "rejected: ", "not searched, for want of time: "
@@ -32,7 +28,7 @@ class SearchReport:
         self._rejected: dict[str, None] = {}
 
     def begin(self, phase: str) -> None:
-        """Tell who listens (`shown_progress`) what is searched now."""
+        """Tell who listens (`searching`) what is searched now."""
         logger.debug("%s", phase)
 
     def leave_out(self, what: str) -> None:
@@ -50,29 +46,26 @@ class SearchReport:
         return (*self._rejected, *left_out)
 
 
-class _Progress(logging.Handler):
-    """Passes phases on where the last one told is some time ago."""
+class _Listener(logging.Handler):
+    """Passes phases on."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
         self._tell = tell
-        self._start = self._last = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell the phase that a long search has come to."""
-        now = time.monotonic()
-        if now - self._last >= QUIET_SECONDS:
-            self._last = now
-            self._tell(f"planning for {now - self._start:.0f} s: {record.getMessage()}")
+        """Tell the phase that a search has come to."""
+        self._tell(record.getMessage())
 
 
 @contextlib.contextmanager
-def shown_progress(tell: Callable[[str], None]) -> Iterator[None]:
-    """Pass the progress of long searches to ``tell``, line by line."""
-    handler, level, propagates = _Progress(tell), logger.level, logger.propagate
+def searching(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell what is searched at each moment of the block; of the rank on which the search is."""
+    handler, level, propagates = _Listener(tell), logger.level, logger.propagate
+    # who has turned these messages on goes on reading them; nobody else is shown any
+    logger.propagate = propagates and logger.isEnabledFor(logging.DEBUG)
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
-    logger.propagate = False
     try:
         yield
     finally:

@@ -16,11 +16,14 @@ from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.nearest import HasPlan, nearest_that_fits
+from gpp_plugin.plan.nearest import HasPlan, nearest_that_fits, with_ranks
 from gpp_plugin.plan.refine.degrees import DegreeChooser, choose_degrees
 from gpp_plugin.plan.refine.refine import SLACKS
 from gpp_plugin.plan.request import UNLIMITED, PlanRequest, rank_limit
 from gpp_plugin.schedule.orders.stage_order import sinks_first
+
+MOST_TRIED = 4
+"""Numbers of ranks that are planned, where none can be shared out, before nothing is suggested."""
 
 
 def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:
@@ -176,7 +179,7 @@ def explain_infeasible(
         if closest is None or worst[0] < closest[0][0]:
             closest = worst, plan
     if closest is None or closest[0][0] <= 0:
-        raise PlanInfeasible(_rank_problem(request, costs, kept))
+        raise PlanInfeasible(_rank_problem(request, costs, kept, has_plan))
     (excess, stage, rank), plan = closest
     if fitter is not None:
         plan = fitter.fitted(plan)
@@ -215,9 +218,13 @@ def _memory_knob(request: PlanRequest, costs: CostModel, stage: Stage, limit: in
 
 
 def _rank_problem(
-    request: PlanRequest, costs: CostModel, groupings: Sequence[Sequence[Sequence[str]]]
+    request: PlanRequest,
+    costs: CostModel,
+    groupings: Sequence[Sequence[Sequence[str]]],
+    has_plan: HasPlan | None,
 ) -> str:
-    workable = []
+    """Say that the ranks cannot be shared out, and which numbers near theirs can; what was planned "would work"."""
+    workable, tried = [], 0
     for count in sorted(range(1, 2 * request.num_ranks + 1), key=lambda n: (abs(n - request.num_ranks), n)):
         if count == request.num_ranks or (request.num_stages or 1) > count:
             continue
@@ -234,10 +241,13 @@ def _rank_problem(
         wishes = chooser.rules.wishes()
         partitions = [[chooser.sets.mask_of(group) for group in groups] for groups in groupings]
         if any(chooser.choose(m, w, ignore_memory=True) is not None for m in partitions for w in wishes):
-            workable.append(count)
-        if len(workable) == 2:
+            tried += 1
+            if has_plan is None or has_plan(with_ranks(request, count)):
+                workable.append(count)
+        if len(workable) == 2 or (has_plan is not None and tried == MOST_TRIED):
             break
-    nearest = f"; {' or '.join(map(str, sorted(workable)))} ranks would work" if workable else ""
+    works = "can be shared out" if has_plan is None else "would work"
+    nearest = f"; {' or '.join(map(str, sorted(workable)))} ranks {works}" if workable else ""
     stages = "" if request.num_stages is None else f" in {request.num_stages} stages"
     fixed = f" and micro_batch_sizes {request.micro_batch_sizes}" if request.micro_batch_sizes else ""
     degree = "" if request.data_parallel is None else f" with data_parallel {request.data_parallel}"

@@ -109,11 +109,12 @@ def overshoot_us(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
     )
 
 
-def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100) -> str:
+def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100, screen: int | None = None) -> str:
     """Return the rehearsal as text: the median mini-batch's picture, a table of stages, the comparison.
 
     Args:
         width: columns of the picture's time axis.
+        screen: columns of everything, instead.
     """
     # Three times of one mini-batch, from ideal to real, each explaining what the one before lacks:
     #
@@ -137,7 +138,7 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100) -> str:
         for row in stage_rows(rehearsal)
     ]
     lines = [
-        format_timeline(rehearsal.median_timeline, rehearsal.plan, width=width),
+        format_timeline(rehearsal.median_timeline, rehearsal.plan, width=width, screen=screen),
         "",
         format_table(header, rows),
         "",

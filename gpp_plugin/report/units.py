@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import textwrap
+
 from gpp_plugin.report.printable import printable
 
 LABEL_WIDTH = 40
 """Columns of a stage's name in pictures; tables and errors have the whole one."""
+LEAST_TEXT = 16
+"""Columns that a cell's text has at least, where it is wrapped."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -63,21 +69,80 @@ def shorten_name(name: str, width: int = LABEL_WIDTH) -> str:
     return f"{name[: width - 1 - last]}…{name[-last:]}"
 
 
-def format_table(header: list[str], rows: list[list[str]], *, left: int = 1) -> str:
+def screen_columns() -> int | None:
+    """Return the columns of whoever reads: ``COLUMNS``, or those of the terminal; None where it is a pipe or a file."""
+    text = os.environ.get("COLUMNS", "")
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError, AttributeError):  # no terminal; closed; replaced by something without a file
+        return None
+
+
+def format_table(header: list[str], rows: list[list[str]], *, left: int = 1, width: int | None = None) -> str:
     """Return rows under a header in aligned columns; the first ``left`` columns align left.
+
+    Args:
+        width: columns of text there are; `screen_columns` by default. A table that is wider is cut into several, one
+            below the other, each beginning with the first column.
 
     >>> print(format_table(["stage", "ms"], [["loss", "1.5"], ["text_model", "12"]]))
     stage        ms
     loss        1.5
     text_model   12
+    >>> print(format_table(["stage", "ms", "memory"], [["loss", "1.5", "2.00 KiB"]], width=16))
+    stage   ms
+    loss   1.5
+    <BLANKLINE>
+    stage    memory
+    loss   2.00 KiB
     """
     rows = [[printable(cell) for cell in row] for row in rows]
+    width = screen_columns() if width is None else width
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for row in (header, *rows):
-        cells = [
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    if width is not None and len(header) > 1 and widths[0] > (most := max(width // 2, 12)):
+        # what names the row may take half a line: its two ends tell most
+        header, rows = [header[0], *header[1:]], [[_shortened(row[0], most), *row[1:]] for row in rows]
+        widths[0] = max(len(row[0]) for row in (header, *rows))
+    lines: list[str] = []
+    for columns in _columns_of_parts(widths, width):
+        lines += [""] if lines else []
+        room = None if width is None else max(width - widths[0] - 2, LEAST_TEXT)
+        for row in (header, *rows):
+            if room is not None and len(columns) == 2 and widths[columns[1]] > room:
+                # a column that is wider than the screen: its text goes on below itself
+                texts = textwrap.wrap(row[columns[1]], room) or [""]
+                names = [row[0], *[""] * (len(texts) - 1)]
+                lines += [f"{n:{widths[0]}}  {text}".rstrip() for n, text in zip(names, texts, strict=True)]
+                continue
+            cells = [
+                row[index].ljust(widths[index]) if index < left else row[index].rjust(widths[index])
+                for index in columns
+            ]
+            lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _columns_of_parts(widths: list[int], width: int | None) -> list[list[int]]:
+    """Return the columns of each part of a table: the first one, and as many of the others as fit beside it."""
+    # widths 6, 9, 9, 9 in 30 columns: [0, 1, 2] take 6 + 2 + 9 + 2 + 9 = 28, [0, 3] the rest; one that is too wide
+    # by itself stands alone beside the first
+    if width is None or not widths:
+        return [list(range(len(widths)))]
+    parts, used = [[0]], widths[0]
+    for index in range(1, len(widths)):
+        if len(parts[-1]) > 1 and used + 2 + widths[index] > width:
+            parts.append([0])
+            used = widths[0]
+        parts[-1].append(index)
+        used += 2 + widths[index]
+    return parts
+
+
+def _shortened(text: str, width: int) -> str:
+    """Return a name whose number (``3 vision_model+loss``) stays, the rest as `shorten_name` has it."""
+    number, space, name = text.partition(" ")
+    if not number.isdecimal():
+        return shorten_name(text, width)
+    return f"{number}{space}{shorten_name(name, width - len(number) - 1)}"

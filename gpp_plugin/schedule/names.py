@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from gpp_plugin.errors import nearest
 from gpp_plugin.extensions import SCHEDULES, find_schedule
 
 if TYPE_CHECKING:  # `config` imports this file, and loads without what a plan is made of
@@ -33,6 +34,11 @@ def k_of(name: str) -> int | None:
 def is_schedule_name(name: str) -> bool:
     """Return whether ``name`` is one of `schedule_names` or another kFkB."""
     return name in (AUTO, KFKB) or k_of(name) is not None or name in SCHEDULES
+
+
+def unknown_schedule(name: str) -> str:
+    """Return what to say of a name that is no schedule: the nearest, and all there are."""
+    return f"no schedule {name!r}{nearest(name, schedule_names())}; give one of {', '.join(schedule_names())}"
 
 
 def schedule_label(stage: Stage) -> str:

@@ -7,7 +7,8 @@ import torch
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.compare.compare_settings import CompareSettings, default_config
-from gpp_plugin.compare.compared_models import TINY, build_model, cut_batch
+from gpp_plugin.compare.compared_models import build_model, cut_batch
+from gpp_plugin.compare.model_names import TINY
 from gpp_plugin.errors import ConfigError
 
 OWN = """
@@ -94,7 +95,7 @@ def test_a_batch_is_cut_into_loss_units():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("clip_huge", "no such file, and none of clip_tiny"),
+        ("clip_huge", "no such file or model"),
         ("own_model:absent", "has no attribute 'absent'"),
         ("absent_module:make", "No module named 'absent_module'"),
         ("own_model:nothing", "return the pair"),

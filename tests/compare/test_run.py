@@ -22,8 +22,12 @@ def test_all_modes_train_alike(tmp_path, capsys):
     assert main(["compare", "gpt2_tiny", *QUICK, *options]) == 0
     text = capsys.readouterr().out
     answer = last_json(text)
-    single, stock, graph = answer["rows"]
-    assert [row["mode"] for row in answer["rows"]] == ["single", "stock", "graph"]
+    assert [(row["mode"], row["how"]) for row in answer["rows"]] == [
+        ("single", "measured"), ("stock", "measured"), ("chain", "simulated"), ("graph", "measured"),
+    ]  # fmt: skip
+    single, stock, chain, graph = answer["rows"]
+    assert chain["predicted_ms"] > 0 and "iteration_ms" not in chain
+    assert answer["speed_up"]["chain"] == chain["predicted_ms"] / graph["predicted_ms"]
     assert single["max_loss_difference"] is None and single["bubble"] is None
     for row in (stock, graph):
         assert row["max_loss_difference"] < 1e-5
@@ -32,8 +36,9 @@ def test_all_modes_train_alike(tmp_path, capsys):
         assert len(row["peak_bytes_by_rank"]) == 2 and row["peak_bytes"] == max(row["peak_bytes_by_rank"])
         assert sum(row["parameter_bytes_by_rank"]) >= single["parameter_bytes_by_rank"][0]
         assert max(row["parameter_bytes_by_rank"]) < single["parameter_bytes_by_rank"][0]
-    assert all(row["iteration_ms"] > 0 and row["startup_s"] > 0 for row in answer["rows"])
-    assert all(len(row["losses"]) == 3 for row in answer["rows"])
+    trained = (single, stock, graph)
+    assert all(row["iteration_ms"] > 0 and row["startup_s"] > 0 for row in trained)
+    assert all(len(row["losses"]) == 3 for row in trained)
     assert json.loads(out.read_text())["rows"] == answer["rows"]
     assert "x as fast as stock" in text
     assert any("travel as the bits of floats" in note for note in stock["notes"]) == (stock["stages"] > 2)
@@ -42,7 +47,7 @@ def test_all_modes_train_alike(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_mode_that_stock_deepspeed_cannot_run_is_a_row_with_the_reason(capsys):
     options = ["--devices", "3", "--planner", "graphpipe", "--steps", "1", "--emulate", "--json"]
-    assert main(["compare", "gpt2_tiny", *QUICK, *options]) == 0
+    assert main(["compare", "gpt2_tiny", *QUICK, *options, "--modes", "stock,graph"]) == 0
     text = capsys.readouterr().out
     stock, graph = last_json(text)["rows"]
     reason = (
@@ -64,9 +69,9 @@ def test_emulated_pipelines_take_at_least_their_bound(capsys):
     options = ["--planner", "uniform", "--steps", "2", "--emulate", "--scale-time", "2", "--json"]
     assert main(["compare", "gpt2_tiny", *QUICK, *options]) == 0
     answer = last_json(capsys.readouterr().out)
-    assert [row["mode"] for row in answer["rows"]] == ["stock", "graph"] and answer["emulated"] is True
+    assert [row["mode"] for row in answer["rows"]] == ["stock", "chain", "graph"] and answer["emulated"]
     for row in answer["rows"]:
-        assert row["stages"] == row["depth"] == 2 and 0 < row["bubble"] < 1
+        assert row["how"] == "emulated" and row["stages"] == row["depth"] == 2 and 0 < row["bubble"] < 1
         assert row["iteration_ms"] >= max(
             count * sum(times) for count, times in zip(row["micro_batches"], row["stage_ms"], strict=True)
         )
@@ -75,13 +80,15 @@ def test_emulated_pipelines_take_at_least_their_bound(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--modes", "single,fast"], "modes: single, fast; give some of single, stock, graph, once each"),
+        (
+            ["--modes", "single,fast"],
+            "modes: single, fast; give some of single, stock, chain, graph, once each",
+        ),
         (["--steps", "0"], "steps: 0 is not valid; give at least 1"),
         (["--size", "layers"], "--size: 'layers' is not NAME=NUMBER"),
         (["--mini-batch", "6"], "does not divide train_batch_size 6"),
         (["--scale-time", "2"], "--scale-time: is for --emulate"),
-        (["--emulate", "--modes", "single"], "give --modes stock,graph"),
-        (["--devices", "2", "--stages", "4"], "4 stages need at least 4 ranks, there are 2"),
+        (["--emulate", "--modes", "single"], "give --modes stock,chain,graph"),
         (["--config", "absent.json"], "absent.json: cannot be read"),
     ],
 )
@@ -92,7 +99,7 @@ def test_wrong_options_are_one_line(arguments, message, capsys):
 
 def test_a_model_that_is_none_ends_the_comparison(capsys):
     assert main(["compare", "gpt3_tiny", "--devices", "2", "--modes", "single"]) == 1
-    assert "no such file, and none of clip_tiny" in capsys.readouterr().err
+    assert "no such file or model; did you mean 'gpt2_tiny'?" in capsys.readouterr().err
 
 
 def test_no_mode_that_can_run_is_an_error(tmp_path, capsys):
@@ -129,14 +136,14 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
     single, stock, graph = rows = result_rows(results)
     assert (single["iteration_ms"], graph["iteration_ms"]) == (20.0, 10.0)
     assert graph["max_loss_difference"] == pytest.approx(0.01)
-    assert stock == {"mode": "stock", "ranks": 4, "refused": "it has three legs"}
+    assert stock == {"mode": "stock", "how": "measured", "ranks": 4, "refused": "it has three legs"}
     assert speed_ups(rows) == {"single": 2.0}
     assert format_comparison(rows) == "\n".join(
         [
-            "mode    ranks  stages  iteration ms  start-up s  bubble  most bytes of a rank  loss difference",
-            "single      4       1          20.0         1.5       -              2.00 KiB                -",
-            "stock       4       -             -           -       -                     -                -",
-            "graph       4       3          10.0         1.5   25.0%              2.00 KiB          1.0e-02",
+            "mode    how       ranks  stages  iteration ms  simulated ms  start-up s  bubble  most bytes of a rank  loss difference",
+            "single  measured      4       1          20.0             -         1.5       -              2.00 KiB                -",
+            "stock   measured      4       -             -             -           -       -                     -                -",
+            "graph   measured      4       3          10.0             -         1.5   25.0%              2.00 KiB          1.0e-02",
         ]
     )
     assert remarks(rows, cores=2) == [
@@ -147,3 +154,13 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
         "4 ranks share the 2 cores of this machine: steps take turns on them, so times and bubbles are not those of as "
         "many devices (--emulate shows those)",
     ]
+
+
+@pytest.mark.slow
+def test_more_stages_than_ranks_are_trained_and_stock_has_one_a_rank(capsys):
+    options = ["--devices", "2", "--stages", "4", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
+    options += ["--steps", "1", "--warm-up", "0", "--modes", "stock,graph", "--json"]
+    assert main(["compare", "gpt2_tiny", *options]) == 0
+    stock, graph = last_json(capsys.readouterr().out)["rows"]
+    assert (stock["stages"], graph["stages"]) == (2, 4)
+    assert graph["max_loss_difference"] < 1e-5

@@ -35,14 +35,22 @@ def test_settings_survive_the_way_to_another_process():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"modes": ("stock", "megatron")}, "modes: stock, megatron; give some of single, stock, graph"),
+        (
+            {"modes": ("stock", "megatron")},
+            "modes: stock, megatron; give some of single, stock, chain, graph",
+        ),
         ({"modes": ()}, "modes: none"),
         ({"steps": 0}, "steps: 0 is not valid"),
         ({"num_ranks": 0}, "devices: 0 is not valid"),
-        ({"num_ranks": 1}, "2 stages need at least 2 ranks, there are 1"),
         ({"ds_config": {"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}}, "does not divide"),
     ],
 )
 def test_wrong_settings_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         settings(**changes)
+
+
+def test_stock_has_as_many_stages_as_ranks_where_more_are_asked_for():
+    given = settings(num_ranks=1)
+    assert given.config_of("graph", "folder")["graph_pipeline"]["stages"] == 2
+    assert "stages" not in given.config_of("stock", "folder")["graph_pipeline"]

@@ -34,10 +34,9 @@ def test_a_wrong_cluster(text, message, tmp_path, capsys):
     path = tmp_path / "c.json"
     path.write_text(text)
     assert main(["plan", "mmt", "--devices", "8", "--loss-unit", "1", "--cluster", str(path)]) == 1
-    # a long search says in front of it where it is
-    *searching, error = capsys.readouterr().err.splitlines()
+    # where nobody looks a long search says nothing in front of it
+    (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"gpp plan: {message.replace('{path}', str(path))}")
-    assert all(line.startswith("planning for ") for line in searching)
 
 
 def test_a_model_that_fits_nowhere_says_by_how_much_and_which_knob(tmp_path, capsys):
@@ -46,20 +45,20 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_which_knob(tmp_path, cap
     main(["plan", "mmt", "--devices", "8", "--loss-unit", "1", "--cluster", str(path)])
     error = capsys.readouterr().err
     assert "rank " in error and "may use 50000000 (" in error and "too many" in error
-    assert "alone needs " in error and "raise memory.limit_gb by " in error
+    assert "alone needs " in error and "raise --memory-limit-gb by " in error
 
 
 REQUESTS = [
     (["--stages", "40", "--devices", "64"], "40 stages are asked for and the model has 33 blocks; lower stages to 33"),
     (
         ["--virtual-stages", "20"],
-        "virtual_stages 20 on 4 ranks makes at least 40 stages and the model has 33 blocks; lower virtual_stages to 16",
+        "--virtual-stages 20 on 4 ranks makes at least 40 stages and the model has 33 blocks; lower --virtual-stages to 16",
     ),
     (
         ["--virtual-stages", "2", "--stages", "6"],
-        "6 stages are asked for and virtual_stages 2 on 4 ranks makes 4 or 8; change stages",
+        "6 stages are asked for and --virtual-stages 2 on 4 ranks makes 4 or 8; change stages",
     ),
-    (["--virtual-stages", "2", "--mode", "async"], "virtual_stages: mode async searches no ranks of several stages; set"),
+    (["--virtual-stages", "2", "--mode", "async"], "--virtual-stages: mode async searches no ranks of several stages; set"),
     (["--stages", "5", "--mode", "async"], "5 stages: mode async searches no ranks of several stages; set"),
     (
         ["--colocate", "auto", "--planner", "stock_1f1b"],
@@ -67,10 +66,10 @@ REQUESTS = [
     ),
     (
         ["--mini-batch", "63", "--micro-batch", "4"],
-        "micro_batch_sizes['*'] is 4, which does not divide the mini-batch of 63; the nearest sizes that do are 3 and 7",
+        "--micro-batch is 4, which does not divide the mini-batch of 63; the nearest sizes that do are 3 and 7",
     ),
     (["--planner", "grahpipe"], "no planner 'grahpipe'; did you mean 'graphpipe'?"),
-    (["--data-parallel", "3"], "data_parallel 3 does not divide 4 ranks; choose a divisor"),
+    (["--data-parallel", "3"], "--data-parallel 3 does not divide 4 ranks; choose a divisor"),
     (["--devices", "0"], "summit.json: 0 devices are asked for; at least 1 is needed"),
 ]  # fmt: skip
 

@@ -23,6 +23,7 @@ from gpp_plugin.model.graph.captured_part import CapturedPart, PartView
 from gpp_plugin.model.graph.module_trial import Place, stage_arguments
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.profile.measure import BLOCK_REPEATS, NODE_REPEATS, profile_blocks
+from gpp_plugin.report.progress import Step, step
 from gpp_plugin.runtime.batches import Batch
 
 logger = logging.getLogger(__name__)
@@ -98,20 +99,21 @@ def profile_part(
     state: dict[str, Any] = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def profile_at(counts: Sequence[int]) -> Profile:
-        return profile_blocks(
-            captures.base,
-            graph,
-            model_state=state,
-            batch=_rows(part, place, batch, survey, max(counts)),
-            capture_at=captures.at,
-            sample_counts=counts,
-            threads=torch.get_num_threads(),
-            repeats=NODE_REPEATS if part.granularity == "node" else BLOCK_REPEATS,
-            optimizer_bytes_per_parameter=optimizer_bytes,
-            cache_dir=cache_dir,
-            with_split=with_split,
-            progress=_log_progress,
-        )
+        with step("profile blocks") as tell:
+            return profile_blocks(
+                captures.base,
+                graph,
+                model_state=state,
+                batch=_rows(part, place, batch, survey, max(counts)),
+                capture_at=captures.at,
+                sample_counts=counts,
+                threads=torch.get_num_threads(),
+                repeats=NODE_REPEATS if part.granularity == "node" else BLOCK_REPEATS,
+                optimizer_bytes_per_parameter=optimizer_bytes,
+                cache_dir=cache_dir,
+                with_split=with_split,
+                progress=lambda done, total, name: _tell_progress(tell, done, total, name),
+            )
 
     try:
         profile = profile_at(counts)
@@ -152,5 +154,6 @@ def _renamed(profile: Profile, view: PartView) -> Profile:
     )
 
 
-def _log_progress(done: int, total: int, name: str) -> None:
+def _tell_progress(tell: Step, done: int, total: int, name: str) -> None:
+    tell.update(done, total)
     logger.info("profiling: %d of %d blocks, %s", done, total, name)

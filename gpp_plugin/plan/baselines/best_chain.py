@@ -27,15 +27,14 @@ from gpp_plugin.plan.linear_order import linear_order
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 
-Finish = Callable[[PipelinePlan, PlanRequest], PipelinePlan]
-"""What is made of a planner's plan of a request: stages on shared ranks (`shared.share_ranks`), say."""
 
-
-def best_chain(request: PlanRequest, *, planner: str = "auto", finish: Finish | None = None) -> PipelinePlan:
+def best_chain(
+    request: PlanRequest, *, planner: str = "auto", make: Callable[[PlanRequest], PipelinePlan] | None = None
+) -> PipelinePlan:
     """Return the quickest chain that ``planner`` finds in any of the `block_orders`; its graph is that of `in_order`.
 
     Args:
-        finish: applied to the plan of each order.
+        make: plans the model in an order, where more than a planner is to decide (schedules, say).
 
     Raises:
         PlanInfeasible: no chain fits; the message is that of the last order.
@@ -43,9 +42,8 @@ def best_chain(request: PlanRequest, *, planner: str = "auto", finish: Finish | 
     plans, problem = [], None
     for order in block_orders(request.graph):
         try:
-            chained = in_order(request, order)
-            found = make_plan(planner, chained)
-            plans.append(found if finish is None else finish(found, chained))
+            line = in_order(request, order)
+            plans.append(make_plan(planner, line) if make is None else make(line))
         except PlanInfeasible as error:
             problem = error
     if problem is not None and not plans:

@@ -1,0 +1,113 @@
+"""What a model reaches on a cluster, by simulation alone: one device, stock DeepSpeed, the best chain, the graph.
+
+All four have the same costs, links and memory limits, and the simulator's time of a step; no rank and no weights are
+needed. Stock DeepSpeed has the best of all numbers of stages that divide the ranks, unless the user says how many. The
+chain has the graph's planner, schedules and memory optimization, on a model whose blocks run one after the other
+(`plan.baselines.best_chain`).
+
+Source: this project
+Tests: tests/compare/test_simulated.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, SINGLE, STOCK
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.baselines.best_chain import best_chain
+from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank, rank_limit, unlimited
+
+MakePlan = Callable[[PlanRequest], PipelinePlan]
+"""Plans a request with the planner, schedule and slices that the user names."""
+
+
+def simulate_modes(
+    request: PlanRequest, modes: Sequence[str], make_graph: MakePlan, *, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return a row a mode: its stages, simulated milliseconds and fullest rank, or why it cannot run this.
+
+    Args:
+        make_graph: makes the graph's plan, and the chain's of the request in a line.
+        tell: told which mode is planned.
+    """
+    makers: dict[str, MakePlan] = {
+        SINGLE: single_plan,
+        STOCK: best_stock,
+        CHAIN: lambda asked: best_chain(asked, make=make_graph),
+        GRAPH: make_graph,
+    }
+    rows = []
+    for mode in modes:
+        tell(mode)
+        try:
+            rows.append(simulated_row(mode, makers[mode](request), request))
+        except PlanError as error:
+            ranks = 1 if mode == SINGLE else request.num_ranks
+            rows.append({"mode": mode, "how": "simulated", "ranks": ranks, "refused": str(error)})
+    return rows
+
+
+def simulated_row(mode: str, plan: PipelinePlan, request: PlanRequest) -> dict[str, Any]:
+    """Return what a table of modes says of a plan."""
+    full = [(stage.memory_bytes, rank_limit(request, rank)) for stage in plan.stages for rank in stage.ranks]
+    peak, limit = max(full, key=lambda pair: pair[0] - pair[1])
+    return {
+        "mode": mode,
+        "how": "simulated",
+        "ranks": plan.num_ranks,
+        "stages": len(plan.stages),
+        "depth": len(plan.stages) if mode in (STOCK, CHAIN) else plan.depth,
+        "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
+        "iteration_ms": plan.iteration_us / 1e3,
+        "peak_bytes": peak,
+        "fits": peak <= limit,
+        "limit_bytes": limit,
+        "notes": [] if mode == GRAPH else list(plan.notes),
+    }
+
+
+def single_plan(request: PlanRequest) -> PipelinePlan:
+    """Return the whole model on one device, a loss unit at a time, with all the memory that takes."""
+    alone = dataclasses.replace(
+        unlimited(one_stage_a_rank(request)),
+        num_ranks=1,
+        num_stages=1,
+        data_parallel=None,
+        micro_batch_sizes=None,
+        schedule="1f1b",
+        zero_stage=0,
+    )
+    return make_plan(STOCK_PLANNER, alone)
+
+
+def best_stock(request: PlanRequest) -> PipelinePlan:
+    """Return the quickest chain that stock DeepSpeed can run, of any number of stages that is left open.
+
+    Raises:
+        PlanInfeasible: none fits; the message is that of the fewest stages.
+    """
+    asked = dataclasses.replace(
+        one_stage_a_rank(request), micro_batch_sizes=None, schedule="1f1b", memory_optimization=()
+    )
+    counts = [asked.num_stages]
+    if asked.num_stages is None and asked.data_parallel is None:
+        most = min(asked.num_ranks, len(asked.graph.blocks))
+        counts = [count for count in range(1, most + 1) if asked.num_ranks % count == 0]
+    plans: list[PipelinePlan] = []
+    problem: PlanInfeasible | None = None
+    for count in counts:
+        try:
+            plans.append(make_plan(STOCK_PLANNER, dataclasses.replace(asked, num_stages=count)))
+        except PlanInfeasible as error:
+            problem = problem or error
+    if not plans:
+        raise problem or PlanInfeasible(
+            f"{STOCK_PLANNER}: {request.num_ranks} ranks hold no stage of this model"
+        )
+    return min(plans, key=lambda plan: plan.iteration_us)

@@ -1,0 +1,120 @@
+"""Modes by simulation: what each plan is, and who may not run."""
+
+import dataclasses
+
+import pytest
+
+from gpp_plugin.cli import main
+from gpp_plugin.commands.compare_command import what_next
+from gpp_plugin.compare.compare_settings import MODES
+from gpp_plugin.compare.model_names import BUILT, check_model_name
+from gpp_plugin.compare.simulated import best_stock, simulate_modes, single_plan
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.library.paper_modules import MODULES
+from gpp_plugin.plan.registry import make_plan
+from tests.plan.graphs import branches, make_profile, make_request
+
+
+def make_graph(request):
+    return make_plan("auto", request)
+
+
+def test_every_mode_is_a_row_and_the_graph_is_never_behind_the_chain():
+    request = make_request(branches(2, 3), ranks=4, loss_unit=1)
+    told = []
+    rows = {row["mode"]: row for row in simulate_modes(request, MODES, make_graph, tell=told.append)}
+    assert list(rows) == told == list(MODES)
+    assert all(row["how"] == "simulated" for row in rows.values())
+    assert [rows[mode]["ranks"] for mode in MODES] == [1, 4, 4, 4]
+    assert rows["single"]["stages"] == 1
+    # seven blocks of 100 + 200 us a sample, of all 16 samples, on one device
+    assert rows["single"]["iteration_ms"] == pytest.approx(7 * 0.3 * 16)
+    assert rows["graph"]["iteration_ms"] <= rows["chain"]["iteration_ms"] * (1 + 1e-9)
+    assert rows["chain"]["depth"] == rows["chain"]["stages"]
+
+
+def test_stock_has_the_best_number_of_stages_that_divides_the_ranks():
+    request = make_request(branches(2, 3), ranks=4, loss_unit=1)
+    times = {
+        count: make_plan("stock_1f1b", dataclasses.replace(request, num_stages=count)).iteration_us
+        for count in (1, 2, 4)
+    }
+    assert best_stock(request).iteration_us == min(times.values())
+    assert len(best_stock(dataclasses.replace(request, num_stages=2)).stages) == 2
+
+
+def test_a_single_device_may_lack_the_memory_and_is_shown_all_the_same():
+    graph = branches(2, 3)
+    request = make_request(graph, make_profile(graph, parameter=500), ranks=2, loss_unit=1)
+    small = dataclasses.replace(request, memory_limit_bytes=1)
+    (row,) = simulate_modes(small, ["single"], make_graph, tell=lambda mode: None)
+    assert not row["fits"] and row["peak_bytes"] == single_plan(request).stages[0].memory_bytes
+
+
+def test_a_mode_without_a_plan_says_why():
+    request = make_request(branches(2, 3), ranks=3, loss_unit=1)
+    asked = dataclasses.replace(request, num_stages=2)
+    (row,) = simulate_modes(asked, ["stock"], make_graph, tell=lambda mode: None)
+    assert "2 stages do not divide 3 ranks" in row["refused"]
+
+
+def test_names_are_those_there_are(tmp_path, monkeypatch):
+    assert set(BUILT) == set(MODULES)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def make(): ...\n")
+    for name in ("clip_tiny", "mmt", "llava-7b", "mine:make", str(tmp_path)):
+        check_model_name(name)
+    for name, message in (
+        ("clip_tinny", "no such file or model; did you mean 'clip_tiny'?"),
+        ("mnie:make", "no module 'mnie'; did you mean 'mine'?"),
+        ("mine:maek", "mine.py has no function 'maek'"),
+    ):
+        with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+            check_model_name(name)
+
+
+def test_compare_on_a_cluster_needs_no_ranks(capsys):
+    arguments = ["--devices", "4", "--cluster", "summit", "--size", "branches=2"]
+    assert main(["compare", "mmt", *arguments, "--modes", "single,stock,graph"]) == 0
+    printed = capsys.readouterr().out
+    assert "simulated on 4 devices of" in printed
+    lines = [line.split() for line in printed.splitlines()]
+    shown = {line[0]: line[1] for line in lines if line and line[0] in MODES}
+    assert shown == {"single": "simulated", "stock": "simulated", "graph": "simulated"}
+    assert "x as fast as stock" in printed and "next: gpp" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster", "summit", "--emulate"], "--cluster: simulates, without --config and --emulate"),
+        (["--cluster", "sumit"], "did you mean 'summit'?"),
+        (["--dtype", "bf16"], "--dtype: is for --cluster"),
+        (
+            ["--cluster", "summit", "--planner", "grahpipe"],
+            "--planner: no planner 'grahpipe'; did you mean 'graphpipe'?",
+        ),
+        (["--modes", "chain"], "modes: chain is never trained; add graph, or give --emulate or --cluster"),
+        (
+            ["--cluster", "summit", "--devices", "3", "--stages", "2", "--modes", "stock"],
+            "no mode can run this; stock: ",
+        ),
+        (["--modes", "stok"], "modes: stok; did you mean 'stock'?"),
+    ],
+)
+def test_wrong_options_of_a_simulation(arguments, message, capsys):
+    assert main(["compare", "mmt", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+class Args:
+    model, devices, cluster, mini_batch, emulate = "llava-7b", 64, "dgx_h100", None, False
+
+
+def test_what_to_do_next_depends_on_what_was_found():
+    (line,) = what_next(Args, {"single": 9.0, "stock": 1.4, "chain": 1.2})
+    assert line.startswith("next: gpp plan llava-7b --devices 64 --cluster dgx_h100 --out plan.json")
+    (line,) = what_next(Args, {"single": 9.0, "stock": 1.4, "chain": 1.0})
+    assert "gains little or nothing over chain" in line
+    assert what_next(Args, {"single": 2.0}) == []

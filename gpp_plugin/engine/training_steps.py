@@ -133,7 +133,7 @@ class LaneMaker:
         validate_ahead(plan, programs)
         names = ", ".join(repr(plan.stages[index].name) for index in sorted(branch))
         for rank in range(plan.num_ranks):
-            own = [memory for i in plan.stages_of_rank(rank) if plan.memory and (memory := plan.memory[i])]
+            own = [plan.memory[i] for i in plan.stages_of_rank(rank)] if plan.memory else []
             memory = joined_breakdown(own) if own else None
             carried = programs.of_rank(rank).most_bytes
             if memory is not None and 0 < memory.limit < memory.total + carried:

@@ -33,7 +33,7 @@ NUM_REFINED = 12
 NUM_CHAINED = 2
 """Candidates whose chains inside branches are refined by the critical path."""
 NUM_JUDGED = 5
-NUM_SIZES, NUM_ONE_SIZE = 2, 2
+NUM_SIZES, NUM_ONE_SIZE = 3, 2
 """Micro-batch sizes that are searched alone, and the candidates of each that are simulated."""
 RIVALS = ("uniform", "pipedream", "autopipe")
 SLOW_RIVALS = ("piper", "dapple")
@@ -96,28 +96,41 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
 def _with_one_size(
     request: PlanRequest, costs: CostModel, trees: SearchTrees, finalists: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Return the best candidates all of whose stages take one micro-batch size, one of those that the finalists have.
+    """Return the best candidates all of whose stages take one micro-batch size: the best finalist's, or one next to it.
 
     A search over all sizes shares its budget among them; with one size it goes deeper, and may end quicker.
     """
     size = len(request.graph.blocks) * request.num_ranks
-    if request.micro_batch_sizes is not None or size > MAX_RIVAL_SIZE:
+    if not finalists or request.micro_batch_sizes is not None or size > MAX_RIVAL_SIZE:
         return []
-    sizes = dict.fromkeys(draft.micro_batch_size for found in finalists for draft in found.drafts)
     candidates: list[Candidate] = []
-    for each in list(sizes)[:NUM_SIZES]:
+    for each in _near_sizes(finalists[0], batch_rules(request).wishes())[:NUM_SIZES]:
         asked = dataclasses.replace(request, micro_batch_sizes={"*": each})
+        rules = batch_rules(asked)
         found = search_stages(
             asked,
             costs,
-            batch_rules(asked),
+            rules,
             trees,
             budget=BUDGET // 2,
             num_refined=NUM_REFINED,
             is_thorough=True,
         )
+        refiner = Refiner(asked, costs, rules, budget=BUDGET // 4, report=trees.report)
+        found += [refine_chains(refiner, one) for one in found[:NUM_CHAINED] if one.score[0] == 0]
         candidates += _best(found)[:NUM_ONE_SIZE]
     return candidates
+
+
+def _near_sizes(best: Candidate, sizes: Sequence[int]) -> list[int]:
+    """Return the micro-batch sizes that most blocks of a candidate have, those next to it, and its others."""
+    blocks: dict[int, int] = {}
+    for draft in best.drafts:
+        blocks[draft.micro_batch_size] = blocks.get(draft.micro_batch_size, 0) + len(draft.blocks)
+    first = max(blocks, key=lambda size: (blocks[size], -size))
+    below = [size for size in sorted(sizes) if size < first][-1:]
+    above = [size for size in sorted(sizes) if size > first][:1]
+    return list(dict.fromkeys([first, *below, *above, *blocks]))
 
 
 def _best(candidates: Sequence[Candidate]) -> list[Candidate]:

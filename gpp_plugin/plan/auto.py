@@ -20,7 +20,7 @@ from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.memory.joined import best_judged, join_memory
 from gpp_plugin.plan.refine.branch_chains import refine_chains
-from gpp_plugin.plan.refine.refine import Candidate, Refiner
+from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, unlimited
 from gpp_plugin.plan.search_report import SearchReport
@@ -33,7 +33,7 @@ NUM_REFINED = 12
 NUM_CHAINED = 2
 """Candidates whose chains inside branches are refined by the critical path."""
 NUM_JUDGED = 5
-NUM_SIZES, NUM_ONE_SIZE = 3, 2
+NUM_SIZES, NUM_ONE_SIZE = 2, 2
 """Micro-batch sizes that are searched alone, and the candidates of each that are simulated."""
 RIVALS = ("uniform", "pipedream", "autopipe")
 SLOW_RIVALS = ("piper", "dapple")
@@ -80,7 +80,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
             candidates.append(refiner.improve(start))
     finalists = _best(candidates)
-    finalists += _with_one_size(request, costs, trees, finalists)
+    finalists += _with_one_size(request, costs, trees, candidates)
     report.begin(f"the best {len(finalists)} plans simulated")
     fitter = fitter_for(request, costs)
     if fitter is not None:
@@ -94,43 +94,29 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
 
 
 def _with_one_size(
-    request: PlanRequest, costs: CostModel, trees: SearchTrees, finalists: Sequence[Candidate]
+    request: PlanRequest, costs: CostModel, trees: SearchTrees, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Return the best candidates all of whose stages take one micro-batch size: the best finalist's, or one next to it.
+    """Return the best candidates of searches for one micro-batch size: the sizes with the best candidates so far.
 
-    A search over all sizes shares its budget among them; with one size it goes deeper, and may end quicker.
+    A search over all sizes shares its budget among them. Where that was used up, one with one size goes further, and
+    may end quicker.
     """
-    size = len(request.graph.blocks) * request.num_ranks
-    if not finalists or request.micro_batch_sizes is not None or size > MAX_RIVAL_SIZE:
+    is_small = len(request.graph.blocks) * request.num_ranks <= MAX_RIVAL_SIZE
+    if request.micro_batch_sizes is not None or not is_small or not trees.report.has_left_out(MOVES):
         return []
-    candidates: list[Candidate] = []
-    for each in _near_sizes(finalists[0], batch_rules(request).wishes())[:NUM_SIZES]:
-        asked = dataclasses.replace(request, micro_batch_sizes={"*": each})
+    best: dict[int, float] = {}
+    for found in candidates:
+        if found.score[0] == 0:
+            best[found.wish] = min(best.get(found.wish, found.score[1]), found.score[1])
+    more: list[Candidate] = []
+    for size in sorted(best, key=lambda size: best[size])[:NUM_SIZES]:
+        asked = dataclasses.replace(request, micro_batch_sizes={"*": size})
         rules = batch_rules(asked)
-        found = search_stages(
-            asked,
-            costs,
-            rules,
-            trees,
-            budget=BUDGET // 2,
-            num_refined=NUM_REFINED,
-            is_thorough=True,
+        found_alone = search_stages(
+            asked, costs, rules, trees, budget=BUDGET, num_refined=NUM_REFINED, is_thorough=True
         )
-        refiner = Refiner(asked, costs, rules, budget=BUDGET // 4, report=trees.report)
-        found += [refine_chains(refiner, one) for one in found[:NUM_CHAINED] if one.score[0] == 0]
-        candidates += _best(found)[:NUM_ONE_SIZE]
-    return candidates
-
-
-def _near_sizes(best: Candidate, sizes: Sequence[int]) -> list[int]:
-    """Return the micro-batch sizes that most blocks of a candidate have, those next to it, and its others."""
-    blocks: dict[int, int] = {}
-    for draft in best.drafts:
-        blocks[draft.micro_batch_size] = blocks.get(draft.micro_batch_size, 0) + len(draft.blocks)
-    first = max(blocks, key=lambda size: (blocks[size], -size))
-    below = [size for size in sorted(sizes) if size < first][-1:]
-    above = [size for size in sorted(sizes) if size > first][:1]
-    return list(dict.fromkeys([first, *below, *above, *blocks]))
+        more += _best(found_alone)[:NUM_ONE_SIZE]
+    return more
 
 
 def _best(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -34,6 +34,10 @@ class SearchReport:
         """Take down what is not searched; once, however often it is met."""
         self._left_out[what] = None
 
+    def has_left_out(self, what: str) -> bool:
+        """Return whether that was not searched."""
+        return what in self._left_out
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what was left out, as the notes of a plan."""

@@ -20,7 +20,7 @@ from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.memory.joined import best_judged, join_memory
 from gpp_plugin.plan.refine.branch_chains import refine_chains
-from gpp_plugin.plan.refine.refine import Candidate, Refiner
+from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, unlimited
 from gpp_plugin.plan.search_report import SearchReport
@@ -82,7 +82,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
             candidates.append(refiner.improve(start))
     finalists = _best(candidates)
-    finalists += _with_one_size(request, costs, trees, finalists)
+    finalists += _with_one_size(request, costs, trees, candidates)
     report.begin(f"the best {len(finalists)} plans simulated")
     fitter = fitter_for(request, costs)
     if fitter is not None:
@@ -97,30 +97,29 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
 
 
 def _with_one_size(
-    request: PlanRequest, costs: CostModel, trees: SearchTrees, finalists: Sequence[Candidate]
+    request: PlanRequest, costs: CostModel, trees: SearchTrees, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Return the best candidates all of whose stages take one micro-batch size, one of those that the finalists have.
+    """Return the best candidates of searches for one micro-batch size: the sizes with the best candidates so far.
 
-    A search over all sizes shares its budget among them; with one size it goes deeper, and may end quicker.
+    A search over all sizes shares its budget among them. Where that was used up, one with one size goes further, and
+    may end quicker.
     """
-    size = len(request.graph.blocks) * request.num_ranks
-    if request.micro_batch_sizes is not None or size > MAX_RIVAL_SIZE:
+    is_small = len(request.graph.blocks) * request.num_ranks <= MAX_RIVAL_SIZE
+    if request.micro_batch_sizes is not None or not is_small or not trees.report.has_left_out(MOVES):
         return []
-    sizes = dict.fromkeys(draft.micro_batch_size for found in finalists for draft in found.drafts)
-    candidates: list[Candidate] = []
-    for each in list(sizes)[:NUM_SIZES]:
-        asked = dataclasses.replace(request, micro_batch_sizes={"*": each})
-        found = search_stages(
-            asked,
-            costs,
-            batch_rules(asked),
-            trees,
-            budget=BUDGET // 2,
-            num_refined=NUM_REFINED,
-            is_thorough=True,
+    best: dict[int, float] = {}
+    for found in candidates:
+        if found.score[0] == 0:
+            best[found.wish] = min(best.get(found.wish, found.score[1]), found.score[1])
+    more: list[Candidate] = []
+    for size in sorted(best, key=lambda size: best[size])[:NUM_SIZES]:
+        asked = dataclasses.replace(request, micro_batch_sizes={"*": size})
+        rules = batch_rules(asked)
+        found_alone = search_stages(
+            asked, costs, rules, trees, budget=BUDGET, num_refined=NUM_REFINED, is_thorough=True
         )
-        candidates += _best(found)[:NUM_ONE_SIZE]
-    return candidates
+        more += _best(found_alone)[:NUM_ONE_SIZE]
+    return more
 
 
 def _note_rejected(rivals: Mapping[str, Candidate], plan: PipelinePlan, report: SearchReport) -> None:

@@ -39,6 +39,10 @@ class SearchReport:
         """Take down what was judged and not taken, and why."""
         self._rejected[f"{REJECTED}{what}: {why}"] = None
 
+    def has_left_out(self, what: str) -> bool:
+        """Return whether that was not searched."""
+        return what in self._left_out
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what was rejected and left out, as the notes of a plan."""

@@ -48,8 +48,8 @@ PER_WAY, PER_SIZE = 8, 3
 NUM_EXACT = 6
 """Of these, how many are simulated with the orders that will run."""
 NUM_IMPROVED = 4
-NUM_REFINED = 6
-"""Of all of these, how many are given the best orders and in-flight counts."""
+NUM_REFINED = 12
+"""Of all that were simulated exactly, how many are given the best orders and in-flight counts."""
 NEAR = 1.15
 """Times the shortest start, up to which others are simulated: moves gain as much."""
 ROUNDING = 1e-6
@@ -163,7 +163,9 @@ class _Search:
             return None
         share = self._judge.budget // NUM_IMPROVED
         improved = [self._improved(plan, start, share) for plan, start in best[:NUM_IMPROVED]]
-        near = sorted([*improved, *best], key=lambda each: each[0].iteration_us)
+        # of few tasks all were simulated exactly, and what is not shortest with the usual counts may be with others
+        is_small = len(self._request.graph.blocks) <= FEW_BLOCKS
+        near = sorted([*improved, *(found if is_small else best)], key=lambda each: each[0].iteration_us)
         near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:NUM_REFINED]
         refined = [(self._judge.refined(plan), start) for plan, start in near]
         plan, start = min(refined, key=lambda each: each[0].iteration_us)

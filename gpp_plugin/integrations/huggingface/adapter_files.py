@@ -22,9 +22,12 @@ CONFIG_NAME = "adapter_config.json"
 
 def has_adapters(model: nn.Module) -> bool:
     """Return whether ``model`` is a ``PeftModel``, or a transformers model with adapters added to it."""
+    return _is_peft_model(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _is_peft_model(model: nn.Module) -> bool:
     peft = sys.modules.get("peft")
-    is_peft = peft is not None and isinstance(model, peft.PeftModel)
-    return is_peft or bool(getattr(model, "_hf_peft_config_loaded", False))
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def adapter_tensors(model: nn.Module) -> set[str]:
@@ -42,9 +45,7 @@ def adapter_tensors(model: nn.Module) -> set[str]:
             )
     # Empty tensors stand for the weights: those that peft hands back are the ones it would write, by whatever name.
     stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict(keep_vars=True)}
-    if hasattr(any_model, "get_adapter_state_dict"):
-        chosen = list(any_model.get_adapter_state_dict(state_dict=stand_ins).values())
-    else:
+    if _is_peft_model(model):
         from peft import get_peft_model_state_dict
 
         chosen = [
@@ -54,6 +55,8 @@ def adapter_tensors(model: nn.Module) -> set[str]:
                 model, state_dict=dict(stand_ins), adapter_name=name
             ).values()
         ]
+    else:  # a `PeftModel` has what the model inside it has, this too
+        chosen = list(any_model.get_adapter_state_dict(state_dict=stand_ins).values())
     taken = {id(value) for value in chosen}
     return {name for name, value in stand_ins.items() if id(value) in taken}
 

@@ -144,7 +144,12 @@ def _check_ranks(plan: PipelinePlan) -> None:
                 _check_grids(rank, other, stage)
             owners[rank].append(stage)
     if set(owners) != set(range(len(owners))):
-        raise PlanError(f"the plan's ranks are {sorted(owners)}; they must be 0..{len(owners) - 1}")
+        ranks = sorted(owners)
+        odd = next(rank for place, rank in enumerate(ranks) if rank != place)
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        raise PlanError(
+            f"the plan's ranks are {shown}; they must be 0..{len(ranks) - 1} (look at rank {odd})"
+        )
     if plan.mode == "async" and plan.shares_ranks:
         rank, held = next((rank, held) for rank, held in owners.items() if len(held) > 1)
         raise PlanError(

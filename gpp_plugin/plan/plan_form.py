@@ -59,6 +59,7 @@ def check_form(plan: PipelinePlan) -> None:
     _check_batches(plan)
     _check_edges(plan)
     _check_tensors(plan)
+    _check_names(plan)
     _check_in_flight(plan)
     _check_progress(plan)
 
@@ -119,6 +120,10 @@ def check_stages(plan: PipelinePlan) -> None:
                 raise PlanError(
                     f"stage {stage.name!r}: recomputes blocks {foreign[:3]} that it does not hold; plan again"
                 )
+
+
+def _check_names(plan: PipelinePlan) -> None:
+    names = [stage.name for stage in plan.stages]
     for name in plan.losses:
         if name not in names:
             raise PlanError(f"losses: there is no stage {name!r}; the stages are {names}")

@@ -46,7 +46,7 @@ DEEPSPEED: list[tuple[str, Any]] = [
     ("gradient_clipping", True), ("gradient_clipping", [1]), ("gradient_clipping", "auto"),
     ("gradient_cliping", 1.0), ("gradient_clip", 1.0), ("optimiser", {}), ("zero_optimisation", {"stage": 1}),
     ("zero_optimization.stage", -1), ("zero_optimization.stage", 4), ("zero_optimization.stage", 3),
-    ("zero_optimization.stage", "1"), ("zero_optimization.stage", 1.5), ("zero_optimization.stage", NAN),
+    ("zero_optimization.stage", "1"), ("zero_optimization.stage", 1.5), ("zero_optimization.stage", NAN), ("zero_optimization.stage", "auto"), ("tensor_parallel.autotp_size", "two"),
     ("zero_optimization.stages", 1), ("zero_optimization.reduce_bucket_size", 0),
     ("zero_optimization.reduce_bucket_size", -5e8), ("zero_optimization.reduce_bucket_size", "5e8"),
     ("zero_optimization", 1), ("zero_optimization", True), ("zero_optimization", "stage1"),
@@ -58,7 +58,7 @@ DEEPSPEED: list[tuple[str, Any]] = [
     ("optimizer.params.betas", [0.9]), ("optimizer.params.betas", 0.9), ("optimizer.params.betas", [0.9, 1.5]),
     ("optimizer.params.eps", -1e-8), ("optimizer.params.weight_decay", INF), ("scheduler", "WarmupLR"),
     ("scheduler.type", 1), ("scheduler.params.warmup_num_steps", -1), ("scheduler.params.warmup_max_lr", NAN),
-    ("data_types.grad_accum_dtype", "fp8"), ("communication_data_type", "int8"), ("wall_clock_breakdown", "yes"),
+    ("data_types.grad_accum_dtype", "fp8"), ("data_types", "fp32"), ("flops_profiler", True), ("communication_data_type", "int8"), ("wall_clock_breakdown", "yes"),
     ("sparse_gradients", True), ("gradient_allreduce_op", "sum"), ("gradient_predivide_factor", 0),
 ]  # fmt: skip
 

@@ -101,7 +101,12 @@ def from_envelope(kind: type[T], plain: Any) -> T:
             "write it anew with this release"
         )
     if plain["type"] != kind.__name__:
-        raise ReadError(f"the file holds a {show(plain['type'])}, not a {kind.__name__}")
+        held = (
+            plain["type"]
+            if isinstance(plain["type"], str) and plain["type"].isidentifier()
+            else show(plain["type"])
+        )
+        raise ReadError(f"the file holds a {held[:80]}, not a {kind.__name__}")
     return typing.cast(T, from_plain(kind, plain["value"], root="value"))
 
 

@@ -70,7 +70,7 @@ def read_cluster(
         close = difflib.get_close_matches(Path(source).stem[:100], cluster_names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(
-            f"cluster {show(str(source))}: no such file{hint} (known: {', '.join(cluster_names())})"
+            f"cluster {str(source)[:_LONGEST_NAME]!r}: no such file{hint} (known: {', '.join(cluster_names())})"
         )
     plain = read_json(path, what="a cluster description")
     return _cluster_of(plain, path.name, num_devices, dtype)

@@ -59,6 +59,7 @@ def check_form(plan: PipelinePlan) -> None:
     _check_batches(plan)
     _check_edges(plan)
     _check_tensors(plan)
+    _check_names(plan)
     _check_in_flight(plan)
     _check_progress(plan)
 
@@ -119,6 +120,10 @@ def check_stages(plan: PipelinePlan) -> None:
                 raise PlanError(
                     f"stage {stage.name!r}: recomputes blocks {foreign[:3]} that it does not hold; plan again"
                 )
+
+
+def _check_names(plan: PipelinePlan) -> None:
+    names = [stage.name for stage in plan.stages]
     for name in plan.losses:
         if name not in names:
             raise PlanError(f"losses: there is no stage {name!r}; the stages are {names}")
@@ -144,7 +149,12 @@ def _check_ranks(plan: PipelinePlan) -> None:
                 _check_grids(rank, other, stage)
             owners[rank].append(stage)
     if set(owners) != set(range(len(owners))):
-        raise PlanError(f"the plan's ranks are {sorted(owners)}; they must be 0..{len(owners) - 1}")
+        ranks = sorted(owners)
+        odd = next(rank for place, rank in enumerate(ranks) if rank != place)
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        raise PlanError(
+            f"the plan's ranks are {shown}; they must be 0..{len(ranks) - 1} (look at rank {odd})"
+        )
 
 
 def _check_grids(rank: int, first: Stage, second: Stage) -> None:

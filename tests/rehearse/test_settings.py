@@ -48,10 +48,10 @@ def test_settings_are_checked(options, message):
 
 
 def test_ranks_must_be_all_of_zero_to_the_last(plan):
-    with pytest.raises(PlanError, match=r"use the ranks 0, 1, 3; each of 0\.\.2 must be in a stage .*rank 3"):
+    with pytest.raises(PlanError, match=r"ranks are 0, 1, 3; they must be 0\.\.2 .*rank 3"):
         check_rehearsable(with_stage(plan, 2, ranks=(3,)))
     check_rehearsable(with_stage(plan, 2, ranks=(1,)))  # two stages may share a rank
-    with pytest.raises(PlanError, match=r"has rank 2 twice; give it each rank once"):
+    with pytest.raises(PlanError, match=r"lists rank 2 twice; keep one"):
         check_rehearsable(with_stage(plan, 2, ranks=(2, 2)))
 
 
@@ -71,7 +71,7 @@ def test_times_and_shapes_must_be_there(plan):
     ("text", "message"),
     [
         (None, "cannot be read (No such file or directory)"),
-        ("{", "not a PipelinePlan file: Expecting property name"),
+        ("{", "not JSON at line 1, column 2: Expecting property name"),
         ('{"schema": 0, "type": "PipelinePlan", "value": {}}', "schema 0 of this PipelinePlan is not 1"),
         ('{"schema": 1, "type": "Timeline", "value": {}}', "the file holds a Timeline, not a PipelinePlan"),
     ],
@@ -90,7 +90,7 @@ def test_a_plan_that_cannot_be_rehearsed_is_named_with_its_file(plan, tmp_path, 
     path = tmp_path / "plan.json"
     save(with_stage(plan, 0, ranks=(7,)), path)
     assert main(["rehearse", str(path)]) == 1
-    assert capsys.readouterr().err.startswith(f"gpp rehearse: {path}: its stages use the ranks 1, 2, 7;")
+    assert capsys.readouterr().err.startswith(f"gpp rehearse: {path}: the plan's ranks are 1, 2, 7;")
 
 
 def test_what_gpp_plan_saves_holds_what_a_rehearsal_needs(tmp_path, capsys):

@@ -168,12 +168,12 @@ CONFIGS = [
     {
         "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}, "fp16": {"enabled": True, "loss_scale": 0},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}, "fp16": {"enabled": True, "loss_scale": 0}, "data_types": {"grad_accum_dtype": "fp32"}, "tensor_parallel": {"autotp_size": 1}, "flops_profiler": {"enabled": False},
         "graph_pipeline": {"planner": "graphpipe", "stages": 2, "micro_batch_sizes": {"loss": 2, "*": 4},
                            "memory": {"limit_gb": 4, "recompute": "auto"}, "lengths": {"max": 64, "typical": [32]},
                            "cluster": {"name": "c", "devices": []}, "eager": ["a.*"], "comm_timeout_s": 30},
     },
-    {"train_batch_size": 8, "bf16": {"enabled": True}, "scheduler": {"type": "WarmupLR", "params": {}},
+    {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}, "amp": {"enabled": False}, "scheduler": {"type": "WarmupLR", "params": {}},
      "graph_pipeline": {"units": 4, "mode": "sync", "trace_path": "x{step}.json", "slicing": "off"}},
 ]  # fmt: skip
 MODELS = [

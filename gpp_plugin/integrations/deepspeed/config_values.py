@@ -15,6 +15,14 @@ from gpp_plugin.ir.typed_leaves import Range, WrongLeaf, reader_of, show
 
 _AUTO = "auto"
 """What HuggingFace's Trainer fills in, and DeepSpeed takes for its default inside objects."""
+_READ_HERE = frozenset(
+    {
+        ("zero_optimization", "stage"),
+        ("zero_optimization", "reduce_bucket_size"),
+        ("tensor_parallel", "autotp_size"),
+    }
+)
+"""What stages take from their block themselves: a number, not what DeepSpeed would put for "auto"."""
 _Magnitude = Annotated[float, Range(low=0.0, high=1e30)]
 _VALUES: dict[tuple[str, ...], Any] = {
     ("gradient_clipping",): _Magnitude,
@@ -25,6 +33,8 @@ _VALUES: dict[tuple[str, ...], Any] = {
     ("zero_optimization", "stage"): Annotated[int, Range(low=0, high=3)],
     ("zero_optimization", "reduce_bucket_size"): Annotated[float, Range(low=1.0, high=1e18)],
     ("zero_optimization", "allgather_bucket_size"): Annotated[float, Range(low=0.0, high=1e18)],
+    ("tensor_parallel", "autotp_size"): Annotated[int, Range(low=0, high=2**20)],
+    ("data_types", "grad_accum_dtype"): str,
     ("fp16", "enabled"): bool,
     ("fp16", "loss_scale"): _Magnitude,
     ("fp16", "initial_scale_power"): Annotated[int, Range(low=0, high=126)],
@@ -95,7 +105,7 @@ def check_values(config: Mapping[str, Any]) -> None:
             lines += [
                 line for key in block if (line := _mistyped(str(key), _INNER.get(name, ()), f"{name}."))
             ]
-        elif block is not None and name in {path[0] for path in _VALUES}:
+        elif block is not None and (block is not False or name in {path[0] for path in _VALUES}):
             lines.append(f"{name}: expected an object, found {show(block)}")
     for path, kind in _VALUES.items():
         line = _wrong(config, path, kind)
@@ -123,7 +133,7 @@ def _wrong(config: Mapping[str, Any], path: tuple[str, ...], kind: Any) -> str |
         value = value.get(key)
         if value is None:
             return None
-    if value == _AUTO and len(path) > 1:
+    if value == _AUTO and len(path) > 1 and path not in _READ_HERE:
         return None
     try:
         reader_of(kind)(value)

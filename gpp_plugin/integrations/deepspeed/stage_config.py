@@ -142,11 +142,16 @@ def derive_stage_config(
         accumulation_dtype=_accumulation_dtype(config, dtype),
         communication_dtype=_dtype_name(config.get("communication_data_type"), "communication_data_type"),
         gradient_clipping=float(config.get("gradient_clipping") or 0.0),
-        bucket_elements=int(_block(config, "zero_optimization").get("reduce_bucket_size", 50_000_000)),
-        zero_stage=int(_block(config, "zero_optimization").get("stage", 0)),
+        bucket_elements=int(_block(config, "zero_optimization").get("reduce_bucket_size") or 50_000_000),
+        zero_stage=int(_block(config, "zero_optimization").get("stage") or 0),
         check_overflow=dtype != "bfloat16" or bool(_bf16_block(config).get("check_grad_overflow", True)),
         notes=tuple(notes),
     )
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -154,7 +159,7 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}: expected an object, found {value!r}")
+        raise ConfigError(f"{key}: expected an object, found {_cut(value)}")
     return value
 
 
@@ -163,7 +168,7 @@ def _bf16_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    stage = int(_block(config, "zero_optimization").get("stage", 0))
+    stage = int(_block(config, "zero_optimization").get("stage") or 0)
     if stage >= 3:
         raise ConfigError(
             f"zero_optimization.stage: {stage} gathers parameters inside forward and backward, "
@@ -177,10 +182,10 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         if value not in (None, False, {}) and not (
             isinstance(value, Mapping) and value.get("enabled") is False
         ):
-            raise ConfigError(f"{'.'.join(path)}: {value!r} is not supported: {remedy}")
+            raise ConfigError(f"{'.'.join(path)}: {_cut(value)} is not supported: {remedy}")
     if config.get("gradient_allreduce_op", "mean") != "mean":
         raise ConfigError(
-            f"gradient_allreduce_op: {config['gradient_allreduce_op']!r} would make the result depend on the "
+            f"gradient_allreduce_op: {_cut(config['gradient_allreduce_op'])} would make the result depend on the "
             "stages' degrees; use 'mean' (the loss of a step is the mean over its loss units)"
         )
     if config.get("managed_gradient_accumulation", True) is False:
@@ -192,7 +197,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     offload = _block(_block(config, "zero_optimization"), "offload_optimizer").get("device", "none")
     if str(offload) not in ("none", "cpu"):
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.device: {offload!r} is not supported; use 'cpu'"
+            f"zero_optimization.offload_optimizer.device: {_cut(offload)} is not supported; use 'cpu'"
         )
     if str(offload) == "cpu" and stage == 0:
         raise ConfigError("zero_optimization.offload_optimizer: needs ZeRO; set zero_optimization.stage to 1")
@@ -217,7 +222,7 @@ def _dtype_name(value: Any, path: str) -> str | None:
         return None
     name = DTYPE_NAMES.get(str(value).lower())
     if name is None:
-        raise ConfigError(f"{path}: {value!r} is no dtype; use one of fp32, bf16, fp16")
+        raise ConfigError(f"{path}: {_cut(value)} is no dtype; use one of fp32, bf16, fp16")
     return name
 
 
@@ -237,7 +242,7 @@ def _derive_zero(derived: dict[str, Any]) -> None:
     own (`partitioned_gradients`): DeepSpeed's would be reduced by hooks, wherever backward comes to them.
     """
     zero = derived.get("zero_optimization")
-    if not zero or int(zero.get("stage", 0)) == 0:
+    if not zero or int(zero.get("stage") or 0) == 0:
         derived.pop("zero_optimization", None)
         return
     zero.update(

@@ -175,7 +175,7 @@ def all_reduce(
     finish(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor, group=group, what=what)
 
 
-def finish(work: Any, tensor: Tensor, *, group: dist.ProcessGroup | int, what: str) -> None:
+def finish(work: Any, tensor: Tensor, *, group: dist.ProcessGroup | int | None, what: str) -> None:
     """Wait for a collective of a tensor that was begun; as `all_reduce`."""
     if tensor.device.type != "cpu":
         work.wait()

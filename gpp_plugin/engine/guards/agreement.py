@@ -205,7 +205,7 @@ def checksum(tensor: Tensor) -> str:
         starts = [last * run // (RUNS - 1) for run in range(RUNS)]
         flat = torch.cat([flat[start : start + length] for start in starts])
     bits = flat.cpu().contiguous().view(torch.uint8)
-    return f"{zlib.crc32(bits.numpy()):08x}"
+    return f"{zlib.crc32(bits.numpy().tobytes()):08x}"
 
 
 def recipe_facts(optimizer: Any, scheduler: Any, data: Any) -> dict[str, str]:

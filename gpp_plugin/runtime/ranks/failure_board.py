@@ -45,6 +45,12 @@ SILENT_S = 4.0
 SETTLING_S = 2.0
 """How long a rank whose wait broke off looks for the cause: the rank that failed may be writing it."""
 
+SLACK_S = 1.0
+"""How much later than a wait that ends by itself a stopped rank is written down by the thread."""
+
+ENDING_S = 8.0
+"""How long after a failure a rank may stay in a call; it has a wait's limit to come out of it by an error."""
+
 LINGERING_S = 3.0
 """How long the store's rank stays, at most, until the others have read who failed."""
 
@@ -248,6 +254,8 @@ class FailureBoard:
         self._holders_facts: Mapping[str, Any] = {}
         self._has_store = True
         self._holder_has_left = False
+        self._stopped_since: dict[int, float] = {}
+        self._stuck_since: tuple[int, float] | None = None
         self._closing = threading.Event()
         own = _Process.own()
         self._own_space = own.space
@@ -402,21 +410,61 @@ class FailureBoard:
 
     def _run(self) -> None:
         while not self._closing.wait(BEAT_S):
-            if self._is_holder_quiet():
-                continue
             try:
-                if self._holder is not None and self._has(f"left/{self._holder}"):
-                    self._holder_has_left = True
-                    self._set(f"knows/{self.rank}", 1)
-                    return
-                self._beat()
-                if self.first is None:
-                    self._read_first()
-                    self._look_for_deaths()
+                self._tick()
             except RuntimeError:  # c10d's errors are of this kind
-                if not self._closing.is_set():
-                    self._lose_store()
-                return
+                if self._closing.is_set():
+                    return
+                self._lose_store()
+            self._end_if_stuck()
+
+    def _tick(self) -> None:
+        """Tell where this rank is, and look at the others; ask nothing of a store that would not answer."""
+        if not self._has_store:
+            return
+        self._look_for_stops()
+        if self._is_holder_quiet():
+            return
+        if self._holder is not None and self._has(f"left/{self._holder}"):
+            self._set(f"knows/{self.rank}", 1)
+            self._holder_has_left, self._has_store = True, False
+            return
+        self._beat()
+        if self.first is None:
+            self._read_first()
+            self._look_for_deaths()
+
+    def _look_for_stops(self) -> None:
+        """Write who of this host has been stopped for longer than ranks are waited for, while this one is in a call."""
+        for rank in list(self._processes):
+            if self._state_of(rank) != "stopped":
+                self._stopped_since.pop(rank, None)
+                continue
+            since = self._stopped_since.setdefault(rank, time.monotonic())
+            if self.first is None and HERE.call and time.monotonic() - since > self.limit_s + SLACK_S:
+                facts = self._holders_facts if self._is_holder_quiet() else self._facts_of(rank)[1]
+                self.post(_failure_of(SeenRank(rank=rank, state="stopped", facts=facts)))
+
+    def _end_if_stuck(self) -> None:
+        """End this process where a rank has failed and this one does not come out of a wait that is torch's own.
+
+        Making a process group, and what a device waits for, nobody can break off; torch's own limits are half an hour.
+        """
+        if self.first is None or not HERE.call:
+            self._stuck_since = None
+            return
+        now = time.monotonic()
+        if self._stuck_since is None or self._stuck_since[0] != HERE.number:
+            self._stuck_since = HERE.number, now
+        if now - self._stuck_since[1] > ENDING_S:
+            place = place_of(HERE.facts())
+            sys.stderr.write(
+                f"gpp_plugin: rank {self.rank} is ended: {ENDING_S:g} s after another rank failed it is still {place}\n"
+                f"gpp_plugin: {self.first}\n"
+            )
+            sys.stderr.flush()
+            self.linger()
+            os._exit(1)
 
     def _is_holder_quiet(self) -> bool:
         """Return whether the store's rank is dead or stopped, as far as this host knows."""

@@ -32,7 +32,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -439,7 +439,7 @@ def _gather(
     told = _hear_all(store, call, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s)
     failed = [(other, each["error"]) for other, each in enumerate(told) if "error" in each]
     if failed:
-        store.set(_key(call, rank) + "/heard", "1")
+        _leave_together(store, call, rank=rank, ranks=range(num_ranks), timeout_s=TELLING_S)
         first, (kind, text) = failed[0]
         error: GppError = getattr(errors, kind, GppError)(
             f"rank {first} failed before it joined the others: {text}"
@@ -474,7 +474,9 @@ def _hear_all(
         try:
             store.wait([_key(call, other)], datetime.timedelta(seconds=rest))
         except RuntimeError as error:
-            absent = [r for r in range(num_ranks) if not _has(store, _key(call, r))]
+            there = [r for r in range(num_ranks) if _has(store, _key(call, r))]
+            absent = [r for r in range(num_ranks) if r not in there] if there else [0]  # it holds the store
+            _leave_together(store, call, rank=rank, ranks=there, timeout_s=min(timeout_s, 3.0))
             names = " and ".join(f"rank {r}" for r in absent) or f"rank {other}"
             where = os.environ.get("MASTER_ADDR", "the job's store")
             raise CommTimeout(
@@ -525,13 +527,21 @@ def _tell_before_joining(error: GppError) -> None:
         call = _next_call()
         own = {"error": [type(error).__name__, str(error)]}
         store.set(_key(call, rank), json.dumps(own))
-        told = _hear_all(store, call, rank=rank, num_ranks=num_ranks, timeout_s=TELLING_S)
-        store.set(_key(call, rank) + "/heard", "1")
-        if rank == 0:  # the store goes with it
-            ranks = range(len(told))
-            store.wait([_key(call, r) + "/heard" for r in ranks], datetime.timedelta(seconds=TELLING_S))
+        _hear_all(store, call, rank=rank, num_ranks=num_ranks, timeout_s=TELLING_S)
+        _leave_together(store, call, rank=rank, ranks=range(num_ranks), timeout_s=TELLING_S)
     except (RuntimeError, GppError):
         return  # nobody is there to be told
+
+
+def _leave_together(
+    store: dist.Store, call: int, *, rank: int, ranks: Iterable[int], timeout_s: float
+) -> None:
+    """Let rank 0, with which the store goes, stay until all have read what it holds."""
+    with contextlib.suppress(RuntimeError):
+        store.set(_key(call, rank) + "/heard", "1")
+        if rank == 0:
+            heard = [_key(call, other) + "/heard" for other in ranks]
+            store.wait(heard, datetime.timedelta(seconds=timeout_s))
 
 
 def _key(call: int, rank: int) -> str:

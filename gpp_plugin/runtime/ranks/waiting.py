@@ -34,6 +34,8 @@ from gpp_plugin.runtime.ranks.failure_board import (
 SLICE_S = 1.0
 """After how long a wait looks whether a rank has failed; one that ends sooner looks at nothing."""
 
+EVERY_RANK = ", which every rank calls"
+
 GRACE_S = 2.0
 """How long a wait goes on when a rank has failed: what it had sent before may still come."""
 
@@ -139,7 +141,11 @@ def _reason_to_stop(
     )
     if lost is None:
         return None
-    why = lost.why if lost.state != "alive" else f"it did not come to {what}, which every rank calls"
+    why = (
+        lost.why
+        if lost.state != "alive"
+        else f"it did not come to {what.removesuffix(EVERY_RANK)}{EVERY_RANK}"
+    )
     return board.post(
         FirstFailure(rank=lost.rank, stage=lost.facts.get("stage", ""), where=place_of(lost.facts), why=why)
     )
@@ -169,7 +175,7 @@ def all_reduce(
     finish(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor, group=group, what=what)
 
 
-def finish(work: Any, tensor: Tensor, *, group: dist.ProcessGroup | int, what: str) -> None:
+def finish(work: Any, tensor: Tensor, *, group: dist.ProcessGroup | int | None, what: str) -> None:
     """Wait for a collective of a tensor that was begun; as `all_reduce`."""
     if tensor.device.type != "cpu":
         work.wait()

@@ -254,7 +254,7 @@ def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) 
     trainer = trainer_class(
         build("gpt2")[0],
         args,
-        train_dataset=data_of("gpt2", 36),
+        train_dataset=data_of("gpt2", 32),
         eval_dataset=data_of("gpt2", 13),
         data_collator=stack,
         compute_metrics=accuracy,

@@ -158,6 +158,12 @@ def repeat(loader: Iterable[Any], *, is_resumed: bool = False) -> Iterator[Any]:
             raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")
 
 
+def sampler_state(sampler: Any) -> Mapping[str, Any] | None:
+    """Return a batch sampler's own state; None where it has none."""
+    state: Mapping[str, Any] | None = sampler.state_dict() if hasattr(sampler, "state_dict") else None
+    return state
+
+
 def stream_state(dataset: Any) -> Any:
     """Return a copy of a stream's own state; None where it has none."""
     if not hasattr(dataset, "state_dict") or not hasattr(dataset, "load_state_dict"):
@@ -366,7 +372,7 @@ class _Order:
         number, skipped = point.mini_batches, point.lists
         units: list[Sequence[int]] = []
         while True:
-            own = sampler.state_dict() if hasattr(sampler, "state_dict") else None
+            own = sampler_state(sampler)
             state = None if generator is None else generator.get_state()
             self._began(EpochPoint(mini_batches=number, lists=skipped, generator=state, sampler=own))
             # what a DataLoader draws for its workers' seeds as an epoch begins: without it the shuffle would differ
@@ -688,19 +694,20 @@ class RowLoader:
                 **common, "kind": STREAM, "lists": trained * units, "passes": passes, "state": state
             }  # fmt: skip
         lists = point.lists + (trained - point.mini_batches) * units
+        generator, sampler = point.generator, point.sampler
+        if (
+            point.generator is None and point.sampler is None
+        ):  # nothing has begun: they are as they will be found
+            generator = None if self.loader.generator is None else self.loader.generator.get_state()
+            sampler = sampler_state(self.loader.batch_sampler)
         return {
             **common,
             "kind": SAMPLES,
             "lists": lists,
             "samples": len(cast(Any, self.loader.dataset)),
-            "generator": to_json(self._generator_of(point)),
-            "sampler": to_json(point.sampler),
+            "generator": to_json(generator),
+            "sampler": to_json(sampler),
         }
-
-    def _generator_of(self, point: EpochPoint) -> Tensor | None:
-        if point.generator is not None or self.loader.generator is None:
-            return point.generator
-        return self.loader.generator.get_state()
 
     def restore(self, position: Mapping[str, Any], *, warns: bool) -> None:
         """Go on behind the mini-batches that were trained when `position` was asked.

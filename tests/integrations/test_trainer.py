@@ -12,17 +12,17 @@ import torch
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.trainer_config import engine_config
 from tests.integrations import trainer_jobs as jobs
-from tests.ranks import run_kept_ranks, run_ranks
+from tests.ranks import run_kept_ranks
 
-COUNT = 36
+COUNT = 32  # whole mini-batches: Trainer also trains on what is left of an epoch
 
 
 def check_alike(found: list[Any], wanted: list[Any], *, tolerance: float = 1e-6) -> None:
     assert len(found) == len(wanted) == jobs.STEPS
-    for (loss, norm, rate), (loss_2, norm_2, rate_2) in zip(found, wanted, strict=True):
-        assert (
-            abs(loss - loss_2) <= tolerance and abs(norm - norm_2) <= 1e-4 * max(norm, 1) and rate == rate_2
-        )
+    apart = [abs(loss - other) for (loss, *_), (other, *_) in zip(found, wanted, strict=True)]
+    assert max(apart) <= tolerance, apart
+    for (_, norm, rate), (_, norm_2, rate_2) in zip(found, wanted, strict=True):
+        assert abs(norm - norm_2) <= 1e-4 * max(norm, 1) and rate == rate_2
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "lora"])
@@ -74,9 +74,13 @@ def test_evaluation_metrics_and_the_best_model_are_trainers(tmp_path: Path) -> N
     assert all(torch.allclose(saved[name], value, atol=1e-5) for name, value in wanted.items())
 
 
-def test_trainer_itself_is_told_what_to_use(tmp_path: Path) -> None:
-    (said,) = run_ranks(jobs.plain_trainer_with_a_block, 1, str(tmp_path))
-    assert said.startswith("ConfigError") and "gpp_plugin.GraphPipelineTrainer" in said
+def test_trainer_itself_is_told_what_to_use() -> None:
+    """accelerate calls `deepspeed.initialize` for Trainer, from this module."""
+    import deepspeed
+
+    space = {"__name__": "accelerate.accelerator", "initialize": deepspeed.initialize}
+    with pytest.raises(ConfigError, match="gpp_plugin.GraphPipelineTrainer in place of Trainer"):
+        exec("initialize(model=None, config={'graph_pipeline': {}})", space)
 
 
 def test_configurations_are_settled() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from gpp_plugin.errors import GppError
 from tests.models import build
 
 UNIT, STEPS, ACCUMULATION = 2, 10, 2
@@ -254,7 +253,7 @@ def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) 
     trainer = trainer_class(
         build("gpt2")[0],
         args,
-        train_dataset=data_of("gpt2", 36),
+        train_dataset=data_of("gpt2", 32),
         eval_dataset=data_of("gpt2", 13),
         data_collator=stack,
         compute_metrics=accuracy,
@@ -287,16 +286,3 @@ def evaluate_on_ranks(directory: str) -> dict[str, Any]:
 
     config = config_of(0, stages=2)
     return evaluating(GraphPipelineTrainer, directory, ranks=dist.get_world_size(), config=config)
-
-
-def plain_trainer_with_a_block(directory: str) -> str:
-    """Give the block to Trainer itself; return what it says."""
-    from transformers import Trainer
-
-    config = {**config_of(), "train_batch_size": "auto"}
-    args = arguments(directory, total=UNIT, ranks=1, use_cpu=False, deepspeed=config)
-    try:
-        Trainer(model_of("gpt2"), args, train_dataset=data_of("gpt2", 4), data_collator=stack).train()
-    except GppError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

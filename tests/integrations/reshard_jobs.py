@@ -65,7 +65,7 @@ def reshard(name: str, directory: str) -> dict[str, Any]:
         target = "back" if plan == first else plan
         engine.save_checkpoint(f"{directory}/{target}", tag="half", client_state=client)
         answer[target] = steps(engine, batches[2:])
-        answer[f"{target} rates"] = engine.get_lr()
+        answer[f"{target} rates"] = sorted(set(engine.get_lr()))
         engine.destroy()
         before = target
     return answer

@@ -65,6 +65,7 @@ def test_four_pairs_of_plans(name: str, resharded: Resharded) -> None:
         wanted, found = answers[0][first], answers[0][plan]
         assert found == pytest.approx(wanted, rel=3e-2 if is_half else 2e-5), plan
     assert answers[0]["back"] == answers[0][first], "the same plan again: the same bits"
+    assert all(answers[0][f"{plan} rates"] == answers[0]["back rates"] for plan in others)
     if name == "llava":
         frozen = [name for name in saved.weights if "vision_tower" in name]
         assert frozen and not set(frozen) & set(saved.state)

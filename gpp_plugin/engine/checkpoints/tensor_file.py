@@ -115,7 +115,8 @@ def _write_tensor(stream: BinaryIO, tensor: Tensor) -> str:
     total = checksum()
     if tensor.numel():
         flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        data = memoryview(flat.numpy())
+        array: Any = flat.numpy()
+        data = memoryview(array)
         for first in range(0, len(data), CHUNK):
             part = data[first : first + CHUNK]
             total.update(part)

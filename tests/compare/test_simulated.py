@@ -109,7 +109,7 @@ def test_wrong_options_of_a_simulation(arguments, message, capsys):
 
 
 class Args:
-    model, devices, cluster, mini_batch, emulate = "llava-7b", 64, "dgx_h100", None, False
+    model, devices, cluster, mini_batch, emulate, size = "llava-7b", 64, "dgx_h100", None, False, ()
 
 
 def test_what_to_do_next_depends_on_what_was_found():

@@ -173,7 +173,7 @@ class _Completion(argparse.Action):
         from gpp_plugin.commands.completion import completion_script
 
         try:
-            print(completion_script(full_parser(), values))
+            print(completion_script(full_parser, values))
         except ConfigError as error:
             parser.exit(1, f"gpp: {error}\n")
         parser.exit()

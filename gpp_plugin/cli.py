@@ -63,7 +63,7 @@ COMMANDS = (
     Command(
         name="compare",
         module="gpp_plugin.commands.compare_command",
-        help="train a model in one process, on stock DeepSpeed and on the graph, side by side",
+        help="one process, stock DeepSpeed, the best chain and the graph: simulated, emulated or trained",
     ),
     Command(
         name="report",

@@ -64,7 +64,7 @@ COMMANDS = (
     Command(
         name="compare",
         module="gpp_plugin.commands.compare_command",
-        help="train a model in one process, on stock DeepSpeed and on the graph, side by side",
+        help="one process, stock DeepSpeed, the best chain and the graph: simulated, emulated or trained",
     ),
     Command(
         name="report",
@@ -179,7 +179,7 @@ class _Completion(argparse.Action):
         from gpp_plugin.commands.completion import completion_script
 
         try:
-            print(completion_script(full_parser(), values))
+            print(completion_script(full_parser, values))
         except ConfigError as error:
             parser.exit(1, f"gpp: {error}\n")
         parser.exit()

@@ -72,7 +72,7 @@ class _DeepSpeedFinder:
             self._is_looking = False
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _WrappingLoader(spec.loader, self._dispatch)
+        spec.loader = _WrappingLoader(spec.loader, self._dispatch)  # type: ignore[assignment]  # it has what a loader needs
         return spec
 
 

@@ -31,7 +31,7 @@ from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
 from gpp_plugin.report.progress import step
-from gpp_plugin.report.units import format_bytes, format_table
+from gpp_plugin.report.units import fill_text, format_bytes, format_table
 
 _SIZES = ("mini_batch", "loss_unit", "planner", "stages")
 _DEFAULTS = {"mini_batch": 32, "loss_unit": 4}
@@ -226,10 +226,8 @@ def _finish(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, A
     ratios = speed_ups(rows)
     if ratios:
         print("graph: " + ", ".join(f"{ratio:.2f} x as fast as {mode}" for mode, ratio in ratios.items()))
-    for line in remarks(rows, cores=os.cpu_count() or 1):
-        print(line)
-    for line in what_next(args, ratios):
-        print(line)
+    for line in (*remarks(rows, cores=os.cpu_count() or 1), *what_next(args, ratios)):
+        print(fill_text(line))
     answer = {"rows": rows, "model": args.model, "emulated": args.emulate, "speed_up": ratios}
     if args.out is not None:
         args.out.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
@@ -250,15 +248,16 @@ def what_next(args: argparse.Namespace, ratios: dict[str, float]) -> list[str]:
             "a model with longer branches may differ"
         )
     elif args.cluster is not None:
-        size = f" --mini-batch {args.mini_batch}" if args.mini_batch is not None else ""
-        if args.model in planned_names() or Path(args.model).exists():
+        size = "".join(f" --size {text}" for text in args.size)
+        size += f" --mini-batch {args.mini_batch}" if args.mini_batch is not None else ""
+        if args.model in (*MODELS, *planned_names()) or Path(args.model).exists():
             lines.append(
                 f"next: gpp plan {args.model} --devices {args.devices} --cluster {args.cluster}{size} --out plan.json "
                 'shows and keeps the plan; "graph_pipeline": {"enabled": true, "plan": "plan.json"} trains on it'
             )
         else:
             lines.append(
-                f"next: gpp compare {args.model} --emulate runs the schedules here, without --cluster training"
+                f"next: gpp compare {args.model} --emulate runs the schedules here, in real processes"
             )
     elif args.emulate:
         lines.append(

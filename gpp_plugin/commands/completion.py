@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from gpp_plugin.errors import ConfigError
 NEEDED = "--completion: needs shtab, which is not installed: pip install 'gpp_plugin[completion]'"
 
 
-def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script of a shell for a parser whose commands all have their options.
+def completion_script(make_parser: Callable[[], argparse.ArgumentParser], shell: str) -> str:
+    """Return the script of a shell.
+
+    Args:
+        make_parser: makes the parser whose commands all have their options, which takes seconds.
 
     Raises:
         ConfigError: shtab is not installed.
@@ -21,6 +25,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         import shtab
     except ModuleNotFoundError as error:
         raise ConfigError(NEEDED) from error
+    parser = make_parser()
     _complete_files(parser, shtab.FILE)
     script: str = shtab.complete(parser, shell)
     return script

@@ -30,7 +30,7 @@ from gpp_plugin.plan.search_report import searching
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, stage_rows
 from gpp_plugin.report.printable import printable
 from gpp_plugin.report.progress import step
-from gpp_plugin.report.units import format_bytes, format_table
+from gpp_plugin.report.units import fill_text, format_bytes, format_table
 from gpp_plugin.schedule.names import is_schedule_name, schedule_names, unknown_schedule
 
 LONG_SECONDS = 5.0
@@ -232,10 +232,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             print(printable(line))
     # 64 samples in 80,000 us are 800 a second.
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
+    print()
     print(
-        f"\n{len(request.graph.blocks)} blocks planned on {request.cluster.name} in {seconds:.2f} s; costs: "
-        f"{request.profile.source}, of {request.profile.device} in {_dtype_text(request, args)}; "
-        f"{throughput:.1f} samples/s predicted"
+        fill_text(
+            f"{len(request.graph.blocks)} blocks planned on {request.cluster.name} in {seconds:.2f} s; costs: "
+            f"{request.profile.source}, of {request.profile.device} in {_dtype_text(request, args)}; "
+            f"{throughput:.1f} samples/s predicted"
+        )
     )
     if args.out is not None:
         save(plan, args.out)
@@ -281,7 +284,9 @@ def _against(
         rows = simulate_modes(request, modes, make_chain, tell=tell.note)
     rows.append(simulated_row(GRAPH, plan, request))
     lines = [format_against(rows)]
-    lines += [f"{row['mode']} cannot run this: {row['refused']}" for row in rows if "refused" in row]
+    lines += [
+        fill_text(f"{row['mode']} cannot run this: {row['refused']}") for row in rows if "refused" in row
+    ]
     if is_long:
         lines.append(f"(the best chain takes as long to plan again: --against {STOCK},{CHAIN})")
     return rows, lines

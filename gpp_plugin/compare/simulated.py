@@ -68,7 +68,7 @@ def simulated_row(mode: str, plan: PipelinePlan, request: PlanRequest) -> dict[s
         "peak_bytes": peak,
         "fits": peak <= limit,
         "limit_bytes": limit,
-        "notes": [] if mode == GRAPH else list(plan.notes),
+        "notes": list(plan.notes) if mode == STOCK else [],
     }
 
 

@@ -12,7 +12,7 @@ from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.plan.edge_transports import choose_edge_transports
 from gpp_plugin.report.picture import draw_graph
 from gpp_plugin.report.printable import with_printable
-from gpp_plugin.report.units import format_bytes, format_ms, format_table, shorten_name
+from gpp_plugin.report.units import fill_text, format_bytes, format_ms, format_table, shorten_name
 from gpp_plugin.schedule.orders.in_flight import in_flight_from_source
 
 MOST_NAMED = 6
@@ -41,7 +41,7 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     if saved:
         parts.append(saved)
     if plan.notes:
-        parts.append("\n".join(f"- {note}" for note in plan.notes))
+        parts.append("\n".join(fill_text(f"- {note}", indent="  ") for note in plan.notes))
     return "\n\n".join(parts)
 
 
@@ -49,9 +49,11 @@ def headline(plan: PipelinePlan) -> str:
     """Return two lines: model, stages, ranks, planner, predicted step; samples."""
     predicted = f", {format_ms(plan.iteration_us)} ms a step predicted" if plan.iteration_us else ""
     return (
-        f"{plan.model}: {len(plan.stages)} stages in depth {plan.depth} on {plan.num_ranks} ranks "
-        f"(planner {plan.planner}{', asynchronous' if plan.mode == 'async' else ''}){predicted}\n"
-        f"mini-batch {plan.mini_batch} samples, one loss on {plan.loss_unit}"
+        fill_text(
+            f"{plan.model}: {len(plan.stages)} stages in depth {plan.depth} on {plan.num_ranks} ranks "
+            f"(planner {plan.planner}{', asynchronous' if plan.mode == 'async' else ''}){predicted}"
+        )
+        + f"\nmini-batch {plan.mini_batch} samples, one loss on {plan.loss_unit}"
     )
 
 

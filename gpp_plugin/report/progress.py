@@ -7,9 +7,6 @@
 
 A line stands on standard error for as long as the step lasts, with its time and, where the total is known, a bar; then
 it is gone. Steps may lie within steps. Pipes, logs, notebooks and ranks but the first see nothing.
-
-Source: this project
-Tests: tests/report/test_progress.py
 """
 
 from __future__ import annotations

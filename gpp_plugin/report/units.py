@@ -80,6 +80,20 @@ def screen_columns() -> int | None:
         return None
 
 
+def fill_text(text: str, *, indent: str = "") -> str:
+    """Return a sentence in lines as wide as the screen; one line where there is none.
+
+    Args:
+        indent: in front of the second line and those behind it.
+    """
+    width = screen_columns()
+    return (
+        text
+        if width is None
+        else textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False)
+    )
+
+
 def format_table(header: list[str], rows: list[list[str]], *, left: int = 1, width: int | None = None) -> str:
     """Return rows under a header in aligned columns; the first ``left`` columns align left.
 

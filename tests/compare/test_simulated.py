@@ -10,7 +10,6 @@ from gpp_plugin.compare.compare_settings import MODES
 from gpp_plugin.compare.model_names import BUILT, check_model_name
 from gpp_plugin.compare.simulated import best_stock, simulate_modes, single_plan
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.library.paper_modules import MODULES
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import branches, make_profile, make_request
 
@@ -59,6 +58,8 @@ def test_a_mode_without_a_plan_says_why():
 
 
 def test_names_are_those_there_are(tmp_path, monkeypatch):
+    from gpp_plugin.library.paper_modules import MODULES  # with torch, which nothing else here needs
+
     assert set(BUILT) == set(MODULES)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def make(): ...\n")
@@ -109,7 +110,7 @@ def test_wrong_options_of_a_simulation(arguments, message, capsys):
 
 
 class Args:
-    model, devices, cluster, mini_batch, emulate = "llava-7b", 64, "dgx_h100", None, False
+    model, devices, cluster, mini_batch, emulate, size = "llava-7b", 64, "dgx_h100", None, False, ()
 
 
 def test_what_to_do_next_depends_on_what_was_found():

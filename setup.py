@@ -23,8 +23,11 @@ EXTRAS = {
     "report": ["pillow>=10.1", "tensorboard>=2.18"],
     "demo": ["transformers>=5.17", "scikit-learn>=1.5"],
     "completion": ["shtab>=1.7"],
+    "trainer": ["accelerate>=1.1", "transformers>=5.17"],
     "test": [
+        "accelerate>=1.1",
         "megatron-core>=0.16",
+        "peft>=0.18",
         "pytest>=8",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",

@@ -161,8 +161,9 @@ def _run(planned: dict[str, _Planned], settings: CompareSettings, tell: Tell) ->
             plan = planned[mode].plan
             contests.setdefault(plan.num_ranks, {}).setdefault("plans", {})[mode] = plan
     if STOCK in planned:
-        assert planned[STOCK].reference is not None
-        chain = stock_chain(planned[STOCK].plan, planned[STOCK].reference)
+        reference = planned[STOCK].reference
+        assert reference is not None
+        chain = stock_chain(planned[STOCK].plan, reference)
         if chain is not None:
             contests.setdefault(chain.num_stages, {}).update(chain=chain, runtimes=(_PEER,))
     seconds = sum(p.plan.iteration_us for p in planned.values()) / 1e6

@@ -97,8 +97,8 @@ def to_json(value: Any) -> Any:
         kind, shape, content = str(own.dtype).removeprefix("torch."), list(own.shape), raw.numpy().tobytes()
         return {_TAG: "tensor", "dtype": kind, "shape": shape, "base64": base64.b64encode(content).decode()}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "base64": content}
+        text = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "base64": text}
     raise ValueError(f"a {type(value).__name__} cannot be written as JSON")
 
 

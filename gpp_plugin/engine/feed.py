@@ -78,7 +78,8 @@ def sample_from_dataset(
         state = stream_state(dataset)  # it may keep its place in itself
         items = list(itertools.islice(dataset, num_samples))
         if state is not None:
-            dataset.load_state_dict(state)
+            stream: Any = dataset
+            stream.load_state_dict(state)
     else:
         items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
     if not items:

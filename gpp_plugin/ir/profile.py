@@ -223,8 +223,9 @@ class Profile:
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ProfileError(f"block {twice[0]!r} has two costs; profile again")
-        for entry in (*self.shared, *self.tied):
-            if not entry.blocks:
+        named = [*(entry.blocks for entry in self.shared), *(entry.blocks for entry in self.tied)]
+        for blocks_of_one in named:
+            if not blocks_of_one:
                 raise ProfileError("shared bytes are of no block; profile again")
         missing = set(() if blocks is None else blocks) - set(names)
         if missing:

@@ -240,10 +240,10 @@ def _check_tensors(plan: PipelinePlan) -> None:
     for number, edge in enumerate(plan.edges):
         for is_batch, names in ((True, edge.batch_tensors), (False, edge.whole_tensors)):
             for name in names:
-                spec = specs.get(name)
-                if spec is not None and (spec.layout.kind is LayoutKind.BATCH) is not is_batch:
+                known = specs.get(name)
+                if known is not None and (known.layout.kind is LayoutKind.BATCH) is not is_batch:
                     raise PlanError(
-                        f"edge {plan.edge_name(number)} lists {name!r}, whose layout is {spec.layout.kind.value}, as a "
+                        f"edge {plan.edge_name(number)} lists {name!r}, whose layout is {known.layout.kind.value}, as a "
                         f"{'batch' if is_batch else 'whole'} tensor; plan again"
                     )
         for index, axis in ((edge.src, edge.src_shard_axis), (edge.dst, edge.dst_shard_axis)):

@@ -41,4 +41,4 @@ def with_printable(value: T) -> T:
         new = {name: with_printable(item) for name, item in fields.items()}
         changed = {name: item for name, item in new.items() if item is not fields[name]}
         made = dataclasses.replace(value, **changed) if changed else value
-    return made  # type: ignore[no-any-return]
+    return made

@@ -30,7 +30,7 @@ from gpp_plugin.plan.cluster_files import CLUSTER_DIR, read_cluster
 from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.plan_form import check_events, read_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings, check_memory, load_plan
+from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings, check_memory, load_rehearsable
 from gpp_plugin.report.chrome_trace import chrome_trace
 from gpp_plugin.report.summary import summarize_timeline
 from tests.soak.mutations import mutate
@@ -96,7 +96,7 @@ def _use_plan(path: Path) -> None:
 
 
 def _use_rehearsal(path: Path) -> None:
-    made = load_plan(path)
+    made = load_rehearsable(path)
     check_memory(made, RehearsalSettings(), FREE_BYTES)
     validate(made)
 

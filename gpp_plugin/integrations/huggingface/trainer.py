@@ -74,6 +74,9 @@ class GraphPipelineTrainer(Trainer):
         ConfigError: an argument asks for what a pipeline cannot do.
     """
 
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -156,7 +159,7 @@ class GraphPipelineTrainer(Trainer):
             loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate, **options)
             return as_one_process(loader, data_seed=args.data_seed)
         options["persistent_workers"] = args.dataloader_persistent_workers
-        sampler = sampler_fn(dataset) if sampler_fn is not None else None
+        sampler: Any = sampler_fn(dataset) if sampler_fn is not None else None
         if is_training:
             if len(dataset) < self._mini_batch:
                 raise ConfigError(

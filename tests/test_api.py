@@ -124,7 +124,7 @@ def test_a_module_is_planned_with_a_batch() -> None:
             ConfigError,
             "mini_batch 0, loss_unit None: give at least 1 sample",
         ),
-        ({"model": "mmt", "schedule": "1f2b"}, PlanError, "no schedule '1f2b'; give one of auto, 1f1b"),
+        ({"model": "mmt", "schedule": "1f2b"}, PlanError, "no schedule '1f2b'; did you mean '2f2b'"),
         ({"model": "mmt", "planner": "autos", "num_devices": 1}, PlanError, "did you mean 'auto'"),
         ({"model": "mmt", "cluster": "sumit"}, ConfigError, "did you mean 'summit'"),
     ],

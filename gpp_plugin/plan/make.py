@@ -254,10 +254,10 @@ def _edge_of(graph: BlockGraph, names: tuple[str, ...]) -> StageEdge:
         batch_tensors=tuple(spec.name for spec in batch),
         whole_tensors=tuple(spec.name for spec in whole),
         gradient_tensors=tuple(spec.name for spec in specs if spec.requires_grad),
-        bytes_per_sample=sum(s.bytes_for(s.num_samples) / s.num_samples for s in batch),
+        bytes_per_sample=sum((s.bytes_for(s.num_samples) / s.num_samples for s in batch), 0.0),
         bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole)),
         gradient_bytes_per_sample=sum(
-            s.bytes_for(s.num_samples) / s.num_samples for s in batch if s.requires_grad
+            (s.bytes_for(s.num_samples) / s.num_samples for s in batch if s.requires_grad), 0.0
         ),
         gradient_bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole if s.requires_grad)),
     )

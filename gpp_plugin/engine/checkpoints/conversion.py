@@ -122,6 +122,8 @@ def write_checkpoint(state: WholeState, directory: Path, tag: str) -> Path:
     Raises:
         CheckpointError: something in it cannot be kept.
     """
+    # One stage, one rank: the format says where each tensor lies and which slice it is, so that a plan of any shape
+    # reads it as it reads one of its own.
     places.check_tag(tag)
     model, optimizer = FileContents(), FileContents()
     for what, tensors in ((WEIGHT, state.weights), (BUFFER, state.buffers)):

@@ -156,6 +156,9 @@ def optimizer_pieces(
     Raises:
         CheckpointError: a flat master has state that is not of its shape: nothing says which parameter it is of.
     """
+    # Of each parameter this rank has a slice of the flattened tensor (all of it under ZeRO 0). State of the master's
+    # shape is cut as the master is; numbers (step counts) go as they are; anything else is kept whole where the
+    # parameter is whole, and refused where only a slice of a flat buffer is known.
     pieces: list[OptimizerPiece] = []
     numbers: dict[str, dict[str, Any]] = {}
     for name, fragment in fragments.items():

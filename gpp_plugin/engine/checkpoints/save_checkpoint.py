@@ -135,6 +135,9 @@ def save_checkpoint(
         CheckpointError: a state cannot be kept, a rank could not write, or the ranks disagree about the tag; the
             checkpoints that were there stay as they were.
     """
+    # Three agreements, each of which ends on all ranks where one rank failed: the temporary directory is there; every
+    # file is written whole and synced; rank 0 has written the manifest and renamed. Before the rename nobody reads it,
+    # behind it the checkpoint is whole, so that a kill at any instant leaves the old or the new one.
     engine = stages[0]
     shared = {"client_state": dict(client_state or {}), "data": data}
     prepared = _prepare(stages, Path(directory), tag, shared, rank_state, options or SaveOptions())

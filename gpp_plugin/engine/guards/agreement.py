@@ -21,6 +21,7 @@ import hashlib
 import json
 import logging
 import platform
+import re
 import time
 import zlib
 from collections.abc import Mapping, Sequence, Sized
@@ -135,7 +136,9 @@ def _by_rank_of_kind(key: str) -> tuple[bool, str]:
 
 def fingerprint_of(value: Any) -> str:
     """Return a checksum of a value of `ir`, whose text says all there is to it."""
-    return f"{zlib.crc32(repr(value).encode()):08x}"
+    # what was read from JSON has 0.0 where a sum of nothing has 0
+    text = re.sub(r"(?<=[=( ])(-?\d+)\.0(?=[,)])", r"\1", repr(value))
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 # ---- facts -------------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ RUNS = 16
 MOST_NAMED = 3
 """Keys that an error names; of more it says how many."""
 
+WEIGHT = "weight "
+"""How facts about weights begin; a rank need not have all of them."""
 PACKAGES = ("gpp_plugin", "torch", "deepspeed", "transformers")
 
 RANKS_OWN = (
@@ -82,7 +84,9 @@ def agree(facts: Mapping[str, str], *, what: str, group: dist.ProcessGroup | Non
     digest = hashlib.sha256(json.dumps(sorted(facts.items())).encode()).hexdigest()
     if len(set(exchange(lambda: digest, what=what, group=group))) == 1:
         return
-    _refuse(describe_differences(exchange(lambda: dict(facts), what=what, group=group)))
+    differences = describe_differences(exchange(lambda: dict(facts), what=what, group=group))
+    if differences:  # none where a rank has fewer weights than others
+        _refuse(differences)
 
 
 def _refuse(differences: str) -> NoReturn:
@@ -96,7 +100,7 @@ def describe_differences(told: Sequence[Mapping[str, str]], *, is_partial: bool 
 
     Args:
         told: the facts of each rank.
-        is_partial: a rank need not have what others have.
+        is_partial: a rank need not have what others have; of weights it never need.
 
     >>> describe_differences([{"a": "1"}, {"a": "2"}, {"a": "1"}])
     'the ranks were not given the same job: a is 1 on ranks 0, 2 and 2 on rank 1; give every rank the same'
@@ -106,7 +110,7 @@ def describe_differences(told: Sequence[Mapping[str, str]], *, is_partial: bool 
     for key in keys:
         ranks: dict[str, list[int]] = {}
         for rank, facts in enumerate(told):
-            if key in facts or not is_partial:
+            if key in facts or not (is_partial or key.startswith(WEIGHT)):
                 ranks.setdefault(facts.get(key, "not given"), []).append(rank)
         if len(ranks) > 1:
             values = [
@@ -119,7 +123,7 @@ def describe_differences(told: Sequence[Mapping[str, str]], *, is_partial: bool 
     more = f"; and {len(lines) - MOST_NAMED} more keys" if len(lines) > MOST_NAMED else ""
     return (
         f"the ranks were not given the same job: {'; '.join(lines[:MOST_NAMED])}{more}; give every rank the same"
-        + (_ADVICE_WEIGHTS if any(line.startswith("weight ") for line in lines) else "")
+        + (_ADVICE_WEIGHTS if any(line.startswith(WEIGHT) for line in lines) else "")
     )
 
 
@@ -131,7 +135,7 @@ _ADVICE_WEIGHTS = (
 
 def _by_rank_of_kind(key: str) -> tuple[bool, str]:
     """Sort tensors behind what explains them."""
-    return key.startswith("weight "), key
+    return key.startswith(WEIGHT), key
 
 
 def fingerprint_of(value: Any) -> str:
@@ -183,8 +187,10 @@ def model_facts(model: nn.Module) -> dict[str, str]:
     facts = {"model": type(model).__qualname__, "torch.initial_seed()": str(torch.initial_seed())}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
+        if tensor.is_meta:  # never had, or let go of by an engine made before, which kept its own stages'
+            continue
         frozen = "" if not isinstance(tensor, nn.Parameter) or tensor.requires_grad else " frozen"
-        facts[f"weight {name}"] = describe_tensor(tensor) + frozen
+        facts[f"{WEIGHT}{name}"] = describe_tensor(tensor) + frozen
     return facts
 
 
@@ -289,7 +295,7 @@ def agree_on_state(stages: Sequence[StageEngine], *, tag: str, group: dist.Proce
         facts |= {"global_steps": str(stage.global_steps), "loss_scale": str(stage.loss_scale)}
         where = f" of tensor position {stage.tensor_position}" if stage.stage.tensor > 1 else ""
         for name, parameter in stage.module.named_parameters():
-            facts[f"weight {name}{where}"] = describe_tensor(parameter)
+            facts[f"{WEIGHT}{name}{where}"] = describe_tensor(parameter)
     told = exchange(lambda: facts, what="a look at what each rank loaded", group=group)
     if differences := describe_differences(told, is_partial=True):
         _refuse(differences)

@@ -70,7 +70,9 @@ def _check_entry(path: str, value: Any, usual: Any, source: object) -> None:
                 raise ConfigError(f"{source}: {path}: {show(number)} is no number; give one, like {usual}")
             continue
         known = is_size or is_module or _NEVER_ZERO.search(key) is not None
-        least = 1 if _NEVER_ZERO.search(key) else 0
+        # -2 layers is none, but the layer from the end whose features are taken (`vision_feature_layer`) may be
+        counts = is_size or not (isinstance(value, list) or _NO_SIZE.search(key))
+        least = 1 if _NEVER_ZERO.search(key) else 0 if counts else -LARGEST_SIZE
         most = MOST_LAYERS if is_module else LARGEST_SIZE
         if known and not least <= number <= most:
             like = f", like {usual}" if is_size else ""

@@ -161,7 +161,9 @@ def test_an_encoding_without_boxes_gets_them_in_ascii(plan_file):
 def test_what_is_not_installed_is_one_line_with_the_pip_command(arguments, missing, extra):
     # in a process of its own: in this one it is imported, and so is what uses it; None is a ModuleNotFoundError
     code = f"import sys; sys.modules[{missing!r}] = None; from gpp_plugin.cli import main; sys.exit(main({arguments!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1
     error = done.stderr
     name = " ".join(arguments[: 1 + (arguments[0] == "bench")])

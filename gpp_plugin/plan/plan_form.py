@@ -242,9 +242,10 @@ def _check_tensors(plan: PipelinePlan) -> None:
             for name in names:
                 known = specs.get(name)
                 if known is not None and (known.layout.kind is LayoutKind.BATCH) is not is_batch:
+                    kind = "batch" if is_batch else "whole"
                     raise PlanError(
-                        f"edge {plan.edge_name(number)} lists {name!r}, whose layout is {known.layout.kind.value}, as a "
-                        f"{'batch' if is_batch else 'whole'} tensor; plan again"
+                        f"edge {plan.edge_name(number)} lists {name!r}, whose layout is {known.layout.kind.value}, "
+                        f"as a {kind} tensor; plan again"
                     )
         for index, axis in ((edge.src, edge.src_shard_axis), (edge.dst, edge.dst_shard_axis)):
             own = [specs[name] for name in (*edge.batch_tensors, *edge.whole_tensors) if name in specs]

@@ -197,7 +197,7 @@ def stock_chain(plan: PipelinePlan, reference: Reference) -> Chain | None:
 def _row(
     mode: str, planned: _Planned | str, times_ms: list[float], settings: CompareSettings
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"mode": mode, "ranks": settings.num_ranks}
+    row: dict[str, Any] = {"mode": mode, "how": "emulated", "ranks": settings.num_ranks}
     if isinstance(planned, str):
         return {**row, "refused": planned}
     plan = planned.plan
@@ -212,7 +212,6 @@ def _row(
     ]
     return {
         **row,
-        "how": "emulated",
         "stages": len(plan.stages),
         "depth": len(plan.stages) if mode in (STOCK, CHAIN) else plan.depth,
         "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],

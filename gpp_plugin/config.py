@@ -350,7 +350,7 @@ def _check_lengths(lengths: LengthsConfig) -> None:
 
 
 def _check_sharing(config: GraphPipelineConfig) -> None:
-    """Refuse to search for ranks of several stages where they cannot be judged."""
+    """Refuse ranks of several stages where they cannot run."""
     for key, value, default in (
         ("virtual_stages", config.virtual_stages, 1),
         ("colocate", config.colocate, "off"),
@@ -362,6 +362,11 @@ def _check_sharing(config: GraphPipelineConfig) -> None:
                 f"{BLOCK}.{key}: {show(value)} puts several stages on a rank by the times of mini-batches that end, "
                 f'and mode {show(config.mode)} has none; set {key} to {show(default)}, mode to "sync", or say in '
                 "plan.stages which ranks each stage has"
+            )
+        if config.p2p != "native":
+            raise ConfigError(
+                f"{BLOCK}.{key}: {show(value)} lets a rank hold several stages, which p2p {show(config.p2p)} cannot "
+                f'run; set {key} to {show(default)}, or p2p to "native"'
             )
 
 

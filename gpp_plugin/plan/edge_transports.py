@@ -75,8 +75,6 @@ def _why_native(plan: PipelinePlan, index: int, edge: StageEdge, specs: Mapping[
     if spec.dtype not in FLOATING:
         return f"{spec.name} is {spec.dtype}"
     source, target = plan.stages[edge.src], plan.stages[edge.dst]
-    if source.ranks == target.ranks and source.micro_batch_size == target.micro_batch_size:
-        return "handed over on its ranks"
     for stage in (source, target):
         if stage.tensor > 1:
             return f"stage {stage.name} is tensor-parallel"
@@ -91,7 +89,16 @@ def _why_native(plan: PipelinePlan, index: int, edge: StageEdge, specs: Mapping[
 
 
 def note_edge_transports(plan: PipelinePlan, p2p: str) -> PipelinePlan:
-    """Return the plan with a note on what carries its edges, where that is not our own transport for all."""
+    """Return the plan with a note on what carries its edges, where that is not our own transport for all.
+
+    Raises:
+        PlanError: ranks hold several stages, and megatron-core's communicator, which knows one a rank, is asked for.
+    """
+    if p2p == MEGATRON and plan.shares_ranks:
+        raise PlanError(
+            f'p2p "{MEGATRON}": the plan puts several stages on a rank, and P2PCommunicator knows one; use p2p '
+            f'"{NATIVE}", or set virtual_stages to 1 and colocate to "off"'
+        )
     notes = tuple(note for note in plan.notes if not note.startswith(_NOTE))  # of a plan that was saved
     if p2p == MEGATRON and plan.edges:
         notes = (*notes, _NOTE + describe_edge_transports(plan, choose_edge_transports(plan, p2p)))

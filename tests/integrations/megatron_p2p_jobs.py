@@ -26,24 +26,6 @@ ODD = {
         {"modules": ["*"], "ranks": [3]},
     ]
 }
-INTERLEAVED = {
-    "stages": [
-        {"modules": [name], "ranks": ranks}
-        for name, ranks in (("stem", [0]), ("up", [1]), ("down", [0]), ("*", [1]))
-    ]
-}
-TOWER = {
-    "stages": [
-        {"modules": ["stem"], "ranks": [0, 1]},
-        {"modules": ["up", "down"], "ranks": [1, 0]},
-        {"modules": ["*"], "ranks": [1]},
-    ]
-}
-SHARED: dict[str, tuple[str, dict[str, Any]]] = {
-    "interleaved": ("diamond", {"plan": INTERLEAVED}),
-    "data-parallel on each other's ranks": ("diamond", {"plan": TOWER}),
-    "asynchronous": ("diamond", {"plan": INTERLEAVED, "mode": "async", "micro_batch_sizes": 2}),
-}
 BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "diamond": ("diamond", {"plan": DIAMOND, "slicing": "off"}),
     "sizes": ("diamond", {"plan": DIAMOND, "slicing": 1, "micro_batch_sizes": {"up": 4}}),
@@ -56,7 +38,7 @@ def train_both_ways(names: list[str]) -> dict[str, dict[str, Any]]:
     """Losses of two steps and of an evaluation with each transport, and what the plan says of the edges."""
     answers = {}
     for name in names:
-        model_name, block = (BLOCKS | SHARED)[name]
+        model_name, block = BLOCKS[name]
         answer: dict[str, Any] = {}
         for p2p in ("native", "megatron"):
             model, make_batch = build_odd(model_name) or build(model_name)

@@ -44,21 +44,6 @@ def test_losses_are_those_of_the_native_transport_to_the_bit() -> None:
 
 
 @needs_megatron
-def test_ranks_of_several_stages() -> None:
-    answers = run_ranks(jobs.train_both_ways, 2, list(jobs.SHARED))
-    for name in jobs.SHARED:
-        for answer in (by_name[name] for by_name in answers):
-            assert answer["megatron"] == answer["native"], name
-            assert answer["megatron transport"] == "MegatronTransport"
-            assert answer["pairs"] == [(0, 1)]
-    # stem > down, 0 > 0, and up > loss, 1 > 1
-    assert answers[0]["interleaved"]["megatron notes"] == [
-        "p2p megatron: 3 of 5 edges over P2PCommunicator; native: stem -> down (handed over on its ranks), "
-        "up -> loss (handed over on its ranks)"
-    ]
-
-
-@needs_megatron
 def test_a_wait_in_vain_ends_as_a_native_one() -> None:
     assert run_kept_ranks(jobs.wait_in_vain, 2, timeout_s=60)[1] == (
         "receive of activation from rank 0 on rank 1, edge stage0 -> loss, micro-batch 3, samples 4..5: nothing came "

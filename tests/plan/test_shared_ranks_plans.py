@@ -288,6 +288,8 @@ def test_unlike_tensor_grids_are_not(placed, tensor):
 def test_mode_async_may_share_ranks():
     plan, request = plan_of((0,), (0, 1))
     validate_plan(dataclasses.replace(plan, mode="async"), request.graph)
+    with pytest.raises(PlanError, match='p2p "megatron": the plan puts several stages on a rank'):
+        note_edge_transports(plan, "megatron")
 
 
 @pytest.mark.parametrize(
@@ -327,9 +329,10 @@ def test_impossible_requests(changes, message):
         ({"colocat": "auto"}, "did you mean 'colocate'?"),
         (
             {"virtual_stages": 2, "mode": "async"},
-            "virtual_stages: 2 puts several stages on a rank by the times of mini-batches that end, and mode "
-            '"async" has none; set virtual_stages to 1, mode to "sync", or say in plan.stages which ranks each stage',
+            'virtual_stages: 2 lets a rank hold several stages, which mode "async" cannot run; set virtual_stages to 1, '
+            'or mode to "sync"',
         ),
+        ({"colocate": "auto", "p2p": "megatron"}, 'which p2p "megatron" cannot run; set colocate to "off"'),
     ],
 )
 def test_wrong_keys(block, message):

@@ -6,8 +6,7 @@ one transfer and returns its handle, which is waited for where the program says,
 errors as a native message's. In a group of two the communicator sends from the lower rank to the higher one in that
 group and the other way in the default group, so that the two directions have a group each.
 
-What passes between two stages of one rank is handed over, and comes to no transport. Between which ranks communicators
-are, `plan.edge_transports` decides for the plan of training. Between them every message goes
+Between which ranks these are, `plan.edge_transports` decides for the plan of training. Between them every message goes
 over the communicator that is one floating-point tensor; whatever its edge, in evaluation too: both ends see that alike.
 Messages without tags keep their order, which is the program's.
 
@@ -20,7 +19,6 @@ from __future__ import annotations
 import datetime
 import importlib
 import importlib.util
-import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -177,20 +175,19 @@ def over_megatron(
         cpu.install()
     if not is_cuda:
         widen_open_sockets()  # one direction goes over the default group
-    # An edge's two directions are one pair of ranks, one group; a channel has one direction. Where ranks hold several
-    # stages, several edges may have a pair: their messages are in one order on each of its channels.
-    used = {_pair(*channel) for channel in channels}
-    carried: dict[Pair, int] = {}
-    for edge in sorted(edges):
-        ends = (plan.stages[stage].ranks for stage in (plan.edges[edge].src, plan.edges[edge].dst))
-        for pair in itertools.starmap(_pair, zip(*ends, strict=True)):
-            if pair in used:
-                carried.setdefault(pair, edge)
+    # An edge's two directions are one pair of ranks, one group; a channel has one direction.
+    ends = {(plan.edges[edge].src, plan.edges[edge].dst): edge for edge in sorted(edges)}
+    carried = set()
+    for channel in channels:
+        source, target = (plan.stage_of_rank(rank) for rank in channel)
+        edge = ends.get((source, target), ends.get((target, source)))
+        if edge is not None:
+            carried.add((_pair(*channel), edge))
     return MegatronTransport(
         native=native,
         groups=_make_groups(
             plan,
-            sorted(carried.items()),
+            sorted(carried),
             device=device,
             timeout_s=collective_timeout_s(plan, timeout_s) if is_cuda else timeout_s,
         ),

@@ -15,6 +15,7 @@ from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, from_plain, to_plain
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.plan_schedules import schedule_plan
@@ -329,8 +330,7 @@ def test_impossible_requests(changes, message):
         ({"colocat": "auto"}, "did you mean 'colocate'?"),
         (
             {"virtual_stages": 2, "mode": "async"},
-            'virtual_stages: 2 lets a rank hold several stages, which mode "async" cannot run; set virtual_stages to 1, '
-            'or mode to "sync"',
+            'and mode "async" has none; set virtual_stages to 1, mode to "sync", or say in plan.stages which ranks',
         ),
         ({"colocate": "auto", "p2p": "megatron"}, 'which p2p "megatron" cannot run; set colocate to "off"'),
     ],

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event, EventKind
-from gpp_plugin.report.units import format_bytes, format_ms, format_table, shorten_name
+from gpp_plugin.report.units import IN_LOGS, format_bytes, format_ms, format_table, shorten_name
 
 PHASE_OF = {
     EventKind.FORWARD: "forward",
@@ -105,7 +105,7 @@ def format_phases(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:
                 format_ms(total),
             ]
         )
-    return format_table(["rank", "stage", *PHASES, "total ms"], rows, left=2) + left_out
+    return format_table(["rank", "stage", *PHASES, "total ms"], rows, left=2, width=IN_LOGS) + left_out
 
 
 def _computed_us(times: PhaseTimes) -> float:
@@ -135,4 +135,4 @@ def format_messages(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:
             ]
         )
     header = ["messages", "what", "a step", "bytes a step", "each", "ms a step", "ms each"]
-    return format_table(header, rows, left=2)
+    return format_table(header, rows, left=2, width=IN_LOGS)

@@ -8,6 +8,8 @@ import textwrap
 
 from gpp_plugin.report.printable import printable
 
+IN_LOGS = 100_000
+"""Columns of a table that goes into a log, which nobody cuts."""
 LABEL_WIDTH = 40
 """Columns of a stage's name in pictures; tables and errors have the whole one."""
 LEAST_TEXT = 16

@@ -86,12 +86,3 @@ def test_a_plan_notes_which_edges_are_native_once() -> None:
     assert noted.notes == ("first", f"p2p megatron: {line}")
     assert note_edge_transports(noted, "megatron").notes == noted.notes
     assert note_edge_transports(noted, "native").notes == ("first",)
-
-
-def test_what_stays_on_its_ranks_is_handed_over() -> None:
-    plan = pair()
-    stages = tuple(dataclasses.replace(stage, ranks=(0,)) for stage in plan.stages)
-    plan = dataclasses.replace(plan, stages=stages)
-    (note,) = note_edge_transports(plan, "megatron").notes
-    assert note.startswith("p2p megatron: 0 of 1 edges over P2PCommunicator; native: ")
-    assert note.endswith("(handed over on its ranks)")

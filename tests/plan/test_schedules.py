@@ -89,7 +89,7 @@ def test_what_does_not_fit_memory_is_refused_and_auto_stays_within():
 
 def test_an_unknown_name_is_refused():
     plan, request = planned(chain(8))
-    with pytest.raises(PlanError, match="no schedule '2f3b'; give one of auto"):
+    with pytest.raises(PlanError, match="no schedule '2f3b'; did you mean '2f2b'"):
         schedule_plan(plan, request, schedule="2f3b")
 
 

@@ -14,6 +14,7 @@ ONE_PROCESS = frozenset({"capture", "library", "nccl", "plan", "profile", "repor
 """Folders whose tests start no other process."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # 80 in workers; tables are as wide as they are, but where a test says else
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process started compiles this package anew
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the directory of the process that starts them
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="gpp-tests-")  # profiles are of this run

@@ -33,7 +33,7 @@ def test_the_cluster_says_what_is_trained_in(capsys):
         (["--cluster", "laptop_cpu", "--dtype", "bf16"], "has a speed in fp32 and none in bf16"),
         (["--length", "256"], "--length: is for HuggingFace models; mmt has sizes: --size NAME=VALUE"),
         (["--loss-unit", "0"], "--loss-unit 0: give at least 1 sample"),
-        (["--devices", "0"], "0 devices are asked for; at least 1 is needed"),
+        (["--devices", "0"], "0 devices are asked for; give at least 1"),
     ],
 )
 def test_what_is_refused(arguments, message, capsys):

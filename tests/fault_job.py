@@ -111,8 +111,6 @@ def make_odd(name: str, model: Any) -> None:
             next(model.parameters()).mul_(1.01)
     elif name == "frozen":
         next(model.parameters()).requires_grad_(False)
-    elif name == "torch_seed":
-        torch.manual_seed(99)
     elif name == "version":
         real = agreement.software_facts
         agreement.software_facts = lambda: {**real(), "deepspeed": "0.0.1"}

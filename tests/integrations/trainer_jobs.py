@@ -211,6 +211,7 @@ def resume(directory: str, streams: bool) -> dict[str, Any]:
             trainer.train(resume_from_checkpoint=True)
         answers[name] = logged(trainer)
         answers[f"{name} seen"] = list(rows.seen)
+        dist.barrier()  # rank 0 removes the older ones
         answers[f"{name} kept"] = sorted(os.listdir(directory))
         trainer.engine.destroy()
     return answers

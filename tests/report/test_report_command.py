@@ -50,7 +50,6 @@ def test_a_plan_of_timelines_only_is_on_the_page_and_not_in_the_text(files, tmp_
     [
         (["--trace", "t.json"], "--trace: writes one timeline and 2 are given; give one"),
         (["--html", "plan.json/out.html"], "cannot be written"),
-        (["--width", "0"], "--width: 0 is not valid; give at least 1"),
     ],
 )
 def test_errors_are_one_line(files, tmp_path, monkeypatch, capsys, options, said):

@@ -50,7 +50,7 @@ ON_RANK_ZERO = ("doing:plan",)
 
 DISAGREEMENTS = (
     "lr", "weight_decay", "optimizer", "scheduler", "clip", "precision", "zero", "batch", "mode", "granularity",
-    "seed", "stages", "schedule", "slicing", "loss_mean", "bad_block", "weights", "frozen", "torch_seed", "version",
+    "seed", "stages", "schedule", "slicing", "loss_mean", "bad_block", "weights", "frozen", "version",
 )  # fmt: skip
 
 

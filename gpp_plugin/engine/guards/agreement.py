@@ -183,8 +183,11 @@ def software_facts() -> dict[str, str]:
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """Return what tells a model and its weights from others: its class, torch's seed, a checksum of each tensor."""
-    facts = {"model": type(model).__qualname__, "torch.initial_seed()": str(torch.initial_seed())}
+    """Return what tells a model and its weights from others: its class, a checksum of each tensor.
+
+    Not torch's seed: what it made is in the weights, and seeding ranks apart for dropout is common.
+    """
+    facts = {"model": type(model).__qualname__}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
         if tensor.is_meta:  # never had, or let go of by an engine made before, which kept its own stages'

@@ -15,7 +15,6 @@ reading a configuration stays quick, and a broken package troubles nobody who do
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from gpp_plugin.errors import ExtensionError
+from gpp_plugin.errors import ExtensionError, nearest
 
 if TYPE_CHECKING:  # `config` imports this file, and loads without what a plan is made of
     from gpp_plugin.doors import Planner, Schedule, TransportFactory
@@ -62,8 +61,7 @@ class Door:
 
     def suggestion(self, name: str) -> str:
         """Return ``; did you mean ...?`` with the name most like ``name``, or nothing where none is."""
-        close = difflib.get_close_matches(name, self.names(), n=1)
-        return f"; did you mean {close[0]!r}?" if close else ""
+        return nearest(name, self.names())
 
     def check(self, name: str) -> None:
         """Refuse a known name that cannot be used. What packages add is imported for it, the plugin's own is not.

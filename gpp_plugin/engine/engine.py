@@ -23,7 +23,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ from gpp_plugin.engine.feed import (
     inputs_read,
     ranks_that_read,
 )
-from gpp_plugin.engine.guards.agreement import agree_on_state
 from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
@@ -446,26 +444,6 @@ class GraphPipelineEngine(PipelineSurface):
         first micro-batches see less.
         """
         return self._steps.staleness
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """Read a checkpoint as `PipelineSurface.load_checkpoint`, and refuse ranks that have read different ones.
-
-        Raises:
-            CheckpointError: it is missing, torn, or of another plan.
-            ConfigError: the ranks' files are not of one checkpoint.
-        """
-        loaded, client_state = super().load_checkpoint(
-            load_dir, tag, load_optimizer_states, load_lr_scheduler_states, load_module_only
-        )
-        agree_on_state(self.rank_engine.stages, tag=Path(loaded).name, group=self._setting.group)
-        return loaded, client_state
 
     # ---- evaluation ----------------------------------------------------------------------------
 

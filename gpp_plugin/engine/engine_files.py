@@ -15,6 +15,7 @@ from gpp_plugin.config import CheckpointConfig
 from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
 from gpp_plugin.engine.feed import TrainingData
+from gpp_plugin.engine.guards.agreement import agree_on_state
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.training_steps import StepStrategy
@@ -110,6 +111,7 @@ class PipelineFiles:
 
         Raises:
             CheckpointError: it is missing, broken, or of another model.
+            ConfigError: the ranks' files are not of one checkpoint.
         """
         self._steps.drain()
         self.wait()
@@ -123,6 +125,7 @@ class PipelineFiles:
         )
         if not weights_only:
             self._data.restore(loaded.data)
+        agree_on_state(self._stages.stages, tag=loaded.directory.name, group=self._setting.group)
         return str(loaded.directory), loaded.client_state
 
     @shown_as("export the model")

@@ -317,6 +317,7 @@ class PipelineSurface:
 
         Raises:
             CheckpointError: it is missing, broken, or of another model or optimizer.
+            ConfigError: the ranks' files are not of one checkpoint.
         """
         return self._files.load(
             load_dir,

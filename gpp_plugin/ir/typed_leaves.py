@@ -105,8 +105,8 @@ def _is_small(value: Any, depth: int = 4) -> bool:
     return True
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return ``; did you mean 'ranks'?``, or which names there are."""
+def nearest_key(name: object, known: Sequence[str]) -> str:
+    """Return ``did you mean 'ranks'?``, or which names there are."""
     close = difflib.get_close_matches(str(name)[:100], known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(known)}"
 
@@ -280,7 +280,7 @@ def _refuse_keys(
     missing = sorted(required - plain.keys())
     parts = []
     if unknown:
-        parts.append(f"unknown keys {show(unknown)}: {nearest(unknown[0], list(known))}")
+        parts.append(f"unknown keys {show(unknown)}: {nearest_key(unknown[0], list(known))}")
     if missing:
         parts.append(f"missing keys {show(missing)}")
     raise WrongLeaf(f"of a {kind.__name__}: {'; '.join(parts)} (is the file of this release?)")

@@ -8,14 +8,13 @@ from operator counts and the speed of the cluster's first device. Training measu
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, nearest
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import Profile
@@ -73,8 +72,7 @@ def config_path(name: str | Path) -> Path:
         return Path(name)
     names = [*config_names(), *MODELS]
     if str(name) not in names:
-        close = difflib.get_close_matches(str(name), names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = nearest(str(name), names)
         raise ConfigError(
             f"model {str(name)!r}: no such file, configuration or library model{hint} (known: {', '.join(names)})"
         )

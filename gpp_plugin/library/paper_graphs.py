@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 
-from gpp_plugin.errors import PlanError
+from gpp_plugin.errors import PlanError, nearest
 from gpp_plugin.library.amoebanet import amoebanet
 from gpp_plugin.library.analytic_models import (
     AnalyticModel,
@@ -221,9 +220,9 @@ def build_model(name: str, **sizes: int | str) -> AnalyticModel:
     # signature is all that they are checked against.
     key = name.replace("-", "_")
     if key not in MODELS:
-        close = difflib.get_close_matches(key, MODELS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise PlanError(f"no model {name!r} in the library{hint} (models: {', '.join(MODELS)})")
+        raise PlanError(
+            f"no model {name!r} in the library{nearest(key, MODELS)} (models: {', '.join(MODELS)})"
+        )
     known = inspect.signature(MODELS[key]).parameters
     for size, value in sizes.items():
         if size not in known:

@@ -16,16 +16,15 @@ each rank, or of each of the ``adapters`` of a group of the level inside, which 
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, nearest
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.serialize import read_json
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
-from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.ir.typed_leaves import nearest_key, show
 
 CLUSTER_DIR = Path(__file__).resolve().parents[1] / "clusters"
 """Package data; `configs/clusters` is a link to it."""
@@ -67,8 +66,7 @@ def read_cluster(
     if not os.path.isfile(path) and path.suffix == "":
         path = CLUSTER_DIR / f"{source}.json"
     if not os.path.isfile(path):
-        close = difflib.get_close_matches(Path(source).stem[:100], cluster_names(), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = nearest(Path(source).stem[:100], cluster_names())
         raise ConfigError(
             f"cluster {str(source)[:_LONGEST_NAME]!r}: no such file{hint} (known: {', '.join(cluster_names())})"
         )
@@ -250,9 +248,7 @@ def _check_keys(plain: Any, known: set[str], needed: set[str], where: str) -> No
     if not isinstance(plain, dict):
         raise ConfigError(f"{where}: expected an object, found {type(plain).__name__}")
     for key in sorted(set(plain) - known, key=str):
-        close = difflib.get_close_matches(str(key)[:100], known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; the keys are {', '.join(sorted(known))}"
-        raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+        raise ConfigError(f"{where}: unknown key {key!r}; {nearest_key(key, sorted(known))}")
     missing = sorted(needed - set(plain))
     if missing:
         raise ConfigError(f"{where}: {missing[0]} is missing; add it")

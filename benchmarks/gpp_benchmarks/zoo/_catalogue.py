@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from torch import nn
 
 from gpp_benchmarks.zoo import (
@@ -19,7 +17,7 @@ from gpp_benchmarks.zoo import (
     _vision_language,
 )
 from gpp_benchmarks.zoo._entries import Batch, ZooModel, build_model
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, nearest
 
 MODELS = (
     *_vision_language.MODELS,
@@ -46,10 +44,8 @@ def find(name: str) -> ZooModel:
         ConfigError: there is none.
     """
     if name not in CATALOGUE:
-        close = difflib.get_close_matches(name, CATALOGUE, n=1)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(
-            f"no model {name!r} in the zoo{meant} (gpp bench zoo --list names all {len(CATALOGUE)})"
+            f"no model {name!r} in the zoo{nearest(name, CATALOGUE)} (gpp bench zoo --list names all {len(CATALOGUE)})"
         )
     return CATALOGUE[name]
 

@@ -146,8 +146,8 @@ def test_copies_are_alike() -> None:
     graph = two(first={"ranks": [0, 2, 1, 3], "tensor": 2}, second={"ranks": [4]})
     resolved = resolve(graph, batch_keys=("x", "target"), num_ranks=5)
 
-    def held(*widths: int) -> list[tuple[Parameter, ...]]:
-        return [*(describe_tensors("body", nn.Linear(2, width)) for width in widths), ()]
+    def held(*widths: int) -> list[dict[str, tuple[Parameter, ...]]]:
+        return [{"body": describe_tensors("body", nn.Linear(2, width))} for width in widths] + [{"head": ()}]
 
     check_replicas(resolved, held(4, 4, 3, 3))
     with pytest.raises(ConfigError) as caught:

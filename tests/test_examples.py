@@ -1,5 +1,7 @@
 """The examples run under both launchers, and the configuration is what the documentation says."""
 
+import importlib.util
+import json
 import os
 import re
 import signal
@@ -12,6 +14,7 @@ import pytest
 from transformers import CLIPModel
 
 from gpp_plugin.config import batch_arithmetic, read_config
+from tests.ranks import run_kept_ranks
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "clip_graph_pipeline.json"
@@ -74,3 +77,24 @@ def test_graphs_of_stages_train_as_the_examples_say(name, example, said):
     printed = run_example(name, f"examples/{example}", "--steps", "3")
     assert (found := re.search(said, printed)) is not None, printed
     assert 0.0 < float(found[1]) < 10.0
+
+
+def read_digits(name, config):
+    spec = importlib.util.spec_from_file_location(
+        "digit_readers", ROOT / "examples" / "train_digit_readers.py"
+    )
+    example = importlib.util.module_from_spec(spec)
+    sys.modules["digit_readers"] = example
+    spec.loader.exec_module(example)
+    return example.train(name, steps=2, config=config)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava", "whisper", "t5"])
+def test_digit_readers_train_alike_on_all_ranks(name):
+    config = json.loads((ROOT / "configs" / "digit_readers.json").read_text())
+    config["graph_pipeline"]["stages"] = 2
+    (loss, share, _), (other_loss, other_share, _) = run_kept_ranks(read_digits, 2, name, config)
+    assert (
+        loss == other_loss and 0.5 < loss < 4.0
+    )  # of 34 words: log(34) is 3.5, half of it where an end is learned
+    assert share == other_share and 0.0 <= share <= 0.5

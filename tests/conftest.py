@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests import tiers
+
 MOST_WORKERS = 4
 collect_ignore = ["capture/placement_job.py"]  # loads a library as it is imported, for a process of its own
 ONE_PROCESS = frozenset({"capture", "library", "nccl", "plan", "profile", "report", "schedule", "simulate"})
@@ -54,8 +56,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(f"{report.nodeid}: {value}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what starts processes first: the others, of a second or less, then keep all workers busy to the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put what starts processes first: the others, of a second or less, then keep all workers busy to the end.
+
+    Tests marked `long` are left out, but where they are asked for.
+    """
+    if not tiers.IS_LONG:
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=_starts_no_process)  # stable: modules stay whole
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.integrations import absent_jobs as jobs
 from tests.ranks import run_kept_ranks
+from tests.tiers import some
 
 
 def check(answer: dict[str, Any], *, is_exact: bool = True) -> None:
@@ -39,8 +40,10 @@ def test_text_only_units_of_a_language_model() -> None:
         assert set(tower) <= set(answer["moved"][1])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    some([("qwen2_5_vl", 3), ("llava_next", 1), ("qwen2_5_vl", 1), ("llava_next", 3)], every=4),
+)
 def test_text_only_units_of_models_whose_python_reads_values(name: str, ranks: int) -> None:
     # what is read of a unit is that of its pattern: sizes of images, or nothing
     block = {"data_parallel": 1, "stages": ranks}

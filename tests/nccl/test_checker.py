@@ -23,6 +23,7 @@ from tests.nccl.mutants import answer, exchange, jobs_of, mutants, random_job
 from tests.nccl.operations import Job, Tape, Transfer
 from tests.nccl.recording import Run, record_job
 from tests.schedule.plans import chain_plan
+from tests.tiers import IS_LONG, some
 
 SMALL = [
     *(
@@ -31,7 +32,7 @@ SMALL = [
         for one_stream in (False, True)
     ),
     answer(),
-    *(random_job(random.Random(seed)) for seed in range(7)),
+    *(random_job(random.Random(seed)) for seed in some(range(7), every=3)),
 ]
 
 
@@ -102,7 +103,7 @@ def test_exhaustive_interleaving_finds_the_same_hangs(tell: Tell) -> None:
     minutes = (time.monotonic() - started) / 60
     tell(f"{total} mutants and mappings, {hang} hang, {len(wrong)} judged otherwise, {minutes:.2f} min")
     assert wrong == []
-    assert hang > 300 and total - hang > 300
+    assert min(hang, total - hang) > (300 if IS_LONG else 100)
 
 
 def _mappings(job: Job) -> list[dict[tuple[int, int], int]]:

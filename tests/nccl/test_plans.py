@@ -20,14 +20,15 @@ from tests.runtime.test_tensor_grids import random_case
 from tests.schedule.plans import chain_plan, simple_plan
 from tests.schedule.test_async import random_async_plan
 from tests.schedule.test_look_ahead import may_look_ahead, random_frozen_plan
+from tests.tiers import some
 
 
 def test_every_plan_of_the_tests(tell: Tell) -> None:
-    report(tell, check_runs([(name, everything(run)) for name, run in read_plans()]))
+    report(tell, check_runs([(name, everything(run)) for name, run in some(read_plans(), every=7)]))
 
 
 def test_windows_that_stay_full(tell: Tell) -> None:
-    plans = [random_async_plan(random.Random(seed)) for seed in range(20)]
+    plans = [random_async_plan(random.Random(seed)) for seed in some(range(20), every=5)]
     report(
         tell,
         check_runs([(f"seed {n}", Run(plan=plan, steps=2, record=True)) for n, plan in enumerate(plans)]),
@@ -35,13 +36,13 @@ def test_windows_that_stay_full(tell: Tell) -> None:
 
 
 def test_tensor_grids(tell: Tell) -> None:
-    plans = [random_case(random.Random(seed))[0] for seed in range(10)]
+    plans = [random_case(random.Random(seed))[0] for seed in some(range(10), every=4)]
     report(tell, check_runs([(f"seed {n}", everything(Run(plan=plan))) for n, plan in enumerate(plans)]))
 
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_partitioned_gradients(zero: int, tell: Tell) -> None:
-    plans = [random_draw(seed, most_ranks=16).plan for seed in range(2000, 2010)]
+    plans = [random_draw(seed, most_ranks=16).plan for seed in some(range(2000, 2010), every=3)]
     report(
         tell, check_runs([(str(n), everything(Run(plan=plan, zero=zero))) for n, plan in enumerate(plans)])
     )
@@ -61,10 +62,13 @@ def test_branches_that_run_ahead(tell: Tell) -> None:
         rng = random.Random(seed)
         plan = with_family(random_frozen_plan(rng), FAMILIES[seed % len(FAMILIES)], rng)
         runs.append((f"seed {seed}", ahead(plan, zero=2 * (seed % 4 == 3))))
-    for name, run in read_plans():
-        if run.train and run.plan.mode == "sync" and may_look_ahead(run.plan):
-            runs.append((name, ahead(run.plan, tied=run.tied, zero=run.zero)))
-    assert len(runs) > 15
+    ahead_of_tests = [
+        (name, ahead(run.plan, tied=run.tied, zero=run.zero))
+        for name, run in read_plans()
+        if run.train and run.plan.mode == "sync" and may_look_ahead(run.plan)
+    ]
+    assert len(ahead_of_tests) > 8
+    runs += some(ahead_of_tests, every=4)
     report(tell, check_runs(runs))
 
 
@@ -79,7 +83,7 @@ def with_units(run: Run) -> Run | None:
 def test_units_of_unlike_shapes(tell: Tell) -> None:
     synchronous = [(name, run) for name, run in read_plans() if run.plan.mode == "sync"]
     runs = [(name, found) for name, run in synchronous if (found := with_units(run)) is not None]
-    report(tell, check_runs(runs[::4]))  # a quarter of 139, which take a quarter of a minute
+    report(tell, check_runs(some(runs, every=8)))
 
 
 # ---- several edges between two ranks -----------------------------------------------------------------------
@@ -104,7 +108,7 @@ def with_more_edges(seed: int) -> Run:
 
 
 def test_several_edges_between_two_ranks(tell: Tell) -> None:
-    runs = [with_more_edges(seed) for seed in range(3000, 3010)]
+    runs = [with_more_edges(seed) for seed in some(range(3000, 3010), every=3)]
     assert any(len({(e.src, e.dst) for e in run.plan.edges}) < len(run.plan.edges) for run in runs)
     report(tell, check_runs([(str(number), everything(run)) for number, run in enumerate(runs)]))
 

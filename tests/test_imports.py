@@ -127,6 +127,15 @@ def test_the_package_itself_loads_without_torch():
     assert probe_import(["gpp_plugin"])["heavy"] == []
 
 
+def test_the_command_line_loads_no_library_before_it_knows_what_is_asked():
+    names = ["numpy", "networkx", "torch", "rich"]
+    probe = (
+        f"import sys; from gpp_plugin import cli; sys.exit(' '.join(m for m in {names} if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "", f"gpp --help loads {done.stderr}"
+
+
 def test_public_names_resolve_to_what_they_say():
     import gpp_plugin
     from gpp_plugin.ir.plan import PipelinePlan

@@ -17,8 +17,9 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.launch import require_modules, run_ranks
-from gpp_plugin.report import format_plan, format_timeline
+from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.report.summary import forward_overlap_us, forward_overlaps_us
+from gpp_plugin.report.timeline_text import format_timeline
 from gpp_plugin.report.units import screen_columns
 
 COMPARED_STEPS = 20

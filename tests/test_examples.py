@@ -15,6 +15,7 @@ from transformers import CLIPModel
 
 from gpp_plugin.config import batch_arithmetic, read_config
 from tests.ranks import run_kept_ranks
+from tests.tiers import long
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "clip_graph_pipeline.json"
@@ -54,7 +55,7 @@ def run_example(name, *arguments):
     return printed
 
 
-@pytest.mark.slow
+@long
 def test_the_example_trains_and_saves(tmp_path):
     out = tmp_path / "model"
     arguments = ["--deepspeed_config", str(CONFIG), "--steps", "3", "--save", str(out)]
@@ -94,7 +95,5 @@ def test_digit_readers_train_alike_on_all_ranks(name):
     config = json.loads((ROOT / "configs" / "digit_readers.json").read_text())
     config["graph_pipeline"]["stages"] = 2
     (loss, share, _), (other_loss, other_share, _) = run_kept_ranks(read_digits, 2, name, config)
-    assert (
-        loss == other_loss and 0.5 < loss < 4.0
-    )  # of 34 words: log(34) is 3.5, half of it where an end is learned
+    assert loss == other_loss and 0.5 < loss < 10.0  # of 34 words: log(34) is 3.5, and T5 begins further off
     assert share == other_share and 0.0 <= share <= 0.5

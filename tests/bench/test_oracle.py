@@ -112,7 +112,9 @@ def test_the_validator_of_plans_knows_neither_planners_nor_simulators() -> None:
     tree = ast.parse(Path(validate.__file__).read_text())
     found = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name for name in found if name.startswith("gpp_plugin")} == {
-        name for name in found if name.startswith(("gpp_plugin.ir.", "gpp_plugin.errors"))
+        name
+        for name in found
+        if name.startswith(("gpp_plugin.ir.", "gpp_plugin.errors", "gpp_plugin.plan.plan_form"))
     }
 
 

@@ -112,7 +112,7 @@ JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
 
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_training_equals_single_process(name: str) -> None:
-    num_ranks, tasks = JOBS[name][0], some(JOBS[name][1], every=2)
+    num_ranks, tasks = JOBS[name][0], some(JOBS[name][1], every=3)
     per_rank = run_ranks(jobs.train, num_ranks, tasks, timeout_s=240)
     for index, one in enumerate(tasks):
         answers = [answers_of[index] for answers_of in per_rank]

@@ -27,6 +27,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, UnitSource
@@ -110,8 +111,30 @@ class EngineModel(Protocol):
             states: this rank's stages, by their index in the plan.
         """
 
+    def make_generator(
+        self, plan: PipelinePlan, reference: Reference, stages: Sequence[nn.Module], meeting: Meeting
+    ) -> TextGenerator:
+        """Return what generates with the weights of this rank's stages and those of the others.
+
+        Raises:
+            ConfigError: the model is not one module that HuggingFace generates with; the same on every rank.
+        """
+
     def close(self) -> None:
         """Let go of process groups; the model trains no more."""
+
+
+class TextGenerator(Protocol):
+    """What runs the `generate` of a model on the stages of a plan; collective over all ranks."""
+
+    is_broken: bool
+    """Whether a generation ended in a way that other ranks do not share."""
+
+    def generate(self, arguments: Mapping[str, Any]) -> Any:
+        """Return what the model's own `generate` returns for these arguments, the same on every rank."""
+
+    def close(self) -> None:
+        """Let go of process groups."""
 
 
 # ---- the framework ------------------------------------------------------------------------------------------

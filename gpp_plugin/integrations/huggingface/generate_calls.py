@@ -1,0 +1,197 @@
+"""What only HuggingFace knows of a call of `generate`: who can, which arguments mean what, where caches lie.
+
+Tests: tests/integrations/test_generation.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError
+
+_DYNAMIC = (None, "dynamic", "dynamic_full")
+_REFUSED = {
+    "assistant_model": "assisted decoding is not supported; leave it out",
+    "prompt_lookup_num_tokens": "assisted decoding (prompt lookup) is not supported; leave it out",
+    "assistant_early_exit": "assisted decoding (early exit) is not supported; leave it out",
+    "custom_generate": "a generation loop of its own is not supported; leave it out",
+    "past_key_values": "its caches would have to lie with the stages; give the whole prompt instead",
+    "inputs_embeds": "embeddings are a stage's to make; give input_ids",
+    "synced_gpus": "ranks that generate together stop together; leave it out",
+}
+"""Arguments that `engine.generate` does not take, and what to do."""
+
+_WHOLE_BATCH = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "streamer",
+    "negative_prompt_ids",
+    "return_dict_in_generate",
+)
+"""Arguments that number samples, or keep a state of all of them: where they are given, one lane has all prompts."""
+
+
+def generating_model(model: nn.Module) -> Any:
+    """Return the module whose `generate` is called: the model, or the one that adapters were put into.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    can: Any = getattr(inner, "can_generate", None)
+    if not callable(can) or not can() or not callable(getattr(inner, "generate", None)):
+        raise ConfigError(
+            f"engine.generate: {type(inner).__name__} cannot generate (it has no `generate` of transformers' "
+            "GenerationMixin); give deepspeed.initialize a model that has, e.g. AutoModelForCausalLM"
+        )
+    return inner
+
+
+def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that stages cannot follow.
+
+    Raises:
+        ConfigError: names the argument and says what to do.
+    """
+    for name, why in _REFUSED.items():
+        given = arguments.get(name)
+        if given is None:
+            given = getattr(arguments.get("generation_config"), name, None)
+        if given is not None and given is not False:
+            raise ConfigError(f"engine.generate: {name}: {why}")
+    kind = _setting(model, arguments, "cache_implementation")
+    if kind not in _DYNAMIC:
+        raise ConfigError(
+            f"engine.generate: cache_implementation={kind!r}: caches lie with their stages and grow there; leave it "
+            'out, or use "dynamic"'
+        )
+    if not tensor_arguments(arguments):
+        raise ConfigError(
+            f"engine.generate: no tensor among the arguments {sorted(arguments)}; give the prompts, e.g. "
+            "input_ids=... and attention_mask=..."
+        )
+
+
+def check_cuts(model: Any, key: str) -> None:
+    """Refuse a model whose caches cannot be cut along the sequence.
+
+    Args:
+        key: of the configuration that asks for it.
+
+    Raises:
+        ConfigError: says why.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    reason = ""
+    if model.config.is_encoder_decoder:
+        reason = "has caches for cross-attention, which do not grow"
+    elif kinds or (getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)):
+        reason = f"has caches that do not grow by a position a token ({', '.join(sorted(kinds)) or 'sliding_window'})"
+    elif not getattr(model, "_supports_attention_backend", False):
+        reason = "does not call attention by HuggingFace's AttentionInterface"
+    if reason:
+        raise ConfigError(f'{key}: {type(model).__name__} {reason}; use "data"')
+
+
+def _setting(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
+    """Return a setting of a generation: an argument, else of the given configuration, else of the model's."""
+    if arguments.get(name) is not None:
+        return arguments[name]
+    given = getattr(arguments.get("generation_config"), name, None)
+    return given if given is not None else getattr(model.generation_config, name, None)
+
+
+def tensor_arguments(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the arguments that are tensors."""
+    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def samples_of(model: Any, arguments: Mapping[str, Any]) -> int | None:
+    """Return how many prompts there are, if each can be generated from by itself; None where they go together.
+
+    Together go prompts whose tensors are not all of as many rows (patches of all images beside rows of tokens), and
+    those with an argument that is told which sample it is asked about, or is told of all at once.
+    """
+    if any(_setting(model, arguments, name) not in (None, False) for name in _WHOLE_BATCH):
+        return None
+    rows = {value.shape[0] if value.ndim else None for value in tensor_arguments(arguments).values()}
+    nested = any(
+        isinstance(value, (list, tuple, dict)) and _has_tensor(value) for value in arguments.values()
+    )
+    return rows.pop() if len(rows) == 1 and not nested else None
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_tensor(each) for each in value.values())
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
+
+
+def joined_tokens(model: Any, arguments: Mapping[str, Any], parts: list[Tensor]) -> Tensor:
+    """Return the tokens of several lanes as those of one call: shorter ones are filled up as HuggingFace does."""
+    if len({part.shape[1] for part in parts}) > 1:
+        pad = _setting(model, arguments, "pad_token_id")
+        if pad is None:  # then `generate` pads with the first end token
+            end = _setting(model, arguments, "eos_token_id")
+            pad = end[0] if isinstance(end, (list, tuple)) else end
+        longest = max(part.shape[1] for part in parts)
+        parts = [nn.functional.pad(part, (0, longest - part.shape[1]), value=int(pad)) for part in parts]
+    return torch.cat(parts)
+
+
+def argument_facts(arguments: Mapping[str, Any], describe: Any) -> dict[str, str]:
+    """Return short texts of the arguments by name, which must be the same on all ranks; a streamer is a rank's own.
+
+    Args:
+        describe: of a tensor, its type, shape and checksum.
+    """
+    facts: dict[str, str] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            facts[name] = describe(value)
+        elif isinstance(value, Mapping):
+            for key in value:
+                add(f"{name}.{key}", value[key])
+        elif isinstance(value, (list, tuple)):
+            for number, each in enumerate(value):
+                add(f"{name}[{number}]", each)
+            facts[f"{name}.length"] = str(len(value))
+        elif isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+            facts[name] = repr(value)
+        elif hasattr(value, "to_dict"):
+            add(name, value.to_dict())
+        else:
+            facts[name] = getattr(value, "__qualname__", type(value).__qualname__)
+
+    for name in sorted(arguments):
+        if name != "streamer":
+            add(name, arguments[name])
+    return facts
+
+
+class SilentStreamer:
+    """What is given to `generate` on ranks whose tokens nobody reads: rank 0 streams."""
+
+    def put(self, value: Tensor) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+def cache_layers(cache: Any) -> Iterator[Any]:
+    """Yield the layers of a cache: of the decoder's own tokens, and those of what it attends to across."""
+    if cache is None:
+        return
+    if hasattr(cache, "self_attention_cache"):
+        yield from cache_layers(cache.self_attention_cache)
+        yield from cache_layers(cache.cross_attention_cache)
+    else:
+        yield from getattr(cache, "layers", ())

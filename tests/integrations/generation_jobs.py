@@ -1,0 +1,125 @@
+"""What each rank runs in the tests of generation; importable by the processes that run it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+from tests.models import Built, build
+
+VOCABULARY = 64
+PAD = 0
+
+
+def generating(name: str) -> Built:
+    """Return a small model that generates, whose dropout is on in training."""
+    if name not in ("llama", "bart"):
+        return build(name, layers=4 if name == "gpt2" else 2, dropout=0.1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _llama() if name == "llama" else _bart()
+    return model.train(), build("gpt2" if name == "llama" else "t5")[1]
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=PAD,
+        )  # fmt: skip
+    )
+
+
+def _bart() -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=32,
+            dropout=0.1,
+            forced_eos_token_id=None,
+        )  # fmt: skip
+    )
+
+
+def prompts(name: str, number: int = 4) -> dict[str, Tensor]:
+    """Return prompts of unequal length: decoders' are padded on the left."""
+    batch = {k: v for k, v in generating(name)[1](number, 11).items() if k != "labels"}
+    if name in ("gpt2", "llama"):
+        mask = torch.arange(8) >= torch.tensor([0, 3, 1, 5, 2])[:number, None]
+        batch |= {"attention_mask": mask.long(), "input_ids": batch["input_ids"] * mask}
+    if name == "llava":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return batch
+
+
+ENDS = torch.arange(3, VOCABULARY, 3).tolist()
+"""Many tokens end a sequence, so that prompts of small random models end early, and not together."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4},
+    "sampled": {"do_sample": True, "top_k": 12, "temperature": 1.5},
+}
+
+
+def ways(name: str) -> dict[str, dict[str, Any]]:
+    common = {"max_new_tokens": 7, "pad_token_id": PAD, "eos_token_id": ENDS[4:7]}
+    return {way: {**common, **own} for way, own in WAYS.items()}
+
+
+def alone(name: str, state: dict[str, Tensor]) -> dict[str, list[list[int]]]:
+    """Return the tokens of one process with these weights."""
+    model = generating(name)[0].eval()
+    model.load_state_dict(state, strict=False)
+    answers = {}
+    for way, options in ways(name).items():
+        torch.manual_seed(5)
+        answers[way] = model.generate(**prompts(name), **options).tolist()
+    return answers
+
+
+def generate_all(names: tuple[str, ...], block: dict[str, Any]) -> dict[str, Any]:
+    """Train each model for three steps, and generate in all ways; on rank 0 also in one process."""
+    answers: dict[str, Any] = {}
+    for name in names:
+        model, make_batch = generating(name)
+        engine = make_engine(model, make_batch(B, 0), config_of(block={"verify": False, **block}))
+        steps(engine, [make_batch(B, seed) for seed in range(3)])
+        state = engine.gather_state_dict()
+        expected = alone(name, state) if engine.global_rank == 0 else {}
+        found = {}
+        for way, options in ways(name).items():
+            torch.manual_seed(5 + engine.global_rank)  # ranks may be seeded apart: rank 0 decides
+            found[way] = engine.generate(**copy.deepcopy(prompts(name)), **options).tolist()
+        after = steps(engine, [make_batch(B, 9)])
+        answers[name] = {
+            "found": found,
+            "expected": expected,
+            "after": after,
+            "stages": len(engine.plan.stages),
+        }
+        engine.destroy()
+    return answers

@@ -63,7 +63,13 @@ def _put(path: Path, text: str, *, write: bool) -> bool:
 
 def configuration_page() -> str:
     """Return the reference of the ``graph_pipeline`` block."""
-    from gpp_plugin.config import CheckpointConfig, GenerateConfig, GraphPipelineConfig, LengthsConfig, MemoryConfig
+    from gpp_plugin.config import (
+        CheckpointConfig,
+        GenerateConfig,
+        GraphPipelineConfig,
+        LengthsConfig,
+        MemoryConfig,
+    )
 
     lines = [
         "# Configuration\n",

@@ -62,6 +62,7 @@ from gpp_plugin.engine.training_steps import (
 )
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import find_transport
+from gpp_plugin.ir.cache_report import CacheReport
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
@@ -96,6 +97,7 @@ EXPORT_TIMEOUT_S = 600.0
     "flush",
     "memory_report",
     "generate",
+    "cache_report",
     "save_checkpoint",
     "load_checkpoint",
     "save_pretrained",
@@ -569,6 +571,18 @@ class GraphPipelineEngine(PipelineSurface):
             if self._generator.is_broken and self._setting.group is not None:
                 self._runner.failure = f"a generation failed ({str(error) or type(error).__name__})"
             raise
+
+    def cache_report(self) -> CacheReport:
+        """Return what the caches of the last `generate` took on each rank, predicted and counted; collective.
+
+        Raises:
+            ConfigError: nothing has been generated.
+        """
+        if self._generator is None:
+            raise ConfigError(
+                "engine.cache_report: nothing has been generated yet; call engine.generate() first"
+            )
+        return self._generator.cache_report()
 
     # ---- memory --------------------------------------------------------------------------------
 

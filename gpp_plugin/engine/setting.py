@@ -23,6 +23,7 @@ from gpp_plugin.config import BatchSizes
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
 from gpp_plugin.engine.gradients.gradient_store import StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup
+from gpp_plugin.ir.cache_report import CacheReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan
 from gpp_plugin.runtime.batches import Batch, UnitRule
@@ -132,6 +133,9 @@ class TextGenerator(Protocol):
 
     def generate(self, arguments: Mapping[str, Any]) -> Any:
         """Return what the model's own `generate` returns for these arguments, the same on every rank."""
+
+    def cache_report(self) -> CacheReport:
+        """Return what the caches of the last generation took on each rank."""
 
     def close(self) -> None:
         """Let go of process groups."""

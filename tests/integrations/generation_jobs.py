@@ -90,14 +90,14 @@ def ways(name: str) -> dict[str, dict[str, Any]]:
     return {way: {**common, **own} for way, own in WAYS.items()}
 
 
-def alone(name: str, state: dict[str, Tensor]) -> dict[str, list[list[int]]]:
+def alone(name: str, state: dict[str, Tensor], number: int = 4) -> dict[str, list[list[int]]]:
     """Return the tokens of one process with these weights."""
     model = generating(name)[0].eval()
     model.load_state_dict(state, strict=False)
     answers = {}
     for way, options in ways(name).items():
         torch.manual_seed(5)
-        answers[way] = model.generate(**prompts(name), **options).tolist()
+        answers[way] = model.generate(**prompts(name, number), **options).tolist()
     return answers
 
 
@@ -114,12 +114,85 @@ def generate_all(names: tuple[str, ...], block: dict[str, Any]) -> dict[str, Any
         for way, options in ways(name).items():
             torch.manual_seed(5 + engine.global_rank)  # ranks may be seeded apart: rank 0 decides
             found[way] = engine.generate(**copy.deepcopy(prompts(name)), **options).tolist()
-        after = steps(engine, [make_batch(B, 9)])
         answers[name] = {
             "found": found,
             "expected": expected,
-            "after": after,
-            "stages": len(engine.plan.stages),
+            "report": engine.cache_report(),
+            "after": steps(engine, [make_batch(B, 9)]),
         }
         engine.destroy()
+    return answers
+
+
+def refuse() -> dict[str, str]:
+    """Return what is said to wrong calls; the engine trains and generates after each of them."""
+    from gpp_plugin.errors import GppError
+
+    model, make_batch = generating("gpt2")
+    engine = make_engine(model, make_batch(B, 0), config_of(block={"verify": False, "stages": 2}))
+    rank, given = engine.global_rank, prompts("gpt2")
+    other = {**given, "input_ids": given["input_ids"] + rank}
+    long = {name: value.repeat(1, 4) for name, value in given.items()}
+    calls: dict[str, dict[str, Any]] = {
+        "prompts": {**other, "max_new_tokens": 2},
+        "arguments": {**given, "max_new_tokens": 2 + rank},
+        "assisted": {**given, "assistant_model": model},
+        "lookup": {**given, "prompt_lookup_num_tokens": 3},
+        "static": {**given, "cache_implementation": "static"},
+        "nothing": {"max_new_tokens": 2},
+        "unknown": {**given, "max_new_tokns": 2},
+        "too long": {**long, "max_new_tokens": 2},  # the table of positions ends: on the rank that holds it
+    }
+    said = {}
+    for name, arguments in calls.items():
+        try:
+            engine.generate(**arguments)
+            said[name] = "nothing"
+        except GppError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    try:
+        engine.cache_report()
+    except GppError as error:
+        said["report"] = str(error)
+    said["after"] = str(engine.generate(**given, max_new_tokens=2, pad_token_id=PAD).shape[1] - 8)
+    said["trains"] = str(steps(engine, [make_batch(B, 0)])[0] > 0)
+    engine.destroy()
+    clip, clip_batch = build("clip")
+    engine = make_engine(clip, clip_batch(B, 0), config_of(block={"verify": False, "stages": 2}))
+    try:
+        engine.generate(input_ids=given["input_ids"])
+    except GppError as error:
+        said["clip"] = str(error)
+    engine.destroy()
+    return said
+
+
+def share_prompts() -> dict[str, Any]:
+    """Stages of two data-parallel ranks share the prompts; then their caches are cut along the sequence."""
+    answers: dict[str, Any] = {}
+    for cache, names in (("data", ("gpt2", "t5")), ("sequence", ("llama", "gpt2"))):
+        for name in names:
+            model, make_batch = generating(name)
+            block = {
+                "verify": False,
+                "stages": 2,
+                "data_parallel": 2,
+                "generate": {"cache": cache, "block": 2},
+            }
+            engine = make_engine(model, make_batch(B, 0), config_of(block=block))
+            steps(engine, [make_batch(B, seed) for seed in range(3)])
+            state = engine.gather_state_dict()
+            for number in (5, 1):  # one prompt: fewer than the ranks of a stage
+                given = prompts(name, number)
+                expected = {}
+                if engine.global_rank == 0:
+                    expected = alone(name, state, number)
+                found = {}
+                for way, options in ways(name).items():
+                    torch.manual_seed(5 + engine.global_rank)
+                    found[way] = engine.generate(**given, **options).tolist()
+                answers[f"{cache} {name} {number}"] = {
+                    "found": found, "expected": expected, "report": engine.cache_report(),
+                }  # fmt: skip
+            engine.destroy()
     return answers

@@ -186,12 +186,40 @@ class SilentStreamer:
         """Do nothing."""
 
 
-def cache_layers(cache: Any) -> Iterator[Any]:
-    """Yield the layers of a cache: of the decoder's own tokens, and those of what it attends to across."""
-    if cache is None:
-        return
-    if hasattr(cache, "self_attention_cache"):
-        yield from cache_layers(cache.self_attention_cache)
-        yield from cache_layers(cache.cross_attention_cache)
-    else:
-        yield from getattr(cache, "layers", ())
+def attention_weights(model: nn.Module) -> dict[tuple[int, int], str]:
+    """Return a parameter of each attention whose keys and values are cached, by (layer, 0 or 1 across).
+
+    HuggingFace numbers the layers of a decoder for its cache: the modules that have such a number, and none inside that
+    has, are its attentions; of two of one layer the second reads the encoder's output.
+    """
+    modules: Any = model
+    inside = {id(module) for module in modules.get_decoder().modules()}
+    found: dict[tuple[int, int], str] = {}
+    for path, module in model.named_modules():
+        number = getattr(module, "layer_idx", None)
+        if not isinstance(number, int) or id(module) not in inside:
+            continue
+        deeper = any(
+            isinstance(getattr(m, "layer_idx", None), int) for m in module.modules() if m is not module
+        )
+        name = next((name for name, _ in module.named_parameters()), None)
+        if not deeper and name is not None:
+            found[number, int((number, 0) in found)] = f"{path}.{name}"
+    return found
+
+
+def kv_width(model: Any) -> int:
+    """Return the elements of one position's keys, and of its values, by the configuration."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
+    return int(getattr(config, "num_key_value_heads", None) or heads) * int(size)
+
+
+def cache_layers(cache: Any) -> Iterator[tuple[tuple[int, int], Any]]:
+    """Yield the layers of a cache by (layer, 0 or 1 across): of own tokens, and of what is attended to across."""
+    for across, part in enumerate(
+        (getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None))
+    ):
+        for number, layer in enumerate(getattr(part, "layers", ())):
+            yield (number, across), layer

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,19 +33,24 @@ from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.integrations.huggingface.generate_calls import (
     SilentStreamer,
     argument_facts,
+    attention_weights,
+    cache_layers,
     check_arguments,
     check_cuts,
     generating_model,
     joined_tokens,
+    kv_width,
     samples_of,
     tensor_arguments,
 )
+from gpp_plugin.ir.cache_report import CacheReport, RankCaches
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.generation.cache_peers import CachePeers
 from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.sequence_cache import shared_caches
-from gpp_plugin.model.generation.stage_tensors import LaneRun
+from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
+from gpp_plugin.plan.costs.cache_parallelism import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.random_streams import kept_streams
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
@@ -91,6 +97,7 @@ class Generator:
     ) -> None:
         self._config = config
         self._peer_groups: list[dist.ProcessGroup | None] = []
+        self._caches: RankCaches | None = None
         self._model = model
         self._setting = setting
         self._meeting = meeting
@@ -201,14 +208,64 @@ class Generator:
         run: LaneRun | None,
         part: LanePart | None,
     ) -> Any:
+        self._caches = None
         with contextlib.ExitStack() as around:
             around.enter_context(on_all_ranks(model, weights, run))
+            caches: list[Any] = [None]
+            note = model.register_forward_pre_hook(functools.partial(_note_cache, caches), with_kwargs=True)
+            around.callback(note.remove)
             if part is not None:
                 around.enter_context(_DrawsOfAll(part.rows, part.samples))
             if part is not None and part.is_cut:
                 around.enter_context(shared_caches(model, self._peers_of(part)))
             result = model.generate(**arguments)
+            self._caches = self._counted(model, weights, run, caches[0], part)
             return result if run is None else run.told(result)
+
+    def cache_report(self) -> CacheReport:
+        """Return what the caches of the last generation took on each rank.
+
+        Raises:
+            ConfigError: there was none.
+        """
+        own = self._caches or RankCaches(
+            rank=self._setting.rank, layers=0, rows=0, length=0, predicted_bytes=0, counted_bytes=0
+        )
+        told = self._meeting.gather((own, self._caches is not None), "a report of caches")
+        if not any(is_there for _, is_there in told):
+            raise ConfigError(
+                "engine.cache_report: nothing has been generated yet; call engine.generate() first"
+            )
+        return CacheReport(cache=self._config.cache, ranks=tuple(each for each, _ in told))
+
+    def _counted(
+        self, model: Any, weights: Weights, run: LaneRun | None, cache: Any, part: LanePart | None
+    ) -> RankCaches:
+        """Return what this rank's caches take, and what they should by the model's configuration."""
+        held = attention_weights(model)
+        width, itemsize = kv_width(model), self._setting.dtype.itemsize
+        layers = counted = predicted = most_rows = longest = 0
+        for place, layer in cache_layers(cache):
+            name = held.get(place, "")
+            if layer.keys is None or weights.names.get(name, name) not in weights.live:
+                continue
+            rows, length = layer.keys.shape[0], int(layer.get_seq_length())
+            layers += 1
+            most_rows, longest = max(most_rows, rows), max(longest, length)
+            counted += sum(t.nbytes for t in (layer.keys, layer.values) if not isinstance(t, StageTensor))
+            common = {"rows": rows, "length": length, "kv_width": width, "itemsize": itemsize}
+            if part is not None and part.is_cut:
+                predicted += cut_cache_bytes(**common, block=self._config.block, ranks=part.lanes)
+            else:
+                predicted += cache_bytes(**common)
+        return RankCaches(
+            rank=self._setting.rank,
+            layers=layers,
+            rows=most_rows,
+            length=longest,
+            predicted_bytes=predicted,
+            counted_bytes=counted,
+        )
 
     def _is_cut(self, model: Any, arguments: Mapping[str, Any], samples: int | None) -> bool:
         """Return whether caches are cut along the sequence; refuse what cannot be."""
@@ -312,6 +369,12 @@ class Generator:
         if self._config.cache == "sequence":
             # the ranks at one position of all lanes: together they have the caches of that position's stages
             self._peer_groups = [make_group(peers) for peers in zip(*self._lanes, strict=True)]
+
+
+def _note_cache(caches: list[Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Keep the cache of the last forward, which is the generation's."""
+    if kwargs.get("past_key_values") is not None:  # an empty one counts as false
+        caches[0] = kwargs["past_key_values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

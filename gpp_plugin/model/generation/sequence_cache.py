@@ -263,7 +263,7 @@ def shared_caches(model: Any, peers: CachePeers) -> Iterator[None]:
 
 def _cut(cache: Any, peers: CachePeers) -> None:
     """Replace a cache's layers by such as several ranks hold."""
-    layers = list(cache_layers(cache))
+    layers = [layer for _, layer in cache_layers(cache)]
     other = next((type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer), None)
     if other is not None or not layers or hasattr(cache, "self_attention_cache"):
         found = other or ("a cache for cross-attention" if layers else "no cache")

@@ -87,29 +87,39 @@ def test_parts_of_attention_are_merged_to_the_whole() -> None:
     torch.testing.assert_close(merged, whole)
 
 
-@pytest.mark.parametrize(("number", "heads", "block"), [(2, 4, 2), (3, 2, 1), (2, 4, 16)])
-def test_a_cache_on_several_ranks_is_the_whole_cache(number: int, heads: int, block: int) -> None:
-    """Prompts of unequal length, two sequences each, decoded and reordered; bytes and rooms as predicted."""
+@pytest.mark.parametrize(
+    ("number", "samples", "heads", "block"),
+    [(2, 4, 4, 2), (3, 6, 2, 1), (2, 4, 4, 16), (2, 3, 2, 2), (3, 1, 4, 1)],
+)
+def test_a_cache_on_several_ranks_is_the_whole_cache(
+    number: int, samples: int, heads: int, block: int
+) -> None:
+    """Two prompts a rank of unequal length, two sequences each, decoded and reordered; bytes and rooms as predicted.
+
+    Where there are fewer prompts, the others are copies of the first, and nothing of them is kept.
+    """
     prompts, rows, length, steps = 2, 4, 5, 6
-    hidden = torch.arange(length) < torch.tensor([0, 0, 2, 2])[:, None]  # left-padded
-    order = torch.tensor([1, 0, 3, 3])  # of each prompt's sequences, some go on from the other
+    order = torch.tensor([1, 0, 3, 2])  # of each prompt's sequences, one goes on from the other
     module = nn.Module()
     module.num_key_value_groups = heads // KV  # type: ignore[assignment]
 
     def decode(rank: int, mailbox: Mailbox) -> Any:
         peers = ThreadPeers(
-            position=rank, number=number, prompts=prompts, block=block, group=None,
+            position=rank, number=number, prompts=prompts, samples=samples, block=block, group=None,
             staging=torch.device("cpu"), timeout_s=1.0,
         )  # fmt: skip
         peers.mailbox = mailbox
         layer = SequenceLayer(peers)
+        of_rank = [p if p < samples else 0 for p in range(rank * prompts, (rank + 1) * prompts)]
+        hidden = torch.arange(length) < torch.tensor([p % 3 for p in of_rank]).repeat_interleave(2)[:, None]
         mask = torch.zeros(rows, 1, length, length).masked_fill(
             hidden[:, None, None, :] | torch.ones(length, length).triu(1).bool(), torch.finfo().min
         )
         keys, values = torch.empty(rows, KV, 0, SIZE), torch.empty(rows, KV, 0, SIZE)
         sent = []
         for step in range(steps):
-            query, key, value = states(rows, heads, length if step == 0 else 1, 100 * rank + step)
+            new = [states(2, heads, length if step == 0 else 1, 100 * step + prompt) for prompt in of_rank]
+            query, key, value = (torch.cat(each) for each in zip(*new, strict=True))
             keys, values = torch.cat([keys, key], 2), torch.cat([values, value], 2)
             before = peers.sent_bytes
             made, _ = attention(
@@ -128,8 +138,10 @@ def test_a_cache_on_several_ranks_is_the_whole_cache(number: int, heads: int, bl
         return layer.keys.nbytes + layer.values.nbytes, sent[1:]
 
     answers = on_ranks(number, decode)
-    room = dict(rows=number * rows, length=length + steps - 1, kv_width=KV * SIZE, itemsize=4)
+    room = dict(rows=2 * samples, length=length + steps - 1, kv_width=KV * SIZE, itemsize=4)
     assert {held for held, _ in answers} == {cut_cache_bytes(**room, block=block, ranks=number)}
+    if samples < number * prompts:
+        return
     # over all ranks: one new position of every sequence, of which one rank in ``number`` keeps its own
     for step in range(steps - 1):
         volume = sum(sent[step] for _, sent in answers) / 4

@@ -4,7 +4,8 @@
     rank 1 of 2                                             . . 2 3 . . 6 7                     0 1 . . 4 5 . .
 
 Sequences of one prompt (beams) lie alike, so that reordering them moves nothing between ranks. All ranks decode the
-same number of sequences and go through the same steps: ranks without prompts of their own decode a copy of one.
+same number of sequences and go through the same steps: ranks without prompts of their own decode copies of the first
+one, which have no cache.
 
 Source: Cache Parallelism (thesis, chapter 4), section 4.4; deviations in plan/costs/cache_parallelism.py
 Tests: tests/model/test_cut_cache.py, tests/integrations/test_generation.py
@@ -30,7 +31,7 @@ class CachePeers:
 
     Args:
         position: of this rank, of ``number``.
-        prompts: of each rank, copies among them.
+        prompts: of each rank, copies among them; ``samples`` are real, those of the first ranks.
         block: neighbouring positions that lie together.
         group: of the ranks; ``staging`` is where it wants tensors.
         timeout_s: how long ranks at work are waited for, at most.
@@ -40,20 +41,46 @@ class CachePeers:
     position: int
     number: int
     prompts: int
+    samples: int
     block: int
     group: dist.ProcessGroup | None
     staging: torch.device
     timeout_s: float
     sent_bytes: int = 0
 
-    def owners(self, positions: Tensor, rows: int) -> Tensor:
-        """Return which rank holds these positions of each sequence of all ranks, [number * rows, positions].
+    @property
+    def has_prompts(self) -> bool:
+        """Return whether this rank has prompts that are no copies: by these ranks it is known when all have ended."""
+        return self.position * self.prompts < self.samples
+
+    def cached_rows(self, rows: int) -> int:
+        """Return how many of all ranks' sequences have a cache, the first ones; the others are copies.
 
         Args:
             rows: sequences of one rank, ``rows / prompts`` for each of its prompts.
         """
-        prompt = torch.arange(self.number * rows, device=positions.device) // (rows // self.prompts)
-        return (positions[None, :] // self.block + prompt[:, None]) % self.number
+        return self.samples * (rows // self.prompts)
+
+    def originals(self, rows: int) -> list[int]:
+        """Return the sequence of which each one of all ranks is a copy: itself, or one of the first prompt.
+
+        >>> one = CachePeers(position=0, number=2, prompts=2, samples=3, block=1, group=None, staging=None, timeout_s=1)
+        >>> one.originals(4)
+        [0, 1, 2, 3, 4, 5, 0, 1]
+        """
+        each, cached = rows // self.prompts, self.cached_rows(rows)
+        return [row if row < cached else row % each for row in range(self.number * rows)]
+
+    def owners(self, positions: Tensor, rows: int) -> Tensor:
+        """Return which rank holds these positions of each sequence of all ranks, -1 of copies.
+
+        Returns:
+            [number, rows, positions]
+        """
+        row = torch.arange(self.number * rows, device=positions.device)[:, None]
+        prompt = row // (rows // self.prompts)
+        owner = (positions[None, :] // self.block + prompt) % self.number
+        return owner.masked_fill(row >= self.cached_rows(rows), -1).view(self.number, rows, -1)
 
     def slots(self, positions: Tensor) -> Tensor:
         """Return where the rank that holds a position has it; every rank fills its places from the first on."""

@@ -174,6 +174,7 @@ class Generator:
         part: LanePart | None,
     ) -> _Outcome:
         """Return what this rank generated, or its error; raise what the other ranks cannot know of."""
+        self._caches = None
         with self._same_streams():
             if lane is None:
                 return _Outcome()
@@ -208,7 +209,6 @@ class Generator:
         run: LaneRun | None,
         part: LanePart | None,
     ) -> Any:
-        self._caches = None
         with contextlib.ExitStack() as around:
             around.enter_context(on_all_ranks(model, weights, run))
             caches: list[Any] = [None]
@@ -291,6 +291,7 @@ class Generator:
             position=part.lane,
             number=part.lanes,
             prompts=len(part.rows),
+            samples=part.samples,
             block=self._config.block,
             group=self._peer_groups[wire.position],
             staging=wire.staging,

@@ -13,7 +13,7 @@ Tests: tests/model/test_cut_cache.py, tests/integrations/test_generation.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,8 @@ NAME = "gpp_sequence"
 class SequenceLayer(DynamicLayer):  # type: ignore[misc]
     """The cache of one layer on one rank: some positions of the sequences of all its stage's ranks.
 
-    ``keys`` and ``values`` are [sequences of all ranks, heads, places, head size], in the order of ranks; ``visible``
-    says which places hold a token that is attended to.
+    ``keys`` and ``values`` are [sequences of all ranks, heads, places, head size], in the order of ranks, copies left
+    out; ``visible`` says which places hold a token that is attended to.
 
     Args:
         peers: the ranks that share it.
@@ -71,7 +71,7 @@ class SequenceLayer(DynamicLayer):  # type: ignore[misc]
             return
         rows = beam_idx.numel()
         offsets = torch.arange(self._peers.number, device=beam_idx.device)[:, None] * rows
-        order = (self._peers.gathered(beam_idx) + offsets).reshape(-1)
+        order = (self._peers.gathered(beam_idx) + offsets).reshape(-1)[: self._peers.cached_rows(rows)]
         self.keys, self.values = self.keys.index_select(0, order), self.values.index_select(0, order)
         self.visible = self.visible.index_select(0, order)
 
@@ -79,29 +79,32 @@ class SequenceLayer(DynamicLayer):  # type: ignore[misc]
         """Return the attention of one new token of each sequence, [sequences, heads, 1, head size]."""
         peers, rows = self._peers, query.shape[0]
         position = torch.tensor([self._length - 1], device=query.device)
-        owners = peers.owners(position, rows)[:, 0].view(peers.number, rows)
+        owners = peers.owners(position, rows)[..., 0]
         own = owners[peers.position]
+        real = (owners >= 0).sum(1).tolist()  # sequences of each rank that are no copies
+        asked = query[: real[peers.position]].reshape(-1)
         parts = [
-            torch.cat([query.reshape(-1), key[own == rank].reshape(-1), value[own == rank].reshape(-1)])
+            torch.cat([asked, key[own == rank].reshape(-1), value[own == rank].reshape(-1)])
             for rank in range(peers.number)
         ]
-        mine = [int((of == peers.position).sum()) for of in owners]
-        each = key[0].numel()
-        told = peers.swap(parts, [query.numel() + 2 * count * each for count in mine])
-        queries = torch.cat([part[: query.numel()] for part in told]).view(-1, *query.shape[1:])
-        new = [
-            part[query.numel() :].view(2, count, *key.shape[1:])
-            for part, count in zip(told, mine, strict=True)
-        ]
+        mine = (owners == peers.position).sum(1).tolist()
+        one, each = query[0].numel(), key[0].numel()
+        told = peers.swap(parts, [n * one + 2 * count * each for n, count in zip(real, mine, strict=True)])
+        # what comes from a rank: its queries, then the keys and the values of which this rank is the owner
+        cut = [part.split([n * one, part.numel() - n * one]) for part, n in zip(told, real, strict=True)]
+        queries = torch.cat([asked for asked, _ in cut]).view(-1, *query.shape[1:])
+        new = [kv.view(2, count, *key.shape[1:]) for (_, kv), count in zip(cut, mine, strict=True)]
+        self._grow(key, peers.cached_rows(rows))
         held = (owners.reshape(-1) == peers.position).nonzero()[:, 0]
-        self._grow(key, peers.number * rows)
         slot = int(peers.slots(position))
         self.keys[held, :, slot] = torch.cat([pair[0] for pair in new])[:, :, 0]
         self.values[held, :, slot] = torch.cat([pair[1] for pair in new])[:, :, 0]
         self.visible[held, slot] = True
-        return self._merged(partial_attention(queries, self.keys, self.values, self.visible, scaling), query)
+        partial = partial_attention(queries, self.keys, self.values, self.visible, scaling)
+        originals = peers.originals(rows)
+        return self._merged([each[originals] for each in partial], query)
 
-    def _merged(self, partial: tuple[Tensor, Tensor, Tensor], query: Tensor) -> Tensor:
+    def _merged(self, partial: Sequence[Tensor], query: Tensor) -> Tensor:
         """Return this rank's sequences' attention from the parts that all ranks computed of it."""
         peers, rows = self._peers, query.shape[0]
         out, most, total = partial
@@ -127,7 +130,7 @@ class SequenceLayer(DynamicLayer):  # type: ignore[misc]
         """Send each position of the prompts to the rank that owns it, and keep what is this rank's."""
         peers, (rows, heads, length, size) = self._peers, key.shape
         positions = torch.arange(length, device=key.device)
-        owners = peers.owners(positions, rows).view(peers.number, rows, length)
+        owners = peers.owners(positions, rows)
         seen = _is_visible(mask)[:, 0, -1, :length].expand(rows, length)
         # [rows, length, elements]: what a position is, and whether it is attended to
         wide = torch.cat(
@@ -136,7 +139,7 @@ class SequenceLayer(DynamicLayer):  # type: ignore[misc]
         )
         parts = [wide[owners[peers.position] == rank].reshape(-1) for rank in range(peers.number)]
         told = peers.swap(parts, [int((of == peers.position).sum()) * wide.shape[-1] for of in owners])
-        self._grow(key, peers.number * rows)
+        self._grow(key, peers.cached_rows(rows))
         row, place = (owners.reshape(-1, length) == peers.position).nonzero(as_tuple=True)
         new = torch.cat(told).view(-1, wide.shape[-1])
         at = peers.slots(place)
@@ -249,7 +252,7 @@ def shared_caches(model: Any, peers: CachePeers) -> Iterator[None]:
         _cut(model_kwargs.get("past_key_values"), peers)
 
     def has_unfinished(this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        return peers.any(not this_peer_finished)
+        return peers.any(not this_peer_finished and peers.has_prompts)
 
     model.__dict__["_prepare_cache_for_generation"] = prepare_cache
     model.__dict__["_has_unfinished_sequences"] = has_unfinished

@@ -196,3 +196,48 @@ def share_prompts() -> dict[str, Any]:
                 }  # fmt: skip
             engine.destroy()
     return answers
+
+
+def predict(directory: str, *, is_alone: bool) -> dict[str, Any]:
+    """Train T5 for two steps with Seq2SeqTrainer, evaluate and predict by generating."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from gpp_plugin import GraphPipelineSeq2SeqTrainer
+
+    model, make_batch = build("t5")
+    whole = make_batch(16, 0)
+    whole["labels"] = whole["labels"].clamp_min(PAD)
+    rows = [{key: value[at] for key, value in whole.items()} for at in range(16)]
+    args = Seq2SeqTrainingArguments(
+        output_dir=directory, per_device_train_batch_size=4, gradient_accumulation_steps=2 if is_alone else 1,
+        max_steps=2, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=100,
+        learning_rate=2e-2, per_device_eval_batch_size=3, predict_with_generate=True, generation_max_length=9,
+        dataloader_pin_memory=False, generation_num_beams=2,
+    )  # fmt: skip
+
+    def count(prediction: Any) -> dict[str, float]:
+        return {
+            "sum": float(prediction.predictions.sum()),
+            "right": float((prediction.predictions[:, 1:7] == prediction.label_ids[:, :6]).sum()),
+        }
+
+    common = {"train_dataset": rows, "eval_dataset": rows[:7], "compute_metrics": count}
+    if is_alone:
+        trainer: Any = Seq2SeqTrainer(model, args, **common)
+    else:
+        config = config_of(block={"stages": 2, "verify": False})
+        trainer = GraphPipelineSeq2SeqTrainer(
+            model, args, config={"graph_pipeline": config["graph_pipeline"]}, **common
+        )
+    trainer.train()
+    metrics = trainer.evaluate()
+    found = trainer.predict(rows[7:12], num_beams=1)
+    if not is_alone:
+        trainer.engine.destroy()
+    keys = ("eval_loss", "eval_sum", "eval_right")
+    return {"metrics": [metrics[key] for key in keys], "predictions": found.predictions.tolist()}
+
+
+def predict_on_ranks(directory: str) -> dict[str, Any]:
+    """The same on stages."""
+    return predict(directory, is_alone=False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.integrations import generation_jobs as jobs
 from tests.ranks import run_kept_ranks
@@ -45,6 +48,13 @@ def test_data_parallel_ranks_share_the_prompts_and_the_caches() -> None:
         for cache in ("data", "sequence")
     )
     assert min(alone) == 0 and max(parts) == max(alone) * 8 // 14, "four blocks of two, of 14 positions"
+
+
+def test_a_trainer_that_generates_predicts_what_one_process_does(tmp_path: Path) -> None:
+    plain = jobs.predict(str(tmp_path), is_alone=True)
+    for found in run_kept_ranks(jobs.predict_on_ranks, 2, str(tmp_path)):
+        assert found["predictions"] == plain["predictions"]
+        assert found["metrics"] == pytest.approx(plain["metrics"], abs=1e-5)
 
 
 def test_wrong_calls_are_refused_in_one_line_and_the_job_goes_on() -> None:

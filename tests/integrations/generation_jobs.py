@@ -101,7 +101,7 @@ def alone(name: str, state: dict[str, Tensor], number: int = 4) -> dict[str, lis
     return answers
 
 
-def generate_all(names: tuple[str, ...], block: dict[str, Any]) -> dict[str, Any]:
+def generate_all(names: tuple[str, ...], block: dict[str, Any], refuses: bool = False) -> dict[str, Any]:
     """Train each model for three steps, and generate in all ways; on rank 0 also in one process."""
     answers: dict[str, Any] = {}
     for name in names:
@@ -118,18 +118,17 @@ def generate_all(names: tuple[str, ...], block: dict[str, Any]) -> dict[str, Any
             "found": found,
             "expected": expected,
             "report": engine.cache_report(),
+            "refused": refuse(engine, model) if refuses else {},
             "after": steps(engine, [make_batch(B, 9)]),
         }
         engine.destroy()
     return answers
 
 
-def refuse() -> dict[str, str]:
-    """Return what is said to wrong calls; the engine trains and generates after each of them."""
+def refuse(engine: Any, model: nn.Module) -> dict[str, str]:
+    """Return what is said to wrong calls; the engine goes on after each of them."""
     from gpp_plugin.errors import GppError
 
-    model, make_batch = generating("gpt2")
-    engine = make_engine(model, make_batch(B, 0), config_of(block={"verify": False, "stages": 2}))
     rank, given = engine.global_rank, prompts("gpt2")
     other = {**given, "input_ids": given["input_ids"] + rank}
     long = {name: value.repeat(1, 4) for name, value in given.items()}
@@ -150,51 +149,36 @@ def refuse() -> dict[str, str]:
             said[name] = "nothing"
         except GppError as error:
             said[name] = f"{type(error).__name__}: {error}"
-    try:
-        engine.cache_report()
-    except GppError as error:
-        said["report"] = str(error)
-    said["after"] = str(engine.generate(**given, max_new_tokens=2, pad_token_id=PAD).shape[1] - 8)
-    said["trains"] = str(steps(engine, [make_batch(B, 0)])[0] > 0)
-    engine.destroy()
-    clip, clip_batch = build("clip")
-    engine = make_engine(clip, clip_batch(B, 0), config_of(block={"verify": False, "stages": 2}))
-    try:
-        engine.generate(input_ids=given["input_ids"])
-    except GppError as error:
-        said["clip"] = str(error)
-    engine.destroy()
     return said
 
 
-def share_prompts() -> dict[str, Any]:
-    """Stages of two data-parallel ranks share the prompts; then their caches are cut along the sequence."""
+def share_prompts(cases: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """Stages of two data-parallel ranks share the prompts, and where a case says so cut their caches."""
     answers: dict[str, Any] = {}
-    for cache, names in (("data", ("gpt2", "t5")), ("sequence", ("llama", "gpt2"))):
-        for name in names:
-            model, make_batch = generating(name)
-            block = {
-                "verify": False,
-                "stages": 2,
-                "data_parallel": 2,
-                "generate": {"cache": cache, "block": 2},
-            }
-            engine = make_engine(model, make_batch(B, 0), config_of(block=block))
-            steps(engine, [make_batch(B, seed) for seed in range(3)])
-            state = engine.gather_state_dict()
-            for number in (5, 1):  # one prompt: fewer than the ranks of a stage
-                given = prompts(name, number)
-                expected = {}
-                if engine.global_rank == 0:
-                    expected = alone(name, state, number)
-                found = {}
-                for way, options in ways(name).items():
-                    torch.manual_seed(5 + engine.global_rank)
-                    found[way] = engine.generate(**given, **options).tolist()
-                answers[f"{cache} {name} {number}"] = {
-                    "found": found, "expected": expected, "report": engine.cache_report(),
-                }  # fmt: skip
-            engine.destroy()
+    for cache, name in cases:
+        model, make_batch = generating(name)
+        block = {
+            "verify": False,
+            "stages": 2,
+            "data_parallel": 2,
+            "generate": {"cache": cache, "block": 2},
+        }
+        engine = make_engine(model, make_batch(B, 0), config_of(block=block))
+        steps(engine, [make_batch(B, seed) for seed in range(3)])
+        state = engine.gather_state_dict()
+        for number in (5, 1):  # one prompt: fewer than the ranks of a stage
+            given = prompts(name, number)
+            expected = {}
+            if engine.global_rank == 0:
+                expected = alone(name, state, number)
+            found = {}
+            for way, options in ways(name).items():
+                torch.manual_seed(5 + engine.global_rank)
+                found[way] = engine.generate(**given, **options).tolist()
+            answers[f"{cache} {name} {number}"] = {
+                "found": found, "expected": expected, "report": engine.cache_report(),
+            }  # fmt: skip
+        engine.destroy()
     return answers
 
 

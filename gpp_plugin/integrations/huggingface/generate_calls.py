@@ -210,8 +210,12 @@ def attention_weights(model: nn.Module) -> dict[tuple[int, int], str]:
 
 def kv_width(model: Any) -> int:
     """Return the elements of one position's keys, and of its values, by the configuration."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
+    whole = model.config
+    heads = getattr(whole, "decoder_attention_heads", None)
+    if heads:  # one configuration of encoder and decoder, whose other names for heads are the encoder's
+        return int(heads) * (whole.hidden_size // heads)
+    config = whole.get_text_config(decoder=True)
+    heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
     return int(getattr(config, "num_key_value_heads", None) or heads) * int(size)
 

@@ -3,7 +3,7 @@
 Its step of prediction is HuggingFace's; in place of the model's `generate` and forward there are the engine's.
 
 Source: transformers, Seq2SeqTrainer (release 5.23)
-Tests: tests/integrations/test_generation.py
+Tests: tests/soak/generation.py
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ Mode = Literal["sync", "async"]
 Recompute = Literal["auto", "off", "full"]
 Swap = Literal["auto", "off"]
 Colocate = Literal["auto", "off"]
-CacheKind = Literal["data", "sequence"]
+CacheKind = Literal["auto", "data", "sequence"]
 LossMean = Literal["units", "tokens"]
 UnitOrderName = Literal["balanced", "given"]
 Auto = Literal["auto"]
@@ -127,11 +127,12 @@ class GenerateConfig(_Block):
 
     Args:
         cache: where those of a sequence lie: "data" on the rank that decodes it; "sequence" on all data-parallel ranks
-            of each stage, cut along the sequence (Cache Parallelism), for decoders that attend to all positions.
+            of each stage, cut along the sequence (Cache Parallelism), for decoders that attend to all positions. "auto"
+            is "data", but "sequence" where whole caches would not fit into ``memory.limit_gb``, or what CUDA has free.
         block: neighbouring positions that lie on one rank, with "sequence".
     """
 
-    cache: CacheKind = Field(default="data", description=_one_of(CacheKind))
+    cache: CacheKind = Field(default="auto", description=_one_of(CacheKind))
     block: Count = Field(default=16, description="a whole number of at least 1")
 
 

@@ -562,7 +562,11 @@ class GraphPipelineEngine(PipelineSurface):
         self._steps.drain()
         if self._generator is None:
             self._generator = self._source.make_generator(
-                self._plan, self._reference, [s.module for s in self.rank_engine.stages], self._meeting
+                self._plan,
+                self._reference,
+                [stage.module for stage in self.rank_engine.stages],
+                meeting=self._meeting,
+                room=self._cache_room,
             )
         arguments = kwargs if inputs is None else {"inputs": inputs, **kwargs}
         try:
@@ -571,6 +575,24 @@ class GraphPipelineEngine(PipelineSurface):
             if self._generator.is_broken and self._setting.group is not None:
                 self._runner.failure = f"a generation failed ({str(error) or type(error).__name__})"
             raise
+
+    def _cache_room(self) -> int | None:
+        """Return the bytes that this rank has for caches: of `memory.limit_gb`, else of what CUDA has free.
+
+        None on a CPU without a limit, whose memory other processes share.
+        """
+        limit_gb, device = self.config.memory.limit_gb, self._setting.device
+        if limit_gb != "auto":
+            held = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for stage in self.rank_engine.stages
+                for t in (*stage.weight_tensors(), *stage.optimizer_tensors())
+            }
+            return int(limit_gb * 1e9) - sum(held.values())
+        if device.type != "cuda":
+            return None
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] // self._setting.placement.own_sharers + idle
 
     def cache_report(self) -> CacheReport:
         """Return what the caches of the last `generate` took on each rank, predicted and counted; collective.

@@ -10,7 +10,7 @@ The engine holds its parts and imports no framework. It defines here what it ask
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,9 +113,18 @@ class EngineModel(Protocol):
         """
 
     def make_generator(
-        self, plan: PipelinePlan, reference: Reference, stages: Sequence[nn.Module], meeting: Meeting
+        self,
+        plan: PipelinePlan,
+        reference: Reference,
+        stages: Sequence[nn.Module],
+        *,
+        meeting: Meeting,
+        room: Callable[[], int | None],
     ) -> TextGenerator:
         """Return what generates with the weights of this rank's stages and those of the others.
+
+        Args:
+            room: returns what this rank has free for caches, in bytes; None where nobody knows, on all ranks alike.
 
         Raises:
             ConfigError: the model is not one module that HuggingFace generates with; the same on every rank.

@@ -6,7 +6,7 @@ evaluation and checkpoints know no difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -455,9 +455,18 @@ class ModelSource:
         )
 
     def make_generator(
-        self, plan: PipelinePlan, reference: Reference, stages: Sequence[nn.Module], meeting: Meeting
+        self,
+        plan: PipelinePlan,
+        reference: Reference,
+        stages: Sequence[nn.Module],
+        *,
+        meeting: Meeting,
+        room: Callable[[], int | None],
     ) -> Generator:
         """Return what generates with the weights of this rank's stages and those of the others.
+
+        Args:
+            room: returns what this rank has free for caches, in bytes; None where nobody knows, on all ranks alike.
 
         Raises:
             ConfigError: the model is a graph of several stages written down.
@@ -484,7 +493,12 @@ class ModelSource:
             buffers=buffers,
         )
         return Generator(
-            generated, plan=plan, config=self._config.generate, setting=self._setting, meeting=meeting
+            generated,
+            plan=plan,
+            config=self._config.generate,
+            setting=self._setting,
+            meeting=meeting,
+            room=room,
         )
 
     def close(self) -> None:

@@ -43,13 +43,17 @@ def test_two_ranks_generate_the_tokens_of_one_process_and_refuse_wrong_calls() -
 
 
 def test_data_parallel_ranks_share_the_prompts_or_the_caches() -> None:
-    answers = run_kept_ranks(jobs.share_prompts, 4, (("data", "llama"), ("sequence", "llama")))
+    """Five prompts and one, on stages of two ranks each; with a byte less than whole caches take these are cut."""
+    cases = ((5, "greedy"), (5, "sampled"), (1, "beams"))
+    answers = run_kept_ranks(jobs.share_prompts, 4, "llama", cases)
+    said = answers[0].pop("no room")["said"]
+    assert all(answer.pop("no room")["said"] == said for answer in answers[1:])
+    assert "bytes are missing; give fewer or shorter prompts" in said
     check(answers)
-    shared, cut = (answers[0][f"{cache} llama 5"]["report"] for cache in ("data", "sequence"))
-    assert all(each.rows for each in shared.ranks) and cut.cache == "sequence"
-    # one prompt: with "data" one rank of each stage has its cache, with "sequence" both have a half, in whole blocks
-    alone, parts = (
-        [each.counted_bytes for each in answers[0][f"{cache} llama 1"]["report"].ranks]
-        for cache in ("data", "sequence")
-    )
-    assert min(alone) == 0 and max(parts) == max(alone) * 8 // 14, "four blocks of two, of 14 positions"
+    for number, way in cases:
+        whole, cut = (answers[0][f"{cache} {number} {way}"]["report"] for cache in ("data", "sequence"))
+        assert (whole.cache, cut.cache) == ("data", "sequence")
+        alone, parts = ([each.counted_bytes for each in report.ranks] for report in (whole, cut))
+        assert max(parts) < max(alone) and min(parts) > 0
+    # of one prompt's cache of 14 positions each rank of a stage has four blocks of two
+    assert min(alone) == 0 and max(parts) == max(alone) * 8 // 14

@@ -24,10 +24,12 @@ def main(arguments: Sequence[str]) -> int:
         (2, ALL[:2], {"stages": 4}),
     ):
         wrong += _told(f"{ranks} ranks, {block}", run_kept_ranks(jobs.generate_all, ranks, names, block))
-    cases = (("data", "gpt2"), ("data", "t5"), ("data", "llava"), ("sequence", "llama"), ("sequence", "gpt2"))
-    wrong += _told("4 ranks, 2 stages of 2", run_kept_ranks(jobs.share_prompts, 4, cases))
+    cases = tuple((number, way) for number in (5, 1) for way in jobs.WAYS)
+    for name in ALL:
+        answers = run_kept_ranks(jobs.share_prompts, 4, name, cases, name in ("gpt2", "llama", "llava"))
+        wrong += _told(f"4 ranks, 2 stages of 2, {name}", answers)
     with tempfile.TemporaryDirectory() as directory:
-        plain = jobs.predict(directory, is_alone=True)
+        plain = jobs.predict(directory)
         for found in run_kept_ranks(jobs.predict_on_ranks, 2, directory):
             is_same = found["predictions"] == plain["predictions"] and all(
                 abs(a - b) < 1e-5 for a, b in zip(found["metrics"], plain["metrics"], strict=True)

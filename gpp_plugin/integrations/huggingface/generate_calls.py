@@ -6,6 +6,7 @@ Tests: tests/integrations/test_generation.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def generating_model(model: nn.Module) -> Any:
     Raises:
         ConfigError: it has none.
     """
-    inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    base: Any = getattr(model, "get_base_model", None)
+    inner: Any = base() if callable(base) else model
     can: Any = getattr(inner, "can_generate", None)
     if not callable(can) or not can() or not callable(getattr(inner, "generate", None)):
         raise ConfigError(
@@ -77,26 +79,47 @@ def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def check_cuts(model: Any, key: str) -> None:
-    """Refuse a model whose caches cannot be cut along the sequence.
-
-    Args:
-        key: of the configuration that asks for it.
-
-    Raises:
-        ConfigError: says why.
-    """
+def why_not_cut(model: Any) -> str | None:
+    """Return why a model's caches cannot be cut along the sequence, None where they can."""
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    reason = ""
+    name = type(model).__name__
     if model.config.is_encoder_decoder:
-        reason = "has caches for cross-attention, which do not grow"
-    elif kinds or (getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)):
-        reason = f"has caches that do not grow by a position a token ({', '.join(sorted(kinds)) or 'sliding_window'})"
-    elif not getattr(model, "_supports_attention_backend", False):
-        reason = "does not call attention by HuggingFace's AttentionInterface"
-    if reason:
-        raise ConfigError(f'{key}: {type(model).__name__} {reason}; use "data"')
+        return f"{name} has caches for cross-attention, which do not grow"
+    if kinds or (getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)):
+        found = ", ".join(sorted(kinds)) or "sliding_window"
+        return f"{name} has caches that do not grow by a position a token ({found})"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} does not call attention by HuggingFace's AttentionInterface"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongestCaches:
+    """How long caches may get.
+
+    Args:
+        each: sequences of a prompt.
+        own: positions of the decoder's own tokens; ``across``: of what it attends to across, 0 where there is none.
+    """
+
+    each: int
+    own: int
+    across: int
+
+
+def longest_caches(model: Any, arguments: Mapping[str, Any]) -> LongestCaches | None:
+    """Return how long the caches of a generation may get; None where its arguments do not say."""
+    ids = arguments.get("input_ids", arguments.get("inputs"))
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        return None
+    is_across = bool(model.config.is_encoder_decoder)
+    new, most = (_setting(model, arguments, name) for name in ("max_new_tokens", "max_length"))
+    prompt = 1 if is_across else ids.shape[1]
+    longest = prompt + int(new) if new is not None else int(most or 20)
+    each = max(int(_setting(model, arguments, name) or 1) for name in ("num_beams", "num_return_sequences"))
+    # the last token is chosen and read by nobody
+    return LongestCaches(each=each, own=max(longest - 1, prompt), across=ids.shape[1] if is_across else 0)
 
 
 def _setting(model: Any, arguments: Mapping[str, Any], name: str) -> Any:

@@ -16,7 +16,7 @@ from transformers import Seq2SeqTrainer
 from gpp_plugin.integrations.huggingface.trainer import GraphPipelineTrainer
 
 
-class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):  # type: ignore[misc]
+class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
     """Trains as `GraphPipelineTrainer`; with ``predict_with_generate`` evaluation and prediction generate.
 
     Args:
@@ -34,14 +34,15 @@ class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):  # type
         """Return loss, generated tokens and labels of a batch, on every rank."""
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        own, stand = self.model, _Generating(self._engine, self.model)
-        self.model = stand
+        trainer: Any = self
+        own, stand = trainer.model, _Generating(self._engine, trainer.model)
+        trainer.model = stand
         try:
             answer: tuple[Any, Any, Any] = Seq2SeqTrainer.prediction_step(
-                self, stand, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
+                trainer, stand, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
             )
         finally:
-            self.model = own
+            trainer.model = own
         return answer
 
 

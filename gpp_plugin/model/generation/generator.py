@@ -36,16 +36,18 @@ from gpp_plugin.integrations.huggingface.generate_calls import (
     attention_weights,
     cache_layers,
     check_arguments,
-    check_cuts,
     generating_model,
     joined_tokens,
     kv_width,
+    longest_caches,
     samples_of,
     tensor_arguments,
+    why_not_cut,
 )
 from gpp_plugin.ir.cache_report import CacheReport, RankCaches
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.generation.cache_peers import CachePeers
+from gpp_plugin.model.generation.cache_room import CacheNeed, is_cut, need_of
 from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.sequence_cache import shared_caches
@@ -83,6 +85,7 @@ class Generator:
     Args:
         plan: of training.
         config: how caches lie.
+        room: returns what this rank has free for them, in bytes; None where nobody knows, on all ranks alike.
         meeting: of all ranks.
     """
 
@@ -94,10 +97,13 @@ class Generator:
         config: GenerateConfig,
         setting: Setting,
         meeting: Meeting,
+        room: Callable[[], int | None],
     ) -> None:
+        self._room = room
         self._config = config
         self._peer_groups: list[dist.ProcessGroup | None] = []
         self._caches: RankCaches | None = None
+        self._cache = "data"
         self._model = model
         self._setting = setting
         self._meeting = meeting
@@ -127,15 +133,14 @@ class Generator:
         agree(facts, what="a look at what each rank generates from", group=group)
         self._make_wires()
         samples = samples_of(model, arguments)
-        is_cut = self._is_cut(model, arguments, samples)
-        number = (
-            1 if samples is None else len(self._lanes) if is_cut else max(min(len(self._lanes), samples), 1)
-        )
-        own = next((lane for lane in range(number) if self._setting.rank in self._lanes[lane]), None)
+        are_cut = self._are_cut(model, arguments, samples)
+        number = 1 if samples is None else len(self._lanes) if are_cut else min(len(self._lanes), samples)
+        own = self._own_lane(number)
         part = None
         if number > 1 and own is not None:
             assert samples is not None
-            part = LanePart(lane=own, lanes=number, samples=samples, is_cut=is_cut)
+            part = LanePart(lane=own, lanes=number, samples=samples, is_cut=are_cut)
+        self._cache = "sequence" if are_cut else "data"
         outcome = self._attempt(model, arguments, own, part)
         is_everyone = number == 1 and len(self._lanes[0]) == self._setting.num_ranks
         is_first = own is not None and self._setting.rank == self._lanes[own][0]
@@ -151,7 +156,7 @@ class Generator:
         parts = [told[lane[0]] for lane in self._lanes[:number]]
         value = parts[0]
         if number > 1:
-            each = parts[0].shape[0] // len(_rows(samples or 0, number, 0, is_cut=is_cut))
+            each = parts[0].shape[0] // len(_rows(samples or 0, number, 0, is_cut=are_cut))
             value = joined_tokens(model, arguments, parts)[
                 : each * (samples or 0)
             ]  # without copies of prompts
@@ -236,7 +241,7 @@ class Generator:
             raise ConfigError(
                 "engine.cache_report: nothing has been generated yet; call engine.generate() first"
             )
-        return CacheReport(cache=self._config.cache, ranks=tuple(each for each, _ in told))
+        return CacheReport(cache=self._cache, ranks=tuple(each for each, _ in told))
 
     def _counted(
         self, model: Any, weights: Weights, run: LaneRun | None, cache: Any, part: LanePart | None
@@ -267,23 +272,46 @@ class Generator:
             counted_bytes=counted,
         )
 
-    def _is_cut(self, model: Any, arguments: Mapping[str, Any], samples: int | None) -> bool:
-        """Return whether caches are cut along the sequence; refuse what cannot be."""
-        if self._config.cache != "sequence":
-            return False
-        key = 'graph_pipeline.generate.cache: "sequence"'
+    def _own_lane(self, number: int) -> int | None:
+        """Return which of the first lanes this rank is in."""
+        return next((lane for lane in range(number) if self._setting.rank in self._lanes[lane]), None)
+
+    def _are_cut(self, model: Any, arguments: Mapping[str, Any], samples: int | None) -> bool:
+        """Return whether caches are cut along the sequence; refuse what cannot be, and what has no room."""
+        why_not = why_not_cut(model)
         if len(self._lanes) == 1:
-            raise ConfigError(
-                f'{key} cuts caches over the data-parallel ranks of each stage, and a stage has one alone; use "data", '
-                "or set data_parallel"
+            why_not = (
+                "it is cut over the data-parallel ranks of each stage, and a stage has one (data_parallel)"
             )
-        if samples is None:
-            raise ConfigError(
-                f"{key} decodes prompts by themselves: not with several tensors of unlike rows, and not with "
-                f'logits_processor, stopping_criteria, streamer or return_dict_in_generate; use "data"'
+        elif samples is None:
+            why_not = (
+                "prompts are decoded by themselves: not with several tensors of unlike rows, and not with "
+                "logits_processor, stopping_criteria, a streamer or return_dict_in_generate"
             )
-        check_cuts(model, key)
-        return True
+        asked = self._config.cache
+        if asked == "sequence" and why_not is not None:
+            raise ConfigError(f'graph_pipeline.generate.cache: "sequence": {why_not}; use "data"')
+        longest, room = longest_caches(model, arguments), self._room()
+        needs: list[CacheNeed] = []
+        if longest is not None and room is not None:  # alike on all ranks
+            prompts = next(iter(tensor_arguments(arguments).values())).shape[0]
+            number = 1 if samples is None else min(len(self._lanes), samples)
+            lane = self._own_lane(number)
+            rows = prompts if number == 1 else len(_rows(prompts, number, lane or 0, is_cut=False))
+            need = need_of(
+                model,
+                longest,
+                held=self._model.live(),
+                names=self._model.names,
+                rows=0 if lane is None else rows,
+                prompts=prompts,
+                ranks=len(self._lanes),
+                block=self._config.block,
+                itemsize=self._setting.dtype.itemsize,
+                room=room,
+            )
+            needs = self._meeting.gather(need, "a look at the room for caches")
+        return is_cut(asked, needs, why_not=why_not)
 
     def _peers_of(self, part: LanePart) -> CachePeers:
         wire = self._wires[part.lane]
@@ -367,7 +395,7 @@ class Generator:
                     timeout_s=limit_s,
                 )
             )
-        if self._config.cache == "sequence":
+        if self._config.cache != "data":
             # the ranks at one position of all lanes: together they have the caches of that position's stages
             self._peer_groups = [make_group(peers) for peers in zip(*self._lanes, strict=True)]
 
@@ -409,14 +437,15 @@ def lanes_of(plan: PipelinePlan) -> tuple[tuple[int, ...], ...]:
 
     Stages of two data-parallel ranks each make two lanes, ranks ``0 1 | 2 3`` the lanes ``(0, 2)`` and ``(1, 3)``; of
     stages with two and one ranks there is one lane, and a rank stands by. Where stages share ranks so that two lanes
-    would meet on one, there is one lane.
+    would meet on one, or be of unlike ranks, there is one lane.
     """
     number = min(stage.degree for stage in plan.stages)
     lanes = tuple(
         tuple(dict.fromkeys(stage.data_ranks(0)[lane] for stage in plan.stages)) for lane in range(number)
     )
     used = [rank for lane in lanes for rank in lane]
-    return lanes if len(used) == len(set(used)) else lanes[:1]
+    are_alike = len({len(lane) for lane in lanes}) == 1
+    return lanes if are_alike and len(used) == len(set(used)) else lanes[:1]
 
 
 def _rows(samples: int, lanes: int, lane: int, *, is_cut: bool) -> list[int]:

@@ -32,7 +32,7 @@ from gpp_plugin.model.generation.stage_tensors import StageTensor
 NAME = "gpp_sequence"
 
 
-class SequenceLayer(DynamicLayer):  # type: ignore[misc]
+class SequenceLayer(DynamicLayer):
     """The cache of one layer on one rank: some positions of the sequences of all its stage's ranks.
 
     ``keys`` and ``values`` are [sequences of all ranks, heads, places, head size], in the order of ranks, copies left
@@ -41,6 +41,9 @@ class SequenceLayer(DynamicLayer):  # type: ignore[misc]
     Args:
         peers: the ranks that share it.
     """
+
+    keys: Any
+    values: Any
 
     def __init__(self, peers: CachePeers) -> None:
         super().__init__()

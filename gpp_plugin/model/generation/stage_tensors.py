@@ -78,18 +78,18 @@ class StageTensor(Tensor):
         made.told, made.is_weight = None, is_weight
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator where its operands lie."""
-        kwargs = kwargs or {}
-        found = next(_stage_tensors((args, kwargs)))
-        return found.run.operate(func, args, kwargs)
+        options = dict(kwargs or {})
+        found = next(_stage_tensors((args, options)))
+        return found.run.operate(func, args, options)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Return where it lies, and its shape: most ranks know no more."""
         return f"StageTensor(shape={tuple(self.shape)}, dtype={self.dtype}, positions={self.holders})"
 
@@ -174,18 +174,18 @@ class LaneRun:
 
         return map_tensors(values, moved)
 
-    def operate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on stage tensors and return what it returns, as stage tensors."""
         is_written = func._schema.is_mutable
         if func in READS_VALUES or (is_written and not isinstance(args[0], StageTensor)):
-            args, kwargs = self.told((args, dict(kwargs)))
+            args, kwargs = self.told((args, kwargs))
             return func(*args, **kwargs)
         if func is aten.index.Tensor:
             args = (args[0], [one for index in args[1] for one in _positions(self.told(index))])
             if not isinstance(args[0], StageTensor):
                 return func(*args, **kwargs)
         holders = args[0].holders if is_written else self._holders_of((args, kwargs))
-        args, kwargs = self.bring((args, dict(kwargs)), holders)
+        args, kwargs = self.bring((args, kwargs), holders)
         if self.computes(holders):
             result = func(*real_values(args), **real_values(kwargs))
         else:

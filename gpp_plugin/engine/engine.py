@@ -558,6 +558,7 @@ class GraphPipelineEngine(PipelineSurface):
                 `generate` refuses it; the same on every rank, and training may go on.
             CommTimeout, RuntimeFailure: a rank failed or is gone.
         """
+        # Made at the first call: most jobs never generate, and its groups have threads that wake up.
         self._runner.refuse_after_failure()
         self._steps.drain()
         if self._generator is None:

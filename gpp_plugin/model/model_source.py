@@ -477,6 +477,7 @@ class ModelSource:
                 "engine.generate: the model is a graph of stages written down, which has no `generate` and no decode "
                 "step; give deepspeed.initialize the one HuggingFace model, or generate from engine.save_pretrained()"
             )
+        # Names are those of the analysis, which all ranks were told: of a tied parameter the first, others are aliases.
         parameters = reference.analysis.op_graph.parameters
         live = joined_module(stages)
         model = _module_of(whole)

@@ -113,12 +113,13 @@ def longest_caches(model: Any, arguments: Mapping[str, Any]) -> LongestCaches | 
     ids = arguments.get("input_ids", arguments.get("inputs"))
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
+    # A prompt of 8 and 7 new tokens: 14 positions, as the last token is read by nobody. An encoder-decoder begins with
+    # one token of its own.
     is_across = bool(model.config.is_encoder_decoder)
     new, most = (_setting(model, arguments, name) for name in ("max_new_tokens", "max_length"))
     prompt = 1 if is_across else ids.shape[1]
     longest = prompt + int(new) if new is not None else int(most or 20)
     each = max(int(_setting(model, arguments, name) or 1) for name in ("num_beams", "num_return_sequences"))
-    # the last token is chosen and read by nobody
     return LongestCaches(each=each, own=max(longest - 1, prompt), across=ids.shape[1] if is_across else 0)
 
 
@@ -215,6 +216,8 @@ def attention_weights(model: nn.Module) -> dict[tuple[int, int], str]:
     HuggingFace numbers the layers of a decoder for its cache: the modules that have such a number, and none inside that
     has, are its attentions; of two of one layer the second reads the encoder's output.
     """
+    # Llama: layers.3.self_attn has layer_idx 3. T5: block.3.layer.0.SelfAttention and block.3.layer.1.EncDecAttention
+    # have, and so may the encoder's, which the decoder's modules are told from.
     modules: Any = model
     inside = {id(module) for module in modules.get_decoder().modules()}
     found: dict[tuple[int, int], str] = {}

@@ -79,6 +79,8 @@ def is_cut(asked: str, needs: Sequence[CacheNeed], *, why_not: str | None) -> bo
     >>> is_cut("auto", [one], why_not=None), is_cut("auto", [], why_not=None)
     (True, False)
     """
+    # With cut caches a rank holds a part of every prompt, in whole blocks: hardly less than whole ones of its own
+    # prompts where all ranks have as many, and the more less the fewer prompts there are.
     fits_data = all(need.data <= need.room for need in needs)
     chosen = asked == "sequence" or (asked == "auto" and not fits_data and why_not is None)
     rank, worst = max(

@@ -120,6 +120,12 @@ class Generator:
             ConfigError: the model cannot generate, ranks were given different arguments, or one is not supported.
             CommTimeout: a rank did not come, or is gone.
         """
+        # Three meetings before anything runs, so that all ranks refuse what any of them would, and one behind it:
+        #
+        #     can it be done     a model without `generate`, an argument that is not supported
+        #     the same?          digests of prompts and arguments; where they differ, the facts themselves
+        #     is there room?     bytes of caches, where it is known what is free
+        #     what came          tokens of each lane, or what a module of some rank raised
         group = self._setting.group
 
         def check() -> Any:
@@ -142,6 +148,7 @@ class Generator:
             part = LanePart(lane=own, lanes=number, samples=samples, is_cut=are_cut)
         self._cache = "sequence" if are_cut else "data"
         outcome = self._attempt(model, arguments, own, part)
+        # In one lane of all ranks everybody has the tokens; else the first rank of each lane brings them.
         is_everyone = number == 1 and len(self._lanes[0]) == self._setting.num_ranks
         is_first = own is not None and self._setting.rank == self._lanes[own][0]
 
@@ -183,6 +190,13 @@ class Generator:
         with self._same_streams():
             if lane is None:
                 return _Outcome()
+            # What ends a generation, and what the job does then:
+            #
+            #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which go on
+            #     a module of some rank      its next tensor says so, the lane's ranks stop there, and go on
+            #     anything else              this rank alone knows; the others wait for it, and the job ends
+            #
+            # Where caches are cut the other lanes wait as well, in their next layer: any failure ends the job.
             wire = self._wires[lane]
             before = wire.messages
             run = LaneRun(wire) if len(wire.ranks) > 1 else None
@@ -247,6 +261,7 @@ class Generator:
         self, model: Any, weights: Weights, run: LaneRun | None, cache: Any, part: LanePart | None
     ) -> RankCaches:
         """Return what this rank's caches take, and what they should by the model's configuration."""
+        # A layer of the model's cache is this rank's where the weights of its attention are: elsewhere it has a length.
         held = attention_weights(model)
         width, itemsize = kv_width(model), self._setting.dtype.itemsize
         layers = counted = predicted = most_rows = longest = 0
@@ -294,6 +309,8 @@ class Generator:
         longest, room = longest_caches(model, arguments), self._room()
         needs: list[CacheNeed] = []
         if longest is not None and room is not None:  # alike on all ranks
+            # What would be this rank's with whole caches: all prompts in one lane, or its lane's part of them. With cut
+            # ones it holds a part of each prompt.
             prompts = next(iter(tensor_arguments(arguments).values())).shape[0]
             number = 1 if samples is None else min(len(self._lanes), samples)
             lane = self._own_lane(number)
@@ -328,6 +345,8 @@ class Generator:
 
     def _weights(self, lane: int) -> Weights:
         """Return the weights as they lie in a lane, those of this rank as they are now."""
+        # Of stages 0 | 1 | 2 on ranks 0 | 1 | 0 the lane is (0, 1): position 0 holds what stages 0 and 2 hold. A tied
+        # parameter has several positions, and each of these a copy in training.
         holders: dict[str, set[int]] = {}
         for stage, names in zip(self._plan.stages, self._model.held, strict=True):
             position = self._lanes[lane].index(stage.data_ranks(0)[lane])
@@ -355,6 +374,7 @@ class Generator:
     @contextlib.contextmanager
     def _same_streams(self) -> Iterator[None]:
         """Let all ranks draw what rank 0 would; the others draw on as if nothing had been drawn."""
+        # As one process with rank 0's seed would draw: rank 0's own generators go on from there, the others' come back.
         device = self._setting.device
         is_cuda = device.type == "cuda"
         own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if is_cuda else None)
@@ -382,6 +402,7 @@ class Generator:
             made = dist.new_group(list(ranks), timeout=limit, backend=backend)
             return made if setting.rank in ranks else None
 
+        # Ranks 0 1 | 2 3 of two stages: lanes (0, 2) and (1, 3), and with cut caches the pairs {0, 1} and {2, 3}.
         for ranks in self._lanes:
             group = make_group(ranks)
             is_own = setting.rank in ranks
@@ -439,6 +460,8 @@ def lanes_of(plan: PipelinePlan) -> tuple[tuple[int, ...], ...]:
     stages with two and one ranks there is one lane, and a rank stands by. Where stages share ranks so that two lanes
     would meet on one, or be of unlike ranks, there is one lane.
     """
+    # A rank that were in two lanes would have to run two generations at once; and ranks at one position of all lanes
+    # must hold the same stages, for they share these stages' caches where caches are cut.
     number = min(stage.degree for stage in plan.stages)
     lanes = tuple(
         tuple(dict.fromkeys(stage.data_ranks(0)[lane] for stage in plan.stages)) for lane in range(number)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.model.generation.lane_wire import LaneStopped
+from gpp_plugin.model.generation.shape_memory import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, real_values
 
 _Slot = tuple[dict[str, Any], str]
@@ -99,6 +100,13 @@ def _set_tensors(
     A parameter stands in all places as a `StageTensor`, on its own rank too: what reads it beside its module (a shared
     embedding, a table of positions) finds the same on all ranks.
     """
+    # Three kinds of places, on a rank that holds `a` and not `b`, of a lane of several:
+    #
+    #     parameter a    a StageTensor over the live weight; the weight itself while its module runs really
+    #     parameter b    a StageTensor over its shape
+    #     buffers        real everywhere: rotary frequencies, masks, biases of logits
+    #
+    # One StageTensor stands for a tied weight in all its places, with all positions that hold a copy.
     by_module: dict[int, list[tuple[_Slot, Tensor, Tensor]]] = {}
     made: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -146,6 +154,8 @@ def _set(undo: ExitStack, table: dict[str, Any], leaf: str, tensor: Tensor) -> N
 
 def _owned(model: nn.Module, weights: Weights) -> list[tuple[nn.Module, tuple[int, ...]]]:
     """Return the largest modules whose parameters lie on one rank, with the positions that hold them all."""
+    # From the model's children on: the model itself is never owned, as its logits are for all. A module without
+    # parameters of its own runs wherever it is called, on whatever it is given.
     found: dict[int, tuple[nn.Module, tuple[int, ...]]] = {}
 
     def descend(module: nn.Module, path: str) -> None:
@@ -180,10 +190,13 @@ class _Owned:
         self._forward = module.forward
         self._holders = holders
         self._run = run
+        self._memory = ShapeMemory(run)
         self._slots = [slot for inner in module.modules() for slot in slots.get(id(inner), ())]
         self._name = type(module).__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # All ranks come here at the same place of the model's Python, and choose the same owner: what is told below is
+        # told by a rank that all others wait for. Inside, the owner tells nothing, as it has ordinary tensors only.
         run = self._run
         owner = run.owner_of((args, kwargs), self._holders)
         args, kwargs = run.bring((args, kwargs), (owner,))
@@ -198,10 +211,10 @@ class _Owned:
             else:
                 return run.as_made_on(made, owner)
         with run.inside(self._name):
-            made = self._forward(*args, **kwargs)
-        return run.as_made_on(made, owner)
+            return self._memory.call(self._forward, owner, args, kwargs)
 
     def _really(self, *args: Any, **kwargs: Any) -> Any:
+        # Some ten places of a layer, set and set back: about as long as one operator takes.
         for (table, leaf), real, _ in self._slots:
             table[leaf] = real
         try:

@@ -80,6 +80,11 @@ class SequenceLayer(DynamicLayer):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Return the attention of one new token of each sequence, [sequences, heads, 1, head size]."""
+        # Two ranks, two prompts each, one new position; rank 0 owns it in prompts 0 and 2, rank 1 in prompts 1 and 3:
+        #
+        #     rank 0 sends to 1     q of 0 1, k v of 1       keeps k v of 0
+        #     rank 1 sends to 0     q of 2 3, k v of 2       keeps k v of 3
+        #     both compute          q of 0 1 2 3 over what they hold, and send back the results of the other's two
         peers, rows = self._peers, query.shape[0]
         position = torch.tensor([self._length - 1], device=query.device)
         owners = peers.owners(position, rows)[..., 0]
@@ -131,6 +136,8 @@ class SequenceLayer(DynamicLayer):
 
     def store_prompt(self, key: Tensor, value: Tensor, mask: Tensor) -> None:
         """Send each position of the prompts to the rank that owns it, and keep what is this rank's."""
+        # [rows of all ranks, positions] -> owner; what each rank sends is in the order of its rows and, of a row, of
+        # positions, so that the receiver, who knows the same owners, needs no numbers with it.
         peers, (rows, heads, length, size) = self._peers, key.shape
         positions = torch.arange(length, device=key.device)
         owners = peers.owners(positions, rows)
@@ -163,6 +170,11 @@ class SequenceLayer(DynamicLayer):
             self.visible = nn.functional.pad(self.visible, (0, more))
 
 
+def grows_by_joining(layer: Any) -> bool:
+    """Return whether all that a layer does elsewhere than with its values is to put new positions behind the others."""
+    return type(layer) in (DynamicLayer, SequenceLayer)
+
+
 def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,6 +193,7 @@ def partial_attention(
         rows, key.shape[1], -1, query.shape[-1]
     )  # the queries of a key-value head together
     scores = grouped @ key.float().transpose(2, 3) * scaling
+    # of a row that sees none of these places the largest score is minus infinity, and so this part's weight is zero
     scores = scores.masked_fill(~visible[:, None, None, :], -torch.inf)
     most = (
         scores.amax(-1, keepdim=True)
@@ -200,6 +213,7 @@ def merge_partial(outs: Tensor, most: Tensor, total: Tensor) -> Tensor:
     >>> merge_partial(torch.tensor([2.0, 4.0]).view_as(one), 0 * one, one).item()
     3.0
     """
+    # parts are softmax-weighted means, each with the sum of its own exponentials: as if all had the same largest score
     weights = (most - most.amax(0, keepdim=True)).exp() * total
     return (weights * outs.float()).sum(0) / weights.sum(0)
 
@@ -208,6 +222,8 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend as HuggingFace's attention functions do, over a cache that several ranks hold where it is one."""
+    # The layer marked the keys in `update`, which the model calls right before. Keys without a mark: attention that is
+    # not cached (a vision tower), or another rank's, which are shapes.
     layer: SequenceLayer | None = getattr(key, "sequence_layer", None)
     length = query.shape[2]
     if layer is None or layer.get_seq_length() == length:
@@ -242,6 +258,8 @@ def shared_caches(model: Any, peers: CachePeers) -> Iterator[None]:
     Raises:
         ConfigError: in `generate`, where a cache is of another kind.
     """
+    # Attention by a name of its own, with masks that are added: HuggingFace would otherwise leave out a causal mask
+    # that hides no padding, and with it what is attended to.
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, eager_mask)
     config = model.config

@@ -154,6 +154,10 @@ class LaneRun:
 
     def _holders_of(self, values: Any) -> tuple[int, ...]:
         """Return where an operator runs: wherever all operands are, or with the weights, or where the last was made."""
+        # hidden (1) + residual (1)           there: 1
+        # hidden (2) @ tied weight (0, 2)     there: 2, nothing is told
+        # hidden (1) @ weight (2)             2: the hidden states are told, not the weight
+        # image (0), text (1) in masked_scatter   1: the image is told
         found = list(_stage_tensors(values))
         common = set.intersection(*(set(t.holders) for t in found))
         if common:
@@ -176,6 +180,8 @@ class LaneRun:
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on stage tensors and return what it returns, as stage tensors."""
+        # 1. what needs values on all ranks: they are told, and the operator runs on ordinary tensors everywhere. So
+        #    does what writes into an ordinary tensor, which must stay the same on all ranks.
         is_written = func._schema.is_mutable
         if func in READS_VALUES or (is_written and not isinstance(args[0], StageTensor)):
             args, kwargs = self.told((args, kwargs))
@@ -184,14 +190,17 @@ class LaneRun:
             args = (args[0], [one for index in args[1] for one in _positions(self.told(index))])
             if not isinstance(args[0], StageTensor):
                 return func(*args, **kwargs)
+        # 2. where it runs, and what must be told for that: the same answer on all ranks, from what all of them know
         holders = args[0].holders if is_written else self._holders_of((args, kwargs))
         args, kwargs = self.bring((args, kwargs), holders)
+        # 3. on values there, on shapes elsewhere; "cuda:0" or "cpu" means the device of the values, so a shape has none
         if self.computes(holders):
             result = func(*real_values(args), **real_values(kwargs))
         else:
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("meta")
             result = func(*_shapes(args), **_shapes(kwargs))
+        # 4. an operator in place returns what it was given, and what was told of it before is out of date
         if is_written:
             args[0].told = None
             return args[0]
@@ -213,19 +222,24 @@ class LaneRun:
 
 
 def map_tensors(values: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return nested tuples, lists and dicts with their tensors changed; caches and other objects stay as they are.
+    """Return nested tuples, lists and dicts with their tensors changed; caches and other objects stay as they are."""
+    return map_leaves(values, Tensor, change)
+
+
+def map_leaves(values: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return nested tuples, lists and dicts with what is of a kind changed.
 
     A dict that builds itself from its entries (an output of HuggingFace's) stays one of its class.
     """
-    if isinstance(values, Tensor):
+    if isinstance(values, kind):
         return change(values)
     if isinstance(values, tuple):
-        changed = [map_tensors(each, change) for each in values]
+        changed = [map_leaves(each, kind, change) for each in values]
         return type(values)(*changed) if hasattr(values, "_fields") else tuple(changed)
     if isinstance(values, list):
-        return [map_tensors(each, change) for each in values]
+        return [map_leaves(each, kind, change) for each in values]
     if isinstance(values, dict):
-        entries = {key: map_tensors(each, change) for key, each in values.items()}
+        entries = {key: map_leaves(each, kind, change) for key, each in values.items()}
         return entries if type(values) is dict else type(values)(**entries)
     return values
 

@@ -210,10 +210,10 @@ def predict(directory: str, is_alone: bool = True) -> dict[str, Any]:
     whole["labels"] = whole["labels"].clamp_min(PAD)
     rows = [{key: value[at] for key, value in whole.items()} for at in range(16)]
     args = Seq2SeqTrainingArguments(
-        output_dir=directory, per_device_train_batch_size=4, gradient_accumulation_steps=2 if is_alone else 1,
-        max_steps=2, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=100,
-        learning_rate=4e-3, per_device_eval_batch_size=3, predict_with_generate=True, generation_max_length=9,
-        dataloader_pin_memory=False, generation_num_beams=2,
+        output_dir=directory, per_device_train_batch_size=8 if is_alone else 4, max_steps=2, report_to="none",
+        disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=100, learning_rate=4e-3,
+        per_device_eval_batch_size=3, predict_with_generate=True, generation_max_length=9, generation_num_beams=2,
+        dataloader_pin_memory=False,
     )  # fmt: skip
 
     def count(prediction: Any) -> dict[str, float]:
@@ -232,7 +232,7 @@ def predict(directory: str, is_alone: bool = True) -> dict[str, Any]:
         )
     trainer.train()
     metrics = trainer.evaluate()
-    found = trainer.predict(rows[7:12], num_beams=1)
+    found = trainer.predict(rows[7:12], num_beams=3)
     if not is_alone:
         trainer.engine.destroy()
     keys = ("eval_loss", "eval_sum", "eval_right")

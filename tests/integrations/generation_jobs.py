@@ -121,10 +121,32 @@ def generate_all(names: tuple[str, ...], block: dict[str, Any], refuses: bool = 
             "expected": expected,
             "report": engine.cache_report(),
             "refused": refuse(engine, model) if refuses else {},
+            "streamed": stream(engine, name) if refuses else [],
             "after": steps(engine, [make_batch(B, 9)]),
         }
         engine.destroy()
     return answers
+
+
+class Kept:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.reshape(-1).tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def stream(engine: Any, name: str) -> list[int]:
+    """Return what is streamed on this rank, of a prompt of which rank 0 alone asks for it."""
+    streamer = Kept() if engine.global_rank == 0 else None
+    found = engine.generate(**prompts(name, 1), **ways(name)["greedy"], streamer=streamer)
+    assert streamer is None or streamer.tokens == [*found.reshape(-1).tolist(), -1]
+    return found.tolist()
 
 
 def refuse(engine: Any, model: nn.Module) -> dict[str, str]:

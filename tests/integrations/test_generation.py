@@ -27,6 +27,7 @@ def test_two_ranks_generate_the_tokens_of_one_process_and_refuse_wrong_calls() -
     check(answers)
     first, second = (answer["gpt2"] for answer in answers)
     assert first["after"] == second["after"], "training goes on"
+    assert first["streamed"] == second["streamed"] == [first["expected"]["greedy"][0]]
     tokens = first["expected"]["sampled"]
     assert len({tuple(row[8:]) for row in tokens}) > 1, "the prompts go on differently"
     said = first["refused"]

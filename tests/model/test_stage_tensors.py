@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import generating_model
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, map_tensors
+from gpp_plugin.model.model_source import ModelSource
 from tests.models import build
 
 
@@ -97,3 +99,11 @@ def test_structures_keep_their_classes() -> None:
 def test_a_model_that_cannot_generate_says_so() -> None:
     with pytest.raises(ConfigError, match=r"CLIPModel cannot generate .* AutoModelForCausalLM"):
         generating_model(build("clip")[0])
+
+
+def test_a_graph_of_stages_written_down_has_no_decode_step() -> None:
+    source = object.__new__(ModelSource)
+    source._made = SimpleNamespace(whole=None)  # type: ignore[assignment]
+    unused: Any = None
+    with pytest.raises(ConfigError, match="a graph of stages written down, which has no `generate`"):
+        source.make_generator(unused, unused, [], meeting=unused, room=lambda: None)

@@ -128,15 +128,19 @@ class Generator:
         #     what came          tokens of each lane, or what a module of some rank raised
         group = self._setting.group
 
-        def check() -> Any:
-            model = generating_model(self._model.module)
-            check_arguments(model, arguments)
-            return None
+        def check() -> bool:
+            check_arguments(generating_model(self._model.module), arguments)
+            return arguments.get("streamer") is not None
 
-        exchange(check, what="a look at what to generate", group=group)
+        streams = exchange(check, what="a look at what to generate", group=group)
         model = generating_model(self._model.module)
-        facts = argument_facts(arguments, describe_tensor)
+        facts = argument_facts(
+            {**arguments, "model.generation_config": model.generation_config}, describe_tensor
+        )
         agree(facts, what="a look at what each rank generates from", group=group)
+        if any(streams):  # a streamer is rank 0's, whoever was given one; the others take part silently
+            own_streamer = arguments.get("streamer") if self._setting.rank == 0 else None
+            arguments = {**arguments, "streamer": own_streamer or SilentStreamer()}
         self._make_wires()
         samples = samples_of(model, arguments)
         are_cut = self._are_cut(model, arguments, samples)
@@ -200,7 +204,7 @@ class Generator:
             wire = self._wires[lane]
             before = wire.messages
             run = LaneRun(wire) if len(wire.ranks) > 1 else None
-            weights = self._weights(lane)
+            weights = self._weights(model, lane)
             self.is_broken = True  # until it has come to an end that the lane's other ranks come to as well
             try:
                 value = self._run(model, self._as_taken(arguments, part), weights, run, part)
@@ -319,7 +323,7 @@ class Generator:
                 model,
                 longest,
                 held=self._model.live(),
-                names=self._model.names,
+                names=self._names_in(model),
                 rows=0 if lane is None else rows,
                 prompts=prompts,
                 ranks=len(self._lanes),
@@ -343,7 +347,20 @@ class Generator:
             timeout_s=wire.timeout_s,
         )
 
-    def _weights(self, lane: int) -> Weights:
+    def _names_in(self, model: nn.Module) -> dict[str, str]:
+        """Return what the tensors of the module that generates are called in the graph.
+
+        Adapters lie around it: ``base_model.model.lm_head.weight`` there is ``lm_head.weight`` in it.
+        """
+        path = next(path for path, module in self._model.module.named_modules() if module is model)
+        prefix, known = f"{path}." if path else "", self._model.names
+        tensors = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        return {name: known.get(prefix + name, prefix + name) for name, _ in tensors}
+
+    def _weights(self, model: nn.Module, lane: int) -> Weights:
         """Return the weights as they lie in a lane, those of this rank as they are now."""
         # Of stages 0 | 1 | 2 on ranks 0 | 1 | 0 the lane is (0, 1): position 0 holds what stages 0 and 2 hold. A tied
         # parameter has several positions, and each of these a copy in training.
@@ -356,7 +373,7 @@ class Generator:
             holders={name: tuple(sorted(positions)) for name, positions in holders.items()},
             live=self._model.live(),
             buffers=self._model.buffers(),
-            names=self._model.names,
+            names=self._names_in(model),
         )
 
     def _as_taken(self, arguments: Mapping[str, Any], part: LanePart | None) -> dict[str, Any]:
@@ -367,8 +384,6 @@ class Generator:
             taken[name] = own.to(self._setting.device)
             if own.is_floating_point():
                 taken[name] = taken[name].to(self._setting.dtype)
-        if self._setting.rank != 0 and taken.get("streamer") is not None:
-            taken["streamer"] = SilentStreamer()
         return taken
 
     @contextlib.contextmanager

@@ -44,7 +44,7 @@ class Weights:
         holders: name of a parameter -> the positions in the lane that hold it.
         live: what this rank holds in training, by name.
         buffers: all buffers, by name; those that are not in ``live`` are the same on all ranks.
-        names: every name that a tensor has in the module -> the one that it has here.
+        names: every name that a tensor has in the module that generates -> the one that it has here.
     """
 
     holders: Mapping[str, tuple[int, ...]]

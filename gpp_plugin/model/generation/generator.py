@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from gpp_plugin.config import GenerateConfig
 from gpp_plugin.engine.guards.agreement import agree, describe_tensor
 from gpp_plugin.engine.setting import Setting
-from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations.huggingface.generate_calls import (
     SilentStreamer,
     argument_facts,
@@ -216,7 +216,8 @@ class Generator:
                 self.is_broken = False
                 return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
             except Exception as error:
-                if (run is not None and wire.messages > before) or (part is not None and part.is_cut):
+                is_shared = run is None or (wire.messages == before and not isinstance(error, CaptureError))
+                if not is_shared or (part is not None and part.is_cut):
                     raise
                 self.is_broken = False
                 return _Outcome(error=error if isinstance(error, ConfigError) else _refused(error))

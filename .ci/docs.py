@@ -63,7 +63,13 @@ def _put(path: Path, text: str, *, write: bool) -> bool:
 
 def configuration_page() -> str:
     """Return the reference of the ``graph_pipeline`` block."""
-    from gpp_plugin.config import CheckpointConfig, GraphPipelineConfig, LengthsConfig, MemoryConfig
+    from gpp_plugin.config import (
+        CheckpointConfig,
+        GenerateConfig,
+        GraphPipelineConfig,
+        LengthsConfig,
+        MemoryConfig,
+    )
 
     lines = [
         "# Configuration\n",
@@ -81,6 +87,8 @@ def configuration_page() -> str:
         *_keys(LengthsConfig, "lengths."),
         "\n## The keys of `checkpoint`\n",
         *_keys(CheckpointConfig, "checkpoint."),
+        "\n## The keys of `generate`\n",
+        *_keys(GenerateConfig, "generate."),
     ]
     return "\n".join(lines) + "\n"
 

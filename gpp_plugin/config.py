@@ -37,6 +37,7 @@ Mode = Literal["sync", "async"]
 Recompute = Literal["auto", "off", "full"]
 Swap = Literal["auto", "off"]
 Colocate = Literal["auto", "off"]
+CacheKind = Literal["auto", "data", "sequence"]
 LossMean = Literal["units", "tokens"]
 UnitOrderName = Literal["balanced", "given"]
 Auto = Literal["auto"]
@@ -121,6 +122,20 @@ class CheckpointConfig(_Block):
     async_save: bool = Field(default=False, description="true or false")
 
 
+class GenerateConfig(_Block):
+    """How `engine.generate` keeps the keys and values of attention.
+
+    Args:
+        cache: where those of a sequence lie: "data" on the rank that decodes it; "sequence" on all data-parallel ranks
+            of each stage, cut along the sequence (Cache Parallelism), for decoders that attend to all positions. "auto"
+            is "data", but "sequence" where whole caches would not fit into ``memory.limit_gb``, or what CUDA has free.
+        block: neighbouring positions that lie on one rank, with "sequence".
+    """
+
+    cache: CacheKind = Field(default="auto", description=_one_of(CacheKind))
+    block: Count = Field(default=16, description="a whole number of at least 1")
+
+
 class GraphPipelineConfig(_Block):
     """The ``graph_pipeline`` block, checked.
 
@@ -187,6 +202,7 @@ class GraphPipelineConfig(_Block):
             the forwards of the next mini-batch while the others train the present one, and takes it one call early from
             whatever `train_batch` reads; 0 does not. "auto" is 1 for ``training_data``, which the engine loads, and 0
             for an iterator of yours. Results are the same.
+        generate: where `engine.generate` keeps what attention reads of the tokens so far.
     """
 
     enabled: bool = Field(default=True, description="true or false")
@@ -237,6 +253,7 @@ class GraphPipelineConfig(_Block):
         default=CheckpointConfig(), description="an object with keep_last, keep_every, async_save"
     )
     look_ahead: Auto | Annotated[int, Field(ge=0, le=1)] = Field(default="auto", description='"auto", 0 or 1')
+    generate: GenerateConfig = Field(default=GenerateConfig(), description="an object with cache, block")
 
     @model_validator(mode="before")
     @classmethod

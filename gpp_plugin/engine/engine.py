@@ -11,6 +11,7 @@ it does. It is put together of parts, each of which is told what it needs:
     data, feed     mini-batches
     files          checkpoints, exports, state dicts
     evaluator      `eval_batch`
+    generator      `generate`, made when it is first called
     metrics        what users see of training
     memory         what ranks hold, against the plan
 
@@ -47,7 +48,7 @@ from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.row_loader import inputs_of, make_row_loader
-from gpp_plugin.engine.setting import EngineModel, Framework, Monitor, Setting
+from gpp_plugin.engine.setting import EngineModel, Framework, Monitor, Setting, TextGenerator
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
 from gpp_plugin.engine.surface import PipelineSurface
 from gpp_plugin.engine.training_steps import (
@@ -61,6 +62,7 @@ from gpp_plugin.engine.training_steps import (
 )
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import find_transport
+from gpp_plugin.ir.cache_report import CacheReport
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
@@ -94,6 +96,8 @@ EXPORT_TIMEOUT_S = 600.0
     "eval_batch",
     "flush",
     "memory_report",
+    "generate",
+    "cache_report",
     "save_checkpoint",
     "load_checkpoint",
     "save_pretrained",
@@ -136,6 +140,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._setting = setting
         self._source = source
         self._is_destroyed = False
+        self._generator: TextGenerator | None = None
         find_transport(config.p2p).check(str(setting.device))
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
         if config.units is not None and is_counted(sample_batch):
@@ -532,6 +537,76 @@ class GraphPipelineEngine(PipelineSurface):
             raise ConfigError("gradients are not kept; call engine.retain_gradients() before train_batch()")
         return self._step.gradients
 
+    # ---- generation ----------------------------------------------------------------------------
+
+    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+        """Generate with the weights in training: what the model's own `generate` returns, on every rank; collective.
+
+        HuggingFace's `generate` runs on all ranks, each of which computes what its stages hold; caches lie there. All
+        ranks give the same prompts and arguments, and sample with rank 0's random state. What is under way is finished
+        first. Dropout is off.
+
+        Args:
+            inputs, kwargs: as of HuggingFace's `generate`: ``input_ids``, ``attention_mask``, ``max_new_tokens``,
+                ``num_beams``, ``do_sample``, processors, stopping criteria, a streamer (rank 0's streams), ...
+
+        Returns:
+            The tokens, or what ``return_dict_in_generate`` asks for.
+
+        Raises:
+            ConfigError: the model cannot generate, an argument is not supported or not the same on all ranks, or
+                `generate` refuses it; the same on every rank, and training may go on.
+            CommTimeout, RuntimeFailure: a rank failed or is gone.
+        """
+        # Made at the first call: most jobs never generate, and its groups have threads that wake up.
+        self._runner.refuse_after_failure()
+        self._steps.drain()
+        if self._generator is None:
+            self._generator = self._source.make_generator(
+                self._plan,
+                self._reference,
+                [stage.module for stage in self.rank_engine.stages],
+                meeting=self._meeting,
+                room=self._cache_room,
+            )
+        arguments = kwargs if inputs is None else {"inputs": inputs, **kwargs}
+        try:
+            return self._generator.generate(arguments)
+        except BaseException as error:
+            if self._generator.is_broken and self._setting.group is not None:
+                self._runner.failure = f"a generation failed ({str(error) or type(error).__name__})"
+            raise
+
+    def _cache_room(self) -> int | None:
+        """Return the bytes that this rank has for caches: of `memory.limit_gb`, else of what CUDA has free.
+
+        None on a CPU without a limit, whose memory other processes share.
+        """
+        limit_gb, device = self.config.memory.limit_gb, self._setting.device
+        if limit_gb != "auto":
+            held = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for stage in self.rank_engine.stages
+                for t in (*stage.weight_tensors(), *stage.optimizer_tensors())
+            }
+            return int(limit_gb * 1e9) - sum(held.values())
+        if device.type != "cuda":
+            return None
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] // self._setting.placement.own_sharers + idle
+
+    def cache_report(self) -> CacheReport:
+        """Return what the caches of the last `generate` took on each rank, predicted and counted; collective.
+
+        Raises:
+            ConfigError: nothing has been generated.
+        """
+        if self._generator is None:
+            raise ConfigError(
+                "engine.cache_report: nothing has been generated yet; call engine.generate() first"
+            )
+        return self._generator.cache_report()
+
     # ---- memory --------------------------------------------------------------------------------
 
     def memory_report(self) -> MemoryReport:
@@ -569,6 +644,8 @@ class GraphPipelineEngine(PipelineSurface):
         group = self._setting.group
         self._meeting.meet("the end")  # what others still send arrives before its group goes
         self._evaluator.close()
+        if self._generator is not None:
+            self._generator.close()
         self._lanes.close()
         self.rank_engine.close()
         self._groups.close()

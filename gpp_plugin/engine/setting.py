@@ -10,7 +10,7 @@ The engine holds its parts and imports no framework. It defines here what it ask
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,10 +23,12 @@ from gpp_plugin.config import BatchSizes
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
 from gpp_plugin.engine.gradients.gradient_store import StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup
+from gpp_plugin.ir.cache_report import CacheReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, UnitSource
@@ -110,8 +112,42 @@ class EngineModel(Protocol):
             states: this rank's stages, by their index in the plan.
         """
 
+    def make_generator(
+        self,
+        plan: PipelinePlan,
+        reference: Reference,
+        stages: Sequence[nn.Module],
+        *,
+        meeting: Meeting,
+        room: Callable[[], int | None],
+    ) -> TextGenerator:
+        """Return what generates with the weights of this rank's stages and those of the others.
+
+        Args:
+            room: returns what this rank has free for caches, in bytes; None where nobody knows, on all ranks alike.
+
+        Raises:
+            ConfigError: the model is not one module that HuggingFace generates with; the same on every rank.
+        """
+
     def close(self) -> None:
         """Let go of process groups; the model trains no more."""
+
+
+class TextGenerator(Protocol):
+    """What runs the `generate` of a model on the stages of a plan; collective over all ranks."""
+
+    is_broken: bool
+    """Whether a generation ended in a way that other ranks do not share."""
+
+    def generate(self, arguments: Mapping[str, Any]) -> Any:
+        """Return what the model's own `generate` returns for these arguments, the same on every rank."""
+
+    def cache_report(self) -> CacheReport:
+        """Return what the caches of the last generation took on each rank."""
+
+    def close(self) -> None:
+        """Let go of process groups."""
 
 
 # ---- the framework ------------------------------------------------------------------------------------------

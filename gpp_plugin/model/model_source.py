@@ -6,7 +6,7 @@ evaluation and checkpoints know no difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from gpp_plugin.ir.length_costs import LengthCosts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
 from gpp_plugin.model.graph.given_module import GivenModule
 from gpp_plugin.model.graph.graph_job import GraphJob
@@ -61,11 +62,12 @@ from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.profile.split_cost import UNSPLITTABLE
 from gpp_plugin.report.progress import shown_as, step
 from gpp_plugin.runtime.batches import Batch, UnitRule
-from gpp_plugin.runtime.lane import Lane
+from gpp_plugin.runtime.lane import Lane, held_tensors
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import call_on_rank_zero, exchange
+from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
-from gpp_plugin.runtime.stage_module import StageFunction, StageModule
+from gpp_plugin.runtime.stage_module import StageFunction, StageModule, joined_module
 from gpp_plugin.runtime.stage_source import Reference, UnitSource
 from gpp_plugin.schedule.names import may_split_backward
 
@@ -450,6 +452,54 @@ class ModelSource:
             num_stages=len(plan.stages),
             group=group,
             timeout=timeout_s,
+        )
+
+    def make_generator(
+        self,
+        plan: PipelinePlan,
+        reference: Reference,
+        stages: Sequence[nn.Module],
+        *,
+        meeting: Meeting,
+        room: Callable[[], int | None],
+    ) -> Generator:
+        """Return what generates with the weights of this rank's stages and those of the others.
+
+        Args:
+            room: returns what this rank has free for caches, in bytes; None where nobody knows, on all ranks alike.
+
+        Raises:
+            ConfigError: the model is a graph of several stages written down.
+        """
+        whole = self._job.whole
+        if whole is None or not whole.is_captured:
+            raise ConfigError(
+                "engine.generate: the model is a graph of stages written down, which has no `generate` and no decode "
+                "step; give deepspeed.initialize the one HuggingFace model, or generate from engine.save_pretrained()"
+            )
+        # Names are those of the analysis, which all ranks were told: of a tied parameter the first, others are aliases.
+        parameters = reference.analysis.op_graph.parameters
+        live = joined_module(stages)
+        model = _module_of(whole)
+        device = self._setting.device
+
+        def buffers() -> dict[str, Tensor]:
+            return self._held[0][0].all_buffers(dict(live.named_buffers()), device)
+
+        generated = GeneratedModel(
+            module=model,
+            held=held_tensors(plan, reference),
+            names={alias: p.name for p in parameters for alias in p.aliases},
+            live=lambda: dict(live.named_parameters(remove_duplicate=False)),
+            buffers=buffers,
+        )
+        return Generator(
+            generated,
+            plan=plan,
+            config=self._config.generate,
+            setting=self._setting,
+            meeting=meeting,
+            room=room,
         )
 
     def close(self) -> None:

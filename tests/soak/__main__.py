@@ -9,7 +9,12 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-PARTS = {"faults": "tests.soak.rank_faults", "fuzz": "tests.soak.fuzz", "tables": "tests.soak.tables"}
+PARTS = {
+    "faults": "tests.soak.rank_faults",
+    "fuzz": "tests.soak.fuzz",
+    "generation": "tests.soak.generation",
+    "tables": "tests.soak.tables",
+}
 """Name -> the module whose ``main(arguments)`` returns 0 where all is well."""
 
 

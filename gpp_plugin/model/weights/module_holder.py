@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
@@ -74,6 +75,21 @@ class ModuleHolder:
         missing = [name for name in names if name not in held]
         if missing:
             module.add_buffers(self._materialize(missing))
+
+    def all_buffers(self, live: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Return all buffers of the module on a device, those of this rank's stages as they are in training.
+
+        Args:
+            live: the stages' buffers, under the names of the graph.
+        """
+        own = {name: buffer for name, buffer in self._module.named_buffers(remove_duplicate=False)}
+        missing = [name for name, buffer in own.items() if buffer.is_meta and self._prefix + name not in live]
+        made = self._materialize([self._prefix + name for name in missing])
+        held = {**made, **live}
+        return {
+            name: held[self._prefix + name] if self._prefix + name in held else buffer.to(device)
+            for name, buffer in own.items()
+        }
 
     def share_weights(self, modules: Sequence[StageModule]) -> None:
         """Let the user's module see the stages' weights where they are of one type; ZeRO has moved them.

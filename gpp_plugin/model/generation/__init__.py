@@ -1,0 +1,1 @@
+"""Generation with the weights in training: HuggingFace's own `generate`, run by all ranks of a lane together."""

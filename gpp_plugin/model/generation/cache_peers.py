@@ -1,0 +1,146 @@
+"""The ranks that hold the caches of one stage together, cut along the sequence, and what they send each other.
+
+    rank 0 of 2, block 2             positions of prompt 0: 0 1 . . 4 5 . .        of prompt 1: . . 2 3 . . 6 7
+    rank 1 of 2                                             . . 2 3 . . 6 7                     0 1 . . 4 5 . .
+
+Sequences of one prompt (beams) lie alike, so that reordering them moves nothing between ranks. All ranks decode the
+same number of sequences and go through the same steps: ranks without prompts of their own decode copies of the first
+one, which have no cache.
+
+Source: Cache Parallelism (thesis, chapter 4), section 4.4; deviations in plan/costs/cache_parallelism.py
+Tests: tests/model/test_cut_cache.py, tests/integrations/test_generation.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.plan.costs.cache_parallelism import held_blocks
+from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
+
+
+@dataclass(slots=True, kw_only=True)
+class CachePeers:
+    """One rank of a stage, among those that share its caches.
+
+    Args:
+        position: of this rank, of ``number``.
+        prompts: of each rank, copies among them; ``samples`` are real, those of the first ranks.
+        block: neighbouring positions that lie together.
+        group: of the ranks; ``staging`` is where it wants tensors.
+        timeout_s: how long ranks at work are waited for, at most.
+        sent_bytes: what this rank has sent to others.
+    """
+
+    position: int
+    number: int
+    prompts: int
+    samples: int
+    block: int
+    group: dist.ProcessGroup | None
+    staging: torch.device
+    timeout_s: float
+    sent_bytes: int = 0
+
+    @property
+    def has_prompts(self) -> bool:
+        """Return whether this rank has prompts that are no copies: by these ranks it is known when all have ended."""
+        return self.position * self.prompts < self.samples
+
+    def cached_rows(self, rows: int) -> int:
+        """Return how many of all ranks' sequences have a cache, the first ones; the others are copies.
+
+        Args:
+            rows: sequences of one rank, ``rows / prompts`` for each of its prompts.
+        """
+        return self.samples * (rows // self.prompts)
+
+    def originals(self, rows: int) -> list[int]:
+        """Return the sequence of which each one of all ranks is a copy: itself, or one of the first prompt.
+
+        >>> one = CachePeers(position=0, number=2, prompts=2, samples=3, block=1, group=None, staging=None, timeout_s=1)
+        >>> one.originals(4)
+        [0, 1, 2, 3, 4, 5, 0, 1]
+        """
+        each, cached = rows // self.prompts, self.cached_rows(rows)
+        return [row if row < cached else row % each for row in range(self.number * rows)]
+
+    def owners(self, positions: Tensor, rows: int) -> Tensor:
+        """Return which rank holds these positions of each sequence of all ranks, -1 of copies.
+
+        Returns:
+            [number, rows, positions]
+        """
+        row = torch.arange(self.number * rows, device=positions.device)[:, None]
+        prompt = row // (rows // self.prompts)
+        owner = (positions[None, :] // self.block + prompt) % self.number
+        return owner.masked_fill(row >= self.cached_rows(rows), -1).view(self.number, rows, -1)
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Return where the rank that holds a position has it; every rank fills its places from the first on."""
+        return positions // self.block // self.number * self.block + positions % self.block
+
+    def room(self, length: int) -> int:
+        """Return the places that sequences of this length need on a rank."""
+        return held_blocks(length, block=self.block, ranks=self.number) * self.block
+
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send each rank its part and return what each of them sent, flat; collective over the group.
+
+        Args:
+            parts: flat, of one type; the one for this rank itself among them.
+            sizes: elements that come from each rank.
+
+        Raises:
+            CommTimeout: a rank did not come in time, or is gone.
+        """
+        device = parts[0].device
+        itemsize = parts[0].element_size()
+        sent = torch.cat(list(parts)).to(self.staging)
+        received = torch.empty(sum(sizes), dtype=sent.dtype, device=self.staging)
+        counts = [part.numel() for part in parts]
+        # as bytes: no backend lacks these, whatever the model's type is
+        self._wait(
+            dist.all_to_all_single(
+                received.view(torch.uint8),
+                sent.view(torch.uint8),
+                [size * itemsize for size in sizes],
+                [count * itemsize for count in counts],
+                group=self.group,
+                async_op=True,
+            ),
+            "a layer's attention over the caches of a stage's ranks",
+        )
+        self.sent_bytes += itemsize * (sum(counts) - counts[self.position])
+        return list(received.to(device).split(list(sizes)))
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Return a tensor of the same shape from each rank, stacked; collective over the group."""
+        flat = own.reshape(-1)
+        parts = self.swap([flat] * self.number, [flat.numel()] * self.number)
+        return torch.stack([part.view(own.shape) for part in parts])
+
+    def any(self, is_so: bool) -> bool:
+        """Return whether something is so on any of the ranks; collective over the group."""
+        found = torch.tensor([int(is_so)], dtype=torch.int64, device=self.staging)
+        self._wait(
+            dist.all_reduce(found, group=self.group, async_op=True), "the end of a step of a generation"
+        )
+        return bool(int(found))
+
+    def _wait(self, work: Any, what: str) -> None:
+        assert self.group is not None
+        wait_for(
+            work,
+            what=what,
+            who=own_name(),
+            group=self.group,
+            most_s=self.timeout_s,
+            is_polled=self.staging.type != "cpu",
+        )

@@ -1,0 +1,560 @@
+"""`engine.generate`: HuggingFace's `generate` on the plan's stages, by all ranks together.
+
+    lane       one rank of each stage: together they have the whole model. Each lane generates from its part of the
+               prompts; there are as many as the stage with the fewest data-parallel ranks has.
+    rank       runs the whole of `generate`, really where its stages compute (`owned_modules`)
+
+Every rank of a lane chooses the next tokens itself, from the same logits and with rank 0's random state, so tokens are
+never sent.
+
+Source: this project
+Tests: tests/integrations/test_generation.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gpp_plugin.config import GenerateConfig
+from gpp_plugin.engine.guards.agreement import agree, describe_tensor
+from gpp_plugin.engine.setting import Setting
+from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
+from gpp_plugin.integrations.huggingface.generate_calls import (
+    SilentStreamer,
+    argument_facts,
+    attention_weights,
+    cache_layers,
+    check_arguments,
+    generating_model,
+    joined_tokens,
+    kv_width,
+    longest_caches,
+    samples_of,
+    tensor_arguments,
+    why_not_cut,
+)
+from gpp_plugin.ir.cache_report import CacheReport, RankCaches
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.model.generation.cache_peers import CachePeers
+from gpp_plugin.model.generation.cache_room import CacheNeed, is_cut, need_of
+from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
+from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
+from gpp_plugin.model.generation.sequence_cache import shared_caches
+from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
+from gpp_plugin.plan.costs.cache_parallelism import cache_bytes, cut_cache_bytes
+from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.meeting import Meeting
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedModel:
+    """The model that is generated with, as one rank has it.
+
+    Args:
+        module: the user's.
+        held: by stage, the names of the parameters that it holds.
+        names: every name of a tensor in the module -> its name there.
+        live: returns what this rank trains, by name.
+        buffers: returns all buffers on the device, by name.
+    """
+
+    module: nn.Module
+    held: Sequence[Sequence[str]]
+    names: Mapping[str, str]
+    live: Callable[[], Mapping[str, Tensor]]
+    buffers: Callable[[], Mapping[str, Tensor]]
+
+
+class Generator:
+    """Generates with a model in training; every method is collective over all ranks.
+
+    Args:
+        plan: of training.
+        config: how caches lie.
+        room: returns what this rank has free for them, in bytes; None where nobody knows, on all ranks alike.
+        meeting: of all ranks.
+    """
+
+    def __init__(
+        self,
+        model: GeneratedModel,
+        *,
+        plan: PipelinePlan,
+        config: GenerateConfig,
+        setting: Setting,
+        meeting: Meeting,
+        room: Callable[[], int | None],
+    ) -> None:
+        self._room = room
+        self._config = config
+        self._peer_groups: list[dist.ProcessGroup | None] = []
+        self._caches: RankCaches | None = None
+        self._cache = "data"
+        self._model = model
+        self._setting = setting
+        self._meeting = meeting
+        self._lanes = lanes_of(plan)
+        self._plan = plan
+        self._wires: list[LaneWire] = []
+        self.is_broken = False
+        """Whether a generation ended in a way that other ranks do not share."""
+
+    def generate(self, arguments: Mapping[str, Any]) -> Any:
+        """Return what the model's own `generate` returns, the same on every rank.
+
+        Raises:
+            ConfigError: the model cannot generate, ranks were given different arguments, or one is not supported.
+            CommTimeout: a rank did not come, or is gone.
+        """
+        # Three meetings before anything runs, so that all ranks refuse what any of them would, and one behind it:
+        #
+        #     can it be done     a model without `generate`, an argument that is not supported
+        #     the same?          digests of prompts and arguments; where they differ, the facts themselves
+        #     is there room?     bytes of caches, where it is known what is free
+        #     what came          tokens of each lane, or what a module of some rank raised
+        group = self._setting.group
+
+        def check() -> bool:
+            check_arguments(generating_model(self._model.module), arguments)
+            return arguments.get("streamer") is not None
+
+        streams = exchange(check, what="a look at what to generate", group=group)
+        model = generating_model(self._model.module)
+        facts = argument_facts(
+            {**arguments, "model.generation_config": model.generation_config}, describe_tensor
+        )
+        agree(facts, what="a look at what each rank generates from", group=group)
+        if any(streams):  # a streamer is rank 0's, whoever was given one; the others take part silently
+            own_streamer = arguments.get("streamer") if self._setting.rank == 0 else None
+            arguments = {**arguments, "streamer": own_streamer or SilentStreamer()}
+        self._make_wires()
+        samples = samples_of(model, arguments)
+        are_cut = self._are_cut(model, arguments, samples)
+        number = 1 if samples is None else len(self._lanes) if are_cut else min(len(self._lanes), samples)
+        own = self._own_lane(number)
+        part = None
+        if number > 1 and own is not None:
+            assert samples is not None
+            part = LanePart(lane=own, lanes=number, samples=samples, is_cut=are_cut)
+        self._cache = "sequence" if are_cut else "data"
+        outcome = self._attempt(model, arguments, own, part)
+        # In one lane of all ranks everybody has the tokens; else the first rank of each lane brings them.
+        is_everyone = number == 1 and len(self._lanes[0]) == self._setting.num_ranks
+        is_first = own is not None and self._setting.rank == self._lanes[own][0]
+
+        def bring() -> Any:
+            if outcome.error is not None:
+                raise outcome.error
+            return _on_host(outcome.value) if is_first and not is_everyone else None
+
+        told = exchange(bring, what="what was generated", group=group)
+        if is_everyone:
+            return outcome.value
+        parts = [told[lane[0]] for lane in self._lanes[:number]]
+        value = parts[0]
+        if number > 1:
+            each = parts[0].shape[0] // len(_rows(samples or 0, number, 0, is_cut=are_cut))
+            value = joined_tokens(model, arguments, parts)[
+                : each * (samples or 0)
+            ]  # without copies of prompts
+        return _on_device(value, self._setting.device)
+
+    def close(self) -> None:
+        """Let go of the lanes' groups."""
+        for group in (*(wire.group for wire in self._wires), *self._peer_groups):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._wires, self._peer_groups = [], []
+
+    # ---- one rank's part -----------------------------------------------------------------------
+
+    def _attempt(
+        self,
+        model: Any,
+        arguments: Mapping[str, Any],
+        lane: int | None,
+        part: LanePart | None,
+    ) -> _Outcome:
+        """Return what this rank generated, or its error; raise what the other ranks cannot know of."""
+        self._caches = None
+        with self._same_streams():
+            if lane is None:
+                return _Outcome()
+            # What ends a generation, and what the job does then:
+            #
+            #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which go on
+            #     a module of some rank      its next tensor says so, the lane's ranks stop there, and go on
+            #     anything else              this rank alone knows; the others wait for it, and the job ends
+            #
+            # Where caches are cut the other lanes wait as well, in their next layer: any failure ends the job.
+            wire = self._wires[lane]
+            before = wire.messages
+            run = LaneRun(wire) if len(wire.ranks) > 1 else None
+            weights = self._weights(model, lane)
+            self.is_broken = True  # until it has come to an end that the lane's other ranks come to as well
+            try:
+                value = self._run(model, self._as_taken(arguments, part), weights, run, part)
+            except LaneStopped:
+                if part is not None and part.is_cut:  # the other lanes wait for this one in their next layer
+                    raise (
+                        _named(None if run is None else run.failure, self._setting.rank) or _stopped()
+                    ) from None
+                self.is_broken = False
+                return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
+            except Exception as error:
+                is_shared = run is None or (wire.messages == before and not isinstance(error, CaptureError))
+                if not is_shared or (part is not None and part.is_cut):
+                    raise
+                self.is_broken = False
+                return _Outcome(error=error if isinstance(error, ConfigError) else _refused(error))
+            self.is_broken = False
+            return _Outcome(value=value)
+
+    @torch.no_grad()
+    def _run(
+        self,
+        model: Any,
+        arguments: Mapping[str, Any],
+        weights: Weights,
+        run: LaneRun | None,
+        part: LanePart | None,
+    ) -> Any:
+        with contextlib.ExitStack() as around:
+            around.enter_context(on_all_ranks(model, weights, run))
+            caches: list[Any] = [None]
+            note = model.register_forward_pre_hook(functools.partial(_note_cache, caches), with_kwargs=True)
+            around.callback(note.remove)
+            if part is not None:
+                around.enter_context(_DrawsOfAll(part.rows, part.samples))
+            if part is not None and part.is_cut:
+                around.enter_context(shared_caches(model, self._peers_of(part)))
+            result = model.generate(**arguments)
+            self._caches = self._counted(model, weights, run, caches[0], part)
+            return result if run is None else run.told(result)
+
+    def cache_report(self) -> CacheReport:
+        """Return what the caches of the last generation took on each rank.
+
+        Raises:
+            ConfigError: there was none.
+        """
+        own = self._caches or RankCaches(
+            rank=self._setting.rank, layers=0, rows=0, length=0, predicted_bytes=0, counted_bytes=0
+        )
+        told = self._meeting.gather((own, self._caches is not None), "a report of caches")
+        if not any(is_there for _, is_there in told):
+            raise ConfigError(
+                "engine.cache_report: nothing has been generated yet; call engine.generate() first"
+            )
+        return CacheReport(cache=self._cache, ranks=tuple(each for each, _ in told))
+
+    def _counted(
+        self, model: Any, weights: Weights, run: LaneRun | None, cache: Any, part: LanePart | None
+    ) -> RankCaches:
+        """Return what this rank's caches take, and what they should by the model's configuration."""
+        # A layer of the model's cache is this rank's where the weights of its attention are: elsewhere it has a length.
+        held = attention_weights(model)
+        width, itemsize = kv_width(model), self._setting.dtype.itemsize
+        layers = counted = predicted = most_rows = longest = 0
+        for place, layer in cache_layers(cache):
+            name = held.get(place, "")
+            if layer.keys is None or weights.names.get(name, name) not in weights.live:
+                continue
+            rows, length = layer.keys.shape[0], int(layer.get_seq_length())
+            layers += 1
+            most_rows, longest = max(most_rows, rows), max(longest, length)
+            counted += sum(t.nbytes for t in (layer.keys, layer.values) if not isinstance(t, StageTensor))
+            common = {"rows": rows, "length": length, "kv_width": width, "itemsize": itemsize}
+            if part is not None and part.is_cut:
+                predicted += cut_cache_bytes(**common, block=self._config.block, ranks=part.lanes)
+            else:
+                predicted += cache_bytes(**common)
+        return RankCaches(
+            rank=self._setting.rank,
+            layers=layers,
+            rows=most_rows,
+            length=longest,
+            predicted_bytes=predicted,
+            counted_bytes=counted,
+        )
+
+    def _own_lane(self, number: int) -> int | None:
+        """Return which of the first lanes this rank is in."""
+        return next((lane for lane in range(number) if self._setting.rank in self._lanes[lane]), None)
+
+    def _are_cut(self, model: Any, arguments: Mapping[str, Any], samples: int | None) -> bool:
+        """Return whether caches are cut along the sequence; refuse what cannot be, and what has no room."""
+        why_not = why_not_cut(model)
+        if len(self._lanes) == 1:
+            why_not = (
+                "it is cut over the data-parallel ranks of each stage, and a stage has one (data_parallel)"
+            )
+        elif samples is None:
+            why_not = (
+                "prompts are decoded by themselves: not with several tensors of unlike rows, and not with "
+                "logits_processor, stopping_criteria, a streamer or return_dict_in_generate"
+            )
+        asked = self._config.cache
+        if asked == "sequence" and why_not is not None:
+            raise ConfigError(f'graph_pipeline.generate.cache: "sequence": {why_not}; use "data"')
+        longest, room = longest_caches(model, arguments), self._room()
+        needs: list[CacheNeed] = []
+        if longest is not None and room is not None:  # alike on all ranks
+            # What would be this rank's with whole caches: all prompts in one lane, or its lane's part of them. With cut
+            # ones it holds a part of each prompt.
+            prompts = next(iter(tensor_arguments(arguments).values())).shape[0]
+            number = 1 if samples is None else min(len(self._lanes), samples)
+            lane = self._own_lane(number)
+            rows = prompts if number == 1 else len(_rows(prompts, number, lane or 0, is_cut=False))
+            need = need_of(
+                model,
+                longest,
+                held=self._model.live(),
+                names=self._names_in(model),
+                rows=0 if lane is None else rows,
+                prompts=prompts,
+                ranks=len(self._lanes),
+                block=self._config.block,
+                itemsize=self._setting.dtype.itemsize,
+                room=room,
+            )
+            needs = self._meeting.gather(need, "a look at the room for caches")
+        return is_cut(asked, needs, why_not=why_not)
+
+    def _peers_of(self, part: LanePart) -> CachePeers:
+        wire = self._wires[part.lane]
+        return CachePeers(
+            position=part.lane,
+            number=part.lanes,
+            prompts=len(part.rows),
+            samples=part.samples,
+            block=self._config.block,
+            group=self._peer_groups[wire.position],
+            staging=wire.staging,
+            timeout_s=wire.timeout_s,
+        )
+
+    def _names_in(self, model: nn.Module) -> dict[str, str]:
+        """Return what the tensors of the module that generates are called in the graph.
+
+        Adapters lie around it: ``base_model.model.lm_head.weight`` there is ``lm_head.weight`` in it.
+        """
+        path = next(path for path, module in self._model.module.named_modules() if module is model)
+        prefix, known = f"{path}." if path else "", self._model.names
+        tensors = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        return {name: known.get(prefix + name, prefix + name) for name, _ in tensors}
+
+    def _weights(self, model: nn.Module, lane: int) -> Weights:
+        """Return the weights as they lie in a lane, those of this rank as they are now."""
+        # Of stages 0 | 1 | 2 on ranks 0 | 1 | 0 the lane is (0, 1): position 0 holds what stages 0 and 2 hold. A tied
+        # parameter has several positions, and each of these a copy in training.
+        holders: dict[str, set[int]] = {}
+        for stage, names in zip(self._plan.stages, self._model.held, strict=True):
+            position = self._lanes[lane].index(stage.data_ranks(0)[lane])
+            for name in names:
+                holders.setdefault(name, set()).add(position)
+        return Weights(
+            holders={name: tuple(sorted(positions)) for name, positions in holders.items()},
+            live=self._model.live(),
+            buffers=self._model.buffers(),
+            names=self._names_in(model),
+        )
+
+    def _as_taken(self, arguments: Mapping[str, Any], part: LanePart | None) -> dict[str, Any]:
+        """Return the arguments of this lane's prompts where and in the type that the model computes with."""
+        taken = dict(arguments)
+        for name, value in tensor_arguments(arguments).items():
+            own = value if part is None else value[list(part.rows)]
+            taken[name] = own.to(self._setting.device)
+            if own.is_floating_point():
+                taken[name] = taken[name].to(self._setting.dtype)
+        return taken
+
+    @contextlib.contextmanager
+    def _same_streams(self) -> Iterator[None]:
+        """Let all ranks draw what rank 0 would; the others draw on as if nothing had been drawn."""
+        # As one process with rank 0's seed would draw: rank 0's own generators go on from there, the others' come back.
+        device = self._setting.device
+        is_cuda = device.type == "cuda"
+        own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if is_cuda else None)
+        told = self._meeting.tell(own, source=0, what="the random state of a generation")
+        if self._setting.rank == 0:
+            yield
+            return
+        with kept_streams(device):
+            torch.set_rng_state(told[0])
+            if told[1] is not None:
+                torch.cuda.set_rng_state(told[1], device)
+            yield
+
+    def _make_wires(self) -> None:
+        """Make what joins the ranks of each lane, at the first call: groups, by all ranks in one order."""
+        if self._wires:
+            return
+        setting = self._setting
+        backend, limit_s = setting.placement.backend, self._meeting.timeout_s
+
+        def make_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+            if len(ranks) < 2:
+                return None
+            limit = datetime.timedelta(seconds=limit_s)
+            made = dist.new_group(list(ranks), timeout=limit, backend=backend)
+            return made if setting.rank in ranks else None
+
+        # Ranks 0 1 | 2 3 of two stages: lanes (0, 2) and (1, 3), and with cut caches the pairs {0, 1} and {2, 3}.
+        for ranks in self._lanes:
+            group = make_group(ranks)
+            is_own = setting.rank in ranks
+            self._wires.append(
+                LaneWire(
+                    ranks=ranks,
+                    position=ranks.index(setting.rank) if is_own else 0,
+                    group=group,
+                    device=setting.device,
+                    staging=setting.device if backend == "nccl" else torch.device("cpu"),
+                    timeout_s=limit_s,
+                )
+            )
+        if self._config.cache != "data":
+            # the ranks at one position of all lanes: together they have the caches of that position's stages
+            self._peer_groups = [make_group(peers) for peers in zip(*self._lanes, strict=True)]
+
+
+def _note_cache(caches: list[Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Keep the cache of the last forward, which is the generation's."""
+    if kwargs.get("past_key_values") is not None:  # an empty one counts as false
+        caches[0] = kwargs["past_key_values"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    value: Any = None
+    error: Exception | None = None
+
+
+def _named(failure: Exception | None, rank: int) -> Exception | None:
+    """Return what a module of this rank raised, as all ranks raise it; None where it was another rank's."""
+    if failure is None:
+        return None
+    error = ConfigError(f"engine.generate: rank {rank}: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error
+
+
+def _stopped() -> RuntimeFailure:
+    return RuntimeFailure("engine.generate: another rank of this one's lane failed; see its error")
+
+
+def _refused(failure: Exception) -> ConfigError:
+    """Return what `generate` itself refuses, on all ranks alike."""
+    error = ConfigError(f"engine.generate: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error
+
+
+def lanes_of(plan: PipelinePlan) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each lane: one rank of every stage, each rank once.
+
+    Stages of two data-parallel ranks each make two lanes, ranks ``0 1 | 2 3`` the lanes ``(0, 2)`` and ``(1, 3)``; of
+    stages with two and one ranks there is one lane, and a rank stands by. Where stages share ranks so that two lanes
+    would meet on one, or be of unlike ranks, there is one lane.
+    """
+    # A rank that were in two lanes would have to run two generations at once; and ranks at one position of all lanes
+    # must hold the same stages, for they share these stages' caches where caches are cut.
+    number = min(stage.degree for stage in plan.stages)
+    lanes = tuple(
+        tuple(dict.fromkeys(stage.data_ranks(0)[lane] for stage in plan.stages)) for lane in range(number)
+    )
+    used = [rank for lane in lanes for rank in lane]
+    are_alike = len({len(lane) for lane in lanes}) == 1
+    return lanes if are_alike and len(used) == len(set(used)) else lanes[:1]
+
+
+def _rows(samples: int, lanes: int, lane: int, *, is_cut: bool) -> list[int]:
+    """Return the prompts of a lane: neighbours, the first lanes one more.
+
+    Lanes whose caches are cut have equally many, the last ones copies of the first prompt.
+
+    >>> [_rows(5, 2, lane, is_cut=False) for lane in (0, 1)], [_rows(5, 2, lane, is_cut=True) for lane in (0, 1)]
+    ([[0, 1, 2], [3, 4]], [[0, 1, 2], [3, 4, 0]])
+    """
+    if is_cut:
+        each = -(-samples // lanes)
+        return [row if row < samples else 0 for row in range(lane * each, (lane + 1) * each)]
+    first, behind = ((at * (samples // lanes) + min(at, samples % lanes)) for at in (lane, lane + 1))
+    return list(range(first, behind))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanePart:
+    """What one of several lanes generates from.
+
+    Args:
+        lane: of ``lanes``; ``samples`` prompts are given in all.
+        is_cut: the lanes' caches are cut along the sequence, so that they go in step.
+    """
+
+    lane: int
+    lanes: int
+    samples: int
+    is_cut: bool
+
+    @property
+    def rows(self) -> list[int]:
+        """Return the numbers of its prompts."""
+        return _rows(self.samples, self.lanes, self.lane, is_cut=self.is_cut)
+
+
+class _DrawsOfAll(TorchFunctionMode):
+    """Lets a lane sample as one process with all prompts would: it draws for all of them, and uses its own rows.
+
+    Args:
+        rows: of the lane, of ``samples``.
+    """
+
+    def __init__(self, rows: Sequence[int], samples: int) -> None:
+        super().__init__()
+        self._rows = list(rows)
+        self._samples = samples
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Draw; everything else goes on as it is."""
+        kwargs = kwargs or {}
+        if func is not torch.multinomial:
+            return func(*args, **kwargs)
+        return self._draw(*args, **kwargs)
+
+    def _draw(self, probabilities: Tensor, num_samples: int) -> Tensor:
+        # As torch draws without replacement: the most probable of p / q, q exponential. A prompt may have several rows
+        # (beams, several sequences): as many in the lane as in the whole.
+        each = probabilities.shape[0] // len(self._rows)
+        whole = probabilities.new_empty(self._samples * each, probabilities.shape[1]).exponential_(1)
+        own = whole.view(self._samples, each, -1)[self._rows].view_as(probabilities)
+        return (probabilities / own).topk(num_samples, dim=-1).indices
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -1,0 +1,244 @@
+"""Which rank of a lane runs which module of a model, and what the others do in its place.
+
+A module is owned where one rank of the lane holds all its parameters. The largest such modules run really there, on the
+weights in training, with ordinary tensors inside; on the other ranks the same Python runs on shapes, so that caches
+have their lengths and outputs their shapes everywhere. What lies between them (a model's own forward, a sum of two
+branches) runs on all ranks, on `StageTensor`s.
+
+    LlamaForCausalLM              all ranks
+      LlamaModel                  all ranks: embeddings, masks, positions
+        embed_tokens              rank 0
+        layers.0 .. layers.3      rank 0      its caches lie there
+        layers.4 .. layers.7      rank 1
+        norm                      rank 1
+      lm_head                     rank 1      the logits are told to all ranks
+
+Source: this project
+Tests: tests/integrations/test_generation.py
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.model.generation.lane_wire import LaneStopped
+from gpp_plugin.model.generation.shape_memory import ShapeMemory
+from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, real_values
+
+_Slot = tuple[dict[str, Any], str]
+"""A table of a module's parameters or buffers, and a name in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The model's parameters and buffers as a lane holds them.
+
+    Args:
+        holders: name of a parameter -> the positions in the lane that hold it.
+        live: what this rank holds in training, by name.
+        buffers: all buffers, by name; those that are not in ``live`` are the same on all ranks.
+        names: every name that a tensor has in the module that generates -> the one that it has here.
+    """
+
+    holders: Mapping[str, tuple[int, ...]]
+    live: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    names: Mapping[str, str]
+
+
+@contextmanager
+def on_all_ranks(model: nn.Module, weights: Weights, run: LaneRun | None) -> Iterator[None]:
+    """Let the model run on the lane's weights, in evaluation; afterwards it is as it was.
+
+    Args:
+        run: of the lane; None where this rank holds all there is.
+
+    Raises:
+        ConfigError: a parameter lies on no stage.
+    """
+    with ExitStack() as undo:
+        undo.callback(_restore_modes, [(module, module.training) for module in model.modules()])
+        model.eval()
+        slots = _set_tensors(model, weights, run, undo)
+        if run is not None:
+            for module, holders in _owned(model, weights):
+                _intercept(module, _Owned(module, holders, run, slots), undo)
+            hook = model.register_forward_hook(functools.partial(_tell_logits, run))
+            undo.callback(hook.remove)
+        yield
+
+
+def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+def _tell_logits(run: LaneRun, module: nn.Module, args: Any, output: Any) -> Any:
+    """Give every rank the logits: each of them chooses the next tokens, by the same bits."""
+    if isinstance(getattr(output, "logits", None), StageTensor):
+        output.logits = run.told(output.logits)
+    elif isinstance(output, tuple):
+        output = run.told(output)
+    return output
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------
+
+
+def _set_tensors(
+    model: nn.Module, weights: Weights, run: LaneRun | None, undo: ExitStack
+) -> dict[int, list[tuple[_Slot, Tensor, Tensor]]]:
+    """Put the lane's weights in the model's places; return by module what its rank puts there while it runs.
+
+    A parameter stands in all places as a `StageTensor`, on its own rank too: what reads it beside its module (a shared
+    embedding, a table of positions) finds the same on all ranks.
+    """
+    # Three kinds of places, on a rank that holds `a` and not `b`, of a lane of several:
+    #
+    #     parameter a    a StageTensor over the live weight; the weight itself while its module runs really
+    #     parameter b    a StageTensor over its shape
+    #     buffers        real everywhere: rotary frequencies, masks, biases of logits
+    #
+    # One StageTensor stands for a tied weight in all its places, with all positions that hold a copy.
+    by_module: dict[int, list[tuple[_Slot, Tensor, Tensor]]] = {}
+    made: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for leaf, old in module._parameters.items():
+            if old is None:
+                continue
+            name = _name_of(path, leaf, weights)
+            if name not in weights.holders:
+                raise ConfigError(f"engine.generate: no stage holds the parameter {name!r}")
+            live = weights.live.get(name)
+            if run is None:
+                assert live is not None, "this rank holds all there is"
+                _set(undo, module._parameters, leaf, live)
+                continue
+            if name not in made:
+                value = (old if live is None else live).detach()
+                made[name] = StageTensor(
+                    value if live is not None else value.to("meta"),
+                    weights.holders[name],
+                    run,
+                    is_weight=True,
+                )
+            _set(undo, module._parameters, leaf, made[name])
+            if live is not None:
+                slot = (module._parameters, leaf)
+                by_module.setdefault(id(module), []).append((slot, live, made[name]))
+        for leaf, old in module._buffers.items():
+            if old is not None:
+                _set(undo, module._buffers, leaf, weights.buffers[_name_of(path, leaf, weights)])
+    return by_module
+
+
+def _name_of(path: str, leaf: str, weights: Weights) -> str:
+    name = f"{path}.{leaf}" if path else leaf
+    return weights.names.get(name, name)
+
+
+def _set(undo: ExitStack, table: dict[str, Any], leaf: str, tensor: Tensor) -> None:
+    undo.callback(table.__setitem__, leaf, table[leaf])
+    table[leaf] = tensor
+
+
+# ---- modules -------------------------------------------------------------------------------------------------
+
+
+def _owned(model: nn.Module, weights: Weights) -> list[tuple[nn.Module, tuple[int, ...]]]:
+    """Return the largest modules whose parameters lie on one rank, with the positions that hold them all."""
+    # From the model's children on: the model itself is never owned, as its logits are for all. A module without
+    # parameters of its own runs wherever it is called, on whatever it is given.
+    found: dict[int, tuple[nn.Module, tuple[int, ...]]] = {}
+
+    def descend(module: nn.Module, path: str) -> None:
+        for child_name, child in module.named_children():
+            child_path = f"{path}.{child_name}" if path else child_name
+            names = [weights.names.get(n, n) for n in _parameter_names(child, child_path)]
+            common = set.intersection(*(set(weights.holders[n]) for n in names)) if names else set()
+            is_called = type(child).forward is not nn.Module.forward  # a ModuleList is not
+            if common and is_called:
+                found.setdefault(id(child), (child, tuple(sorted(common))))
+            elif names:
+                descend(child, child_path)
+
+    descend(model, "")
+    return list(found.values())
+
+
+def _parameter_names(module: nn.Module, path: str) -> list[str]:
+    return [f"{path}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+
+
+class _Owned:
+    """A module that one rank runs."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        holders: tuple[int, ...],
+        run: LaneRun,
+        slots: Mapping[int, list[tuple[_Slot, Tensor, Tensor]]],
+    ) -> None:
+        self._forward = module.forward
+        self._holders = holders
+        self._run = run
+        self._memory = ShapeMemory(run)
+        self._slots = [slot for inner in module.modules() for slot in slots.get(id(inner), ())]
+        self._name = type(module).__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # All ranks come here at the same place of the model's Python, and choose the same owner: what is told below is
+        # told by a rank that all others wait for. Inside, the owner tells nothing, as it has ordinary tensors only.
+        run = self._run
+        owner = run.owner_of((args, kwargs), self._holders)
+        args, kwargs = run.bring((args, kwargs), (owner,))
+        if run.computes((owner,)):
+            try:
+                made = self._really(*real_values(args), **real_values(kwargs))
+            except LaneStopped:
+                raise
+            except Exception as error:
+                # The others learn of it with the next tensor of this rank; until then it knows shapes, as they do.
+                run.failure = error
+            else:
+                return run.as_made_on(made, owner)
+        with run.inside(self._name):
+            return self._memory.call(self._forward, owner, args, kwargs)
+
+    def _really(self, *args: Any, **kwargs: Any) -> Any:
+        # Some ten places of a layer, set and set back: about as long as one operator takes.
+        for (table, leaf), real, _ in self._slots:
+            table[leaf] = real
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for (table, leaf), _, stand_in in self._slots:
+                table[leaf] = stand_in
+
+
+def _intercept(module: nn.Module, owned: _Owned, undo: ExitStack) -> None:
+    """Call a module by its owner; its signature stays, which HuggingFace reads."""
+    before: Callable[..., Any] | None = module.__dict__.get("forward")
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return owned(*args, **kwargs)
+
+    module.__dict__["forward"] = forward
+
+    def restore() -> None:
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = before
+
+    undo.callback(restore)

@@ -1,0 +1,198 @@
+"""What modules of other ranks return, by the shapes of what they are called with: so that they run on shapes seldom.
+
+A module that another rank runs returns shapes here and lets caches grow. Both were the same at the last two tokens, or
+they depend on how long the sequences are; so a call is looked up:
+
+    key      shapes of the stage tensors, and what else is no number        decides about the result
+    state    shapes of ordinary tensors, numbers, lengths of the caches     differs from token to token
+
+    known    the same key and state; or two states of the same key that gave the same, with caches as full or empty
+
+Source: this project
+Tests: tests/model/test_shape_memory.py, tests/model/test_lanes.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.integrations.huggingface.generate_calls import cache_layers
+from gpp_plugin.model.generation.sequence_cache import grows_by_joining
+from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, map_leaves, map_tensors
+
+_Place = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A tensor that was returned."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """What a layer of a cache took up: [rows, heads, positions, size] of keys and values."""
+
+    place: _Place
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    state: tuple[Any, ...]
+    were_empty: tuple[bool, ...]
+    result: Any
+    growth: tuple[_Growth, ...]
+
+
+class ShapeMemory:
+    """Remembers one module.
+
+    Args:
+        run: of this rank's lane, which the remembered tensors are of.
+    """
+
+    def __init__(self, run: LaneRun) -> None:
+        self._run = run
+        self._seen: dict[Any, list[_Seen]] = {}
+        self._touched: set[_Place] = set()
+        self._caches: list[Any] = []
+
+    def call(
+        self, forward: Callable[..., Any], owner: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what the module returns on shapes, as tensors of the rank that runs it; caches have grown."""
+        key: list[Any] = []
+        state: list[Any] = []
+        caches: list[Any] = []
+        _describe((args, kwargs), key, state, caches)
+        if not any(isinstance(part, _Shape) for part in key):  # of token ids, say, the shape is all there is
+            key.append(tuple(state))
+        if [id(cache) for cache in caches] != [id(cache) for cache in self._caches]:
+            # A new cache may keep other notes than lengths (whether what is attended to across was read): start anew.
+            self._seen, self._caches = {}, caches
+        layers = dict(place for cache in caches for place in cache_layers(cache))
+        lengths = {place: _length(layers.get(place)) for place in sorted(self._touched)}
+        now = (*state, *lengths.values())
+        were_empty = tuple(length == 0 for length in lengths.values())
+        seen = self._seen.setdefault(tuple(key), [])
+        known = _find(seen, now, were_empty)
+        if known is None:
+            return self._observe(forward, args, kwargs, seen, state, layers, owner)
+        for growth in known.growth:
+            _grow(layers[growth.place], growth, owner, self._run)
+        return _rebuilt(known.result, owner, self._run)
+
+    def _observe(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seen: list[_Seen],
+        state: list[Any],
+        layers: dict[_Place, Any],
+        owner: int,
+    ) -> Any:
+        """Run the module on shapes and take note of what came of it."""
+        before = {place: _length(layer) for place, layer in layers.items()}
+        made = self._run.as_made_on(forward(*args, **kwargs), owner)
+        # Layers of a cache are made when they are first written to; those of a cache that is new are found next time.
+        grown = {place: _length(layer) - before[place] for place, layer in layers.items()}
+        self._touched.update(place for place, more in grown.items() if more)
+        touched = sorted(self._touched)
+        lengths = [before.get(place, 0) for place in touched]
+        growth = tuple(_growth(place, layers[place], grown[place]) for place in touched if grown.get(place))
+        seen.append(
+            _Seen(
+                (*state, *lengths),
+                tuple(length == 0 for length in lengths),
+                map_tensors(made, lambda t: _Shape(tuple(t.shape), t.dtype)),
+                growth,
+            )
+        )
+        del seen[:-4]  # of states that are never alike, as where an output grows with the cache, the last few
+        return made
+
+
+def _find(seen: list[_Seen], now: tuple[Any, ...], were_empty: tuple[bool, ...]) -> _Seen | None:
+    """Return what a call will come to; None where that is not known.
+
+    A first token fills the cache of what is attended to across, later ones find it full: calls are alike only where
+    the same layers were empty.
+    """
+    alike = [one for one in seen if one.were_empty == were_empty]
+    for one in alike:
+        if one.state == now:
+            return one
+    if len(alike) >= 2:
+        last, other = alike[-1], alike[-2]
+        # two lengths, one result: it does not depend on them
+        if last.state != other.state and (last.result, last.growth) == (other.result, other.growth):
+            return last
+    return None
+
+
+def _describe(values: Any, key: list[Any], state: list[Any], caches: list[Any]) -> None:
+    """Add to a call's key, state and caches what its arguments say."""
+    if isinstance(values, StageTensor):
+        key.append(_Shape(tuple(values.shape), values.dtype))
+    elif isinstance(values, Tensor):
+        state.append((tuple(values.shape), values.dtype))
+    elif isinstance(values, (tuple, list)):
+        key.append(len(values))
+        for each in values:
+            _describe(each, key, state, caches)
+    elif isinstance(values, dict):
+        key.append(tuple(values))
+        for each in values.values():
+            _describe(each, key, state, caches)
+    elif isinstance(values, (int, float)) and not isinstance(values, bool):
+        state.append(values)
+    elif hasattr(values, "layers") or hasattr(values, "self_attention_cache"):
+        key.append(type(values))
+        caches.append(values)
+    else:
+        key.append(values if isinstance(values, (bool, str, type(None))) else type(values))
+
+
+def _length(layer: Any) -> int:
+    return 0 if layer is None else int(layer.get_seq_length())
+
+
+def _growth(place: _Place, layer: Any, more: int) -> _Growth:
+    keys, values = tuple(layer.keys.shape), tuple(layer.values.shape)
+    return _Growth(place, (*keys[:2], more, keys[3]), (*values[:2], more, values[3]), layer.keys.dtype)
+
+
+def _grow(layer: Any, growth: _Growth, owner: int, run: LaneRun) -> None:
+    """Let a layer take up new positions, as shapes."""
+    new = [
+        StageTensor(torch.empty(shape, dtype=growth.dtype, device="meta"), (owner,), run)
+        for shape in (growth.keys, growth.values)
+    ]
+    if grows_by_joining(layer) and isinstance(layer.keys, StageTensor):
+        # what `update` would do, without two operators a layer and token
+        length = layer.keys.shape[2] + growth.keys[2]
+        layer.keys, layer.values = (
+            StageTensor(t.value.new_empty((*t.shape[:2], length, t.shape[3])), (owner,), run) for t in new
+        )
+        return
+    layer.update(*new)
+
+
+def _rebuilt(values: Any, owner: int, run: LaneRun) -> Any:
+    """Return a structure with new tensors in the place of remembered shapes."""
+    return map_leaves(
+        values,
+        _Shape,
+        lambda s: StageTensor(torch.empty(s.shape, dtype=s.dtype, device="meta"), (owner,), run),
+    )

@@ -1,0 +1,266 @@
+"""What each rank runs in the tests of generation; importable by the processes that run it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+from tests.models import Built, build
+
+VOCABULARY = 64
+PAD = 0
+
+
+def generating(name: str) -> Built:
+    """Return a small model that generates, whose dropout is on in training."""
+    if name not in ("llama", "bart"):
+        return build(name, layers=4 if name == "gpt2" else 2, dropout=0.1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _llama() if name == "llama" else _bart()
+    return model.train(), build("gpt2" if name == "llama" else "t5")[1]
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=PAD,
+        )  # fmt: skip
+    )
+
+
+def _bart() -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=32,
+            dropout=0.1,
+            forced_eos_token_id=None,
+        )  # fmt: skip
+    )
+
+
+def prompts(name: str, number: int = 4) -> dict[str, Tensor]:
+    """Return prompts of unequal length: decoders' are padded on the left."""
+    batch = {k: v for k, v in generating(name)[1](number, 11).items() if k != "labels"}
+    if name in ("gpt2", "llama"):
+        mask = torch.arange(8) >= torch.tensor([0, 3, 1, 5, 2])[:number, None]
+        batch |= {"attention_mask": mask.long(), "input_ids": batch["input_ids"] * mask}
+    if name == "llava":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return batch
+
+
+ENDS = torch.arange(3, VOCABULARY, 3).tolist()
+"""Many tokens end a sequence, so that prompts of small random models end early, and not together."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4},
+    "sampled": {"do_sample": True, "top_k": 12, "temperature": 1.5},
+}
+
+
+def ways(name: str) -> dict[str, dict[str, Any]]:
+    common = {"max_new_tokens": 7, "pad_token_id": PAD, "eos_token_id": ENDS[4:7]}
+    return {way: {**common, **own} for way, own in WAYS.items()}
+
+
+def alone(
+    name: str, state: dict[str, Tensor], number: int = 4, wanted: tuple[str, ...] = tuple(WAYS)
+) -> dict[str, list[list[int]]]:
+    """Return the tokens of one process with these weights."""
+    model = generating(name)[0].eval()
+    model.load_state_dict(state, strict=False)
+    answers = {}
+    for way in wanted:
+        torch.manual_seed(5)
+        answers[way] = model.generate(**prompts(name, number), **ways(name)[way]).tolist()
+    return answers
+
+
+def generate_all(names: tuple[str, ...], block: dict[str, Any], refuses: bool = False) -> dict[str, Any]:
+    """Train each model for three steps, and generate in all ways; on rank 0 also in one process."""
+    answers: dict[str, Any] = {}
+    for name in names:
+        model, make_batch = generating(name)
+        engine = make_engine(model, make_batch(B, 0), config_of(block={"verify": False, **block}))
+        steps(engine, [make_batch(B, seed) for seed in range(3)])
+        state = engine.gather_state_dict()
+        expected = alone(name, state) if engine.global_rank == 0 else {}
+        found = {}
+        for way, options in ways(name).items():
+            torch.manual_seed(5 + engine.global_rank)  # ranks may be seeded apart: rank 0 decides
+            found[way] = engine.generate(**copy.deepcopy(prompts(name)), **options).tolist()
+        answers[name] = {
+            "found": found,
+            "expected": expected,
+            "report": engine.cache_report(),
+            "refused": refuse(engine, model) if refuses else {},
+            "streamed": stream(engine, name) if refuses else [],
+            "after": steps(engine, [make_batch(B, 9)]),
+        }
+        engine.destroy()
+    return answers
+
+
+class Kept:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.reshape(-1).tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def stream(engine: Any, name: str) -> list[int]:
+    """Return what is streamed on this rank, of a prompt of which rank 0 alone asks for it."""
+    streamer = Kept() if engine.global_rank == 0 else None
+    found = engine.generate(**prompts(name, 1), **ways(name)["greedy"], streamer=streamer)
+    assert streamer is None or streamer.tokens == [*found.reshape(-1).tolist(), -1]
+    return found.tolist()
+
+
+def refuse(engine: Any, model: nn.Module) -> dict[str, str]:
+    """Return what is said to wrong calls; the engine goes on after each of them."""
+    from gpp_plugin.errors import GppError
+
+    rank, given = engine.global_rank, prompts("gpt2")
+    other = {**given, "input_ids": given["input_ids"] + rank}
+    long = {name: value.repeat(1, 4) for name, value in given.items()}
+    calls: dict[str, dict[str, Any]] = {
+        "prompts": {**other, "max_new_tokens": 2},
+        "arguments": {**given, "max_new_tokens": 2 + rank},
+        "assisted": {**given, "assistant_model": model},
+        "lookup": {**given, "prompt_lookup_num_tokens": 3},
+        "static": {**given, "cache_implementation": "static"},
+        "nothing": {"max_new_tokens": 2},
+        "unknown": {**given, "max_new_tokns": 2},
+        "too long": {**long, "max_new_tokens": 2},  # the table of positions ends: on the rank that holds it
+    }
+    said = {}
+    for name, arguments in calls.items():
+        try:
+            engine.generate(**arguments)
+            said[name] = "nothing"
+        except GppError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool = True) -> dict[str, Any]:
+    """Stages of two data-parallel ranks share the prompts; where these have no room, they share the caches.
+
+    Args:
+        cases: how many prompts, and how to generate from them.
+        are_cut: do each again with one byte less room than whole caches take: "auto" cuts them then.
+    """
+    from gpp_plugin.errors import ConfigError
+
+    answers: dict[str, Any] = {}
+    model, make_batch = generating(name)
+    block = {"verify": False, "stages": 2, "data_parallel": 2, "generate": {"block": 2}}
+    engine = make_engine(model, make_batch(B, 0), config_of(block=block))
+    steps(engine, [make_batch(B, seed) for seed in range(3)])
+    state = engine.gather_state_dict()
+
+    def generate(number: int, way: str) -> tuple[Any, Any]:
+        torch.manual_seed(5 + engine.global_rank)
+        tokens = engine.generate(**prompts(name, number), **ways(name)[way]).tolist()
+        return tokens, engine.cache_report()
+
+    for number, way in cases:
+        expected = alone(name, state, number, (way,)) if engine.global_rank == 0 else {}
+        if engine._generator is not None:
+            engine._generator._room = lambda: None
+        found, report = generate(number, way)
+        answers[f"data {number} {way}"] = {"found": {way: found}, "expected": expected, "report": report}
+        if are_cut:
+            room = max(each.counted_bytes for each in report.ranks) - 1
+            engine._generator._room = lambda room=room: room
+            found, report = generate(number, way)
+            answers[f"sequence {number} {way}"] = {
+                "found": {way: found},
+                "expected": expected,
+                "report": report,
+            }
+    engine._generator._room = lambda: 100
+    try:
+        generate(*cases[-1])
+    except ConfigError as error:
+        answers["no room"] = {"found": {}, "expected": {}, "report": report, "said": str(error)}
+    engine.destroy()
+    return answers
+
+
+def predict(directory: str, is_alone: bool = True) -> dict[str, Any]:
+    """Train T5 for two steps with Seq2SeqTrainer, evaluate and predict by generating."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from gpp_plugin import GraphPipelineSeq2SeqTrainer
+
+    model, make_batch = build("t5")
+    whole = make_batch(16, 0)
+    whole["labels"] = whole["labels"].clamp_min(PAD)
+    rows = [{key: value[at] for key, value in whole.items()} for at in range(16)]
+    args = Seq2SeqTrainingArguments(
+        output_dir=directory, per_device_train_batch_size=8 if is_alone else 4, max_steps=2, report_to="none",
+        disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=100, learning_rate=4e-3,
+        per_device_eval_batch_size=3, predict_with_generate=True, generation_max_length=9, generation_num_beams=2,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+
+    def count(prediction: Any) -> dict[str, float]:
+        return {
+            "sum": float(prediction.predictions.sum()),
+            "right": float((prediction.predictions[:, 1:7] == prediction.label_ids[:, :6]).sum()),
+        }
+
+    common = {"train_dataset": rows, "eval_dataset": rows[:7], "compute_metrics": count}
+    if is_alone:
+        trainer: Any = Seq2SeqTrainer(model, args, **common)
+    else:
+        config = config_of(block={"stages": 2, "verify": False})
+        trainer = GraphPipelineSeq2SeqTrainer(
+            model, args, config={"graph_pipeline": config["graph_pipeline"]}, **common
+        )
+    trainer.train()
+    metrics = trainer.evaluate()
+    found = trainer.predict(rows[7:12], num_beams=3)
+    if not is_alone:
+        trainer.engine.destroy()
+    keys = ("eval_loss", "eval_sum", "eval_right")
+    return {"metrics": [metrics[key] for key in keys], "predictions": found.predictions.tolist()}
+
+
+def predict_on_ranks(directory: str) -> dict[str, Any]:
+    """The same on stages."""
+    return predict(directory, False)

@@ -1,0 +1,60 @@
+"""Generation on the stages of a model in training: the tokens of one process, whatever the plan.
+
+`python -m tests.soak generation` does the same for all models, on two and three ranks, and with Seq2SeqTrainer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.integrations import generation_jobs as jobs
+from tests.ranks import run_kept_ranks
+
+
+def check(answers: list[dict[str, Any]]) -> None:
+    for name, first in answers[0].items():
+        for way, tokens in first["expected"].items():
+            for rank, answer in enumerate(answers):
+                assert answer[name]["found"][way] == tokens, f"{name}, {way}, rank {rank}"
+        for each in first["report"].ranks:
+            assert each.counted_bytes == each.predicted_bytes, f"{name}: {each}"
+        assert sum(each.counted_bytes for each in first["report"].ranks) > 0
+
+
+def test_two_ranks_generate_the_tokens_of_one_process_and_refuse_wrong_calls() -> None:
+    """Greedy, four beams and sampling, of prompts of unequal length that end early, after three steps."""
+    answers = run_kept_ranks(jobs.generate_all, 2, ("gpt2",), {"stages": 2}, True)
+    check(answers)
+    first, second = (answer["gpt2"] for answer in answers)
+    assert first["after"] == second["after"], "training goes on"
+    assert first["streamed"] == second["streamed"] == [first["expected"]["greedy"][0]]
+    tokens = first["expected"]["sampled"]
+    assert len({tuple(row[8:]) for row in tokens}) > 1, "the prompts go on differently"
+    said = first["refused"]
+    assert said == second["refused"], "all ranks say the same"
+    assert "input_ids is int64 [4, 8]" in said["prompts"] and "on rank 1" in said["prompts"]
+    assert "max_new_tokens is 2 on rank 0 and 3 on rank 1" in said["arguments"]
+    assert "assisted decoding is not supported" in said["assisted"]
+    assert "prompt lookup" in said["lookup"]
+    assert "cache_implementation='static'" in said["static"]
+    assert "no tensor among the arguments" in said["nothing"]
+    assert "max_new_tokns" in said["unknown"]
+    assert "rank 0: IndexError" in said["too long"]
+    assert all("\n" not in text for text in said.values())
+
+
+def test_data_parallel_ranks_share_the_prompts_or_the_caches() -> None:
+    """Five prompts and one, on stages of two ranks each; with a byte less than whole caches take these are cut."""
+    cases = ((5, "greedy"), (5, "sampled"), (1, "beams"))
+    answers = run_kept_ranks(jobs.share_prompts, 4, "llama", cases)
+    said = answers[0].pop("no room")["said"]
+    assert all(answer.pop("no room")["said"] == said for answer in answers[1:])
+    assert "bytes are missing; give fewer or shorter prompts" in said
+    check(answers)
+    for number, way in cases:
+        whole, cut = (answers[0][f"{cache} {number} {way}"]["report"] for cache in ("data", "sequence"))
+        assert (whole.cache, cut.cache) == ("data", "sequence")
+        alone, parts = ([each.counted_bytes for each in report.ranks] for report in (whole, cut))
+        assert max(parts) < max(alone) and min(parts) > 0
+    # of one prompt's cache of 14 positions each rank of a stage has four blocks of two
+    assert min(alone) == 0 and max(parts) == max(alone) * 8 // 14

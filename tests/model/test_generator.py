@@ -1,0 +1,117 @@
+"""What a call of `engine.generate` goes through, on one rank without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.config import BatchSizes, GenerateConfig
+from gpp_plugin.engine.setting import Setting
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.model.generation.generator import GeneratedModel, Generator, lanes_of
+from gpp_plugin.runtime.ranks.meeting import Meeting
+from tests.integrations.generation_jobs import Kept, generating, prompts, ways
+
+
+def plan_of(*ranks: tuple[int, ...]) -> PipelinePlan:
+    return PipelinePlan(
+        model="toy", graph="0" * 16, planner="by hand", mini_batch=8, loss_unit=1, edges=(),
+        stages=tuple(
+            Stage(name=f"s{i}", blocks=(f"b{i}",), ranks=own, micro_batch_size=len(own), in_flight=1)
+            for i, own in enumerate(ranks)
+        ),
+    )  # fmt: skip
+
+
+def generator_of(model: nn.Module, **config: Any) -> Generator:
+    """Return the generator of a job of one rank, whose weights are twice the model's own."""
+    trained = {name: (p * 2).detach() for name, p in model.named_parameters()}
+    first = {id(p): name for name, p in reversed(list(model.named_parameters()))}
+    every = model.named_parameters(remove_duplicate=False)
+    generated = GeneratedModel(
+        module=model,
+        held=[tuple(trained)],
+        names={name: first[id(p)] for name, p in every if name != first[id(p)]},
+        live=lambda: trained,
+        buffers=lambda: dict(model.named_buffers(remove_duplicate=False)),
+    )
+    setting = Setting(
+        rank=0, num_ranks=1, device=torch.device("cpu"), dtype=torch.float32,
+        sizes=BatchSizes(8, 1, None), zero_stage=0, optimizer_bytes=0.0, group=None,
+        placement=SimpleNamespace(backend="gloo"),  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Generator(
+        generated,
+        plan=plan_of((0,)),
+        config=GenerateConfig(**config),
+        setting=setting,
+        meeting=Meeting(group=None, who="rank 0", timeout_s=1.0),
+        room=lambda: None,
+    )
+
+
+def doubled(model: nn.Module) -> dict[str, Tensor]:
+    return {name: 2 * p for name, p in model.state_dict().items()}
+
+
+def test_it_generates_with_the_weights_in_training_and_reports_caches() -> None:
+    model: Any = generating("llama")[0]
+    generator = generator_of(model)
+    streamer = Kept()
+    with pytest.raises(ConfigError, match="nothing has been generated yet"):
+        generator.cache_report()
+    torch.manual_seed(5)
+    found = generator.generate({**prompts("llama", 1), **ways("llama")["sampled"], "streamer": streamer})
+    assert streamer.tokens == [*found[0].tolist(), -1]
+    (report,) = generator.cache_report().ranks
+    assert report.counted_bytes == report.predicted_bytes == 4 * 2 * 16 * 4 * report.length
+    plain: Any = generating("llama")[0].eval()
+    plain.load_state_dict(doubled(plain))
+    torch.manual_seed(5)
+    assert torch.equal(found, plain.generate(**prompts("llama", 1), **ways("llama")["sampled"]))
+    assert all(module.training for module in model.modules()) and not generator.is_broken
+
+
+def test_adapters_lie_around_the_model_that_generates() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return get_peft_model(
+                generating("llama")[0],
+                LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+            )
+
+    plain = adapted().eval()
+    plain.load_state_dict(doubled(plain))
+    found = generator_of(adapted()).generate({**prompts("llama"), **ways("llama")["beams"]})
+    assert torch.equal(found, plain.generate(**prompts("llama"), **ways("llama")["beams"]))
+
+
+def test_what_generate_or_a_module_refuses_is_one_line_and_breaks_nothing() -> None:
+    generator = generator_of(generating("gpt2")[0], cache="sequence")
+    with pytest.raises(
+        ConfigError, match=r'"sequence": it is cut over the data-parallel ranks of each stage'
+    ):
+        generator.generate(prompts("gpt2"))
+    generator = generator_of(generating("gpt2")[0])
+    with pytest.raises(ConfigError, match="engine.generate: ValueError: .*max_new_tokns"):
+        generator.generate({**prompts("gpt2"), "max_new_tokns": 2})
+    generator._room = lambda: 1000
+    with pytest.raises(ConfigError, match=r"on rank 0, which has 1000 B for them: \d+ bytes are missing"):
+        generator.generate({**prompts("gpt2"), "max_new_tokens": 4})
+    assert not generator.is_broken
+
+
+def test_lanes_have_one_rank_of_each_stage() -> None:
+    assert lanes_of(plan_of((0, 1), (2, 3))) == ((0, 2), (1, 3))
+    assert lanes_of(plan_of((0, 1), (2,))) == ((0, 2),)
+    assert lanes_of(plan_of((0,), (1,), (0,))) == ((0, 1),), "two stages of one rank"
+    assert lanes_of(plan_of((0, 1), (0, 1))) == ((0,), (1,))
+    assert lanes_of(plan_of((0, 1), (1, 0))) == ((0, 1),), "of two lanes each rank would be in both"

@@ -1,0 +1,111 @@
+"""A lane's ranks run HuggingFace's `generate` together, each its own modules: here threads, without engines."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import re
+import threading
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
+from gpp_plugin.model.generation.stage_tensors import LaneRun
+from tests.integrations.generation_jobs import generating, prompts, ways
+
+Told = dict[tuple[int, int], "queue.Queue[Tensor]"]
+
+
+class ThreadWire:
+    """What joins ranks that are threads: a queue for each tensor and reader."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, told: Told, lock: threading.Lock, position: int, number: int) -> None:
+        self._told, self._lock, self._number = told, lock, number
+        self.position, self.messages = position, 0
+
+    def tell(self, value: Tensor, *, source: int, has_failed: bool) -> Tensor:
+        number, self.messages = self.messages, self.messages + 1
+        with self._lock:
+            queues = [self._told[number, reader] for reader in range(self._number)]
+        if source == self.position:
+            for each in queues:
+                each.put(value.clone())
+            return value
+        came = queues[self.position].get(timeout=30)
+        assert (came.shape, came.dtype) == (value.shape, value.dtype), "shapes are known everywhere"
+        return came
+
+
+def cut(model: nn.Module, number: int) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return which ranks hold each parameter, layers in even parts and the rest beside them, and names of tied ones."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    layers = list(dict.fromkeys(m.group() for n in names if (m := re.match(r".*?\.\d+\.", n))))
+    first: dict[int, str] = {}
+    held: dict[str, set[int]] = {}
+    aliases, at = {}, 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer = next((i for i, each in enumerate(layers) if name.startswith(each)), None)
+        at = at if layer is None else layer * number // len(layers)
+        home = first.setdefault(id(parameter), name)
+        held.setdefault(home, set()).add(at)
+        if home != name:
+            aliases[name] = home
+    return {name: tuple(sorted(ranks)) for name, ranks in held.items()}, aliases
+
+
+def generate_in_lane(model: nn.Module, number: int, arguments: dict[str, Any]) -> list[Any]:
+    """Return what each rank of a lane generates, or its error."""
+    holders, names = cut(model, number)
+    told: Told = defaultdict(queue.Queue)
+    lock = threading.Lock()
+    answers: list[Any] = [None] * number
+
+    @torch.no_grad()
+    def run(rank: int, own: Any) -> None:
+        live = {name: p for name, p in own.named_parameters() if rank in holders[name]}
+        buffers = dict(own.named_buffers(remove_duplicate=False))
+        lane = LaneRun(ThreadWire(told, lock, rank, number))  # type: ignore[arg-type]
+        try:
+            with on_all_ranks(own, Weights(holders=holders, live=live, buffers=buffers, names=names), lane):
+                answers[rank] = own.generate(**arguments)
+        except Exception as error:
+            answers[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank, copy.deepcopy(model))) for rank in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart", "whisper", "llava"])
+def test_a_lane_generates_what_one_process_does(name: str, number: int) -> None:
+    """Greedy on three ranks, four beams on two; parameters are tied across ranks in most of these models."""
+    model: Any = generating(name)[0].eval()
+    arguments = {**prompts(name), **ways(name)["beams" if number == 2 else "greedy"]}
+    expected = model.generate(**arguments)
+    for answer in generate_in_lane(model, number, arguments):
+        assert torch.equal(answer, expected), answer
+
+
+def test_a_model_is_as_it_was_afterwards() -> None:
+    model: Any = generating("gpt2")[0]
+    before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    holders, names = cut(model, 2)
+    weights = Weights(
+        holders=holders, live=dict(model.named_parameters()), names=names,
+        buffers=dict(model.named_buffers(remove_duplicate=False)),
+    )  # fmt: skip
+    with on_all_ranks(model, weights, None):
+        assert not model.training
+    assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == before
+    assert all(module.training for module in model.modules())
+    assert all("forward" not in vars(module) for module in model.modules())

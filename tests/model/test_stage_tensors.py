@@ -1,0 +1,109 @@
+"""What operators make of tensors that other ranks hold: shapes here, values where they are told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
+
+from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.integrations.huggingface.generate_calls import generating_model
+from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, map_tensors
+from gpp_plugin.model.model_source import ModelSource
+from tests.models import build
+
+
+class Wire:
+    """Rank 1 of two; what rank 0 tells is given beforehand."""
+
+    device = torch.device("cpu")
+    position = 1
+
+    def __init__(self, comes: dict[int, Tensor]) -> None:
+        self.comes = comes
+        self.told: list[int] = []
+
+    def tell(self, value: Tensor, *, source: int, has_failed: bool) -> Tensor:
+        self.told.append(source)
+        return value if source == self.position else self.comes[len(self.told)]
+
+
+def lane(**comes: Tensor) -> tuple[LaneRun, Wire]:
+    wire = Wire({int(name[1:]): tensor for name, tensor in comes.items()})
+    return LaneRun(wire), wire  # type: ignore[arg-type]
+
+
+def test_an_operator_runs_where_its_operands_lie_and_on_shapes_elsewhere() -> None:
+    run, wire = lane()
+    there = StageTensor(torch.empty(2, 3, device="meta"), (0,), run)
+    here = StageTensor(torch.ones(2, 3), (1,), run)
+    for made in (
+        there @ torch.ones(3, 4),
+        there.to("cpu").new_zeros(2, 4),
+        there[:, :1].expand(2, 4).clone(),
+    ):
+        assert isinstance(made, StageTensor) and made.value.is_meta
+        assert made.shape == (2, 4) and made.holders == (0,) and made.device.type == "cpu"
+    doubled: Any = here + here
+    assert doubled.holders == (1,) and doubled.value.equal(torch.full((2, 3), 2.0)) and not wire.told
+
+
+def test_what_lies_elsewhere_is_told_once() -> None:
+    run, wire = lane(_1=torch.full((2,), 5.0))
+    there = StageTensor(torch.empty(2, device="meta"), (0,), run)
+    here = StageTensor(torch.ones(2), (1,), run)
+    for _ in range(2):
+        total: Any = there + here
+        assert total.value.equal(torch.full((2,), 6.0))
+    assert wire.told == [0] and isinstance(run.tell(total), Tensor)
+
+
+def test_a_tied_weight_is_read_beside_the_other_operand() -> None:
+    run, wire = lane()
+    weight = StageTensor(torch.ones(3, 4), (0, 1), run, is_weight=True)
+    here: Any = StageTensor(torch.ones(2, 4), (1,), run) @ weight.t()
+    there: Any = StageTensor(torch.empty(2, 4, device="meta"), (0,), run) @ weight.t()
+    assert here.holders == (1,) and not here.value.is_meta and there.holders == (0,) and not wire.told
+
+
+def test_values_that_are_read_are_told_but_not_inside_of_another_ranks_module() -> None:
+    run, wire = lane(_1=torch.tensor([0.0, 1.0]))
+    there = StageTensor(torch.empty(2, device="meta"), (0,), run)
+    assert (there > 0.5).nonzero().shape == (1, 1) and wire.told == [0]
+    picked: Any = StageTensor(torch.empty(3, 2, device="meta"), (0,), run)[torch.tensor([True, False, True])]
+    assert picked.shape == (2, 2), "of a mask that all ranks have, all know how many it picks"
+    with run.inside("Experts"), pytest.raises(CaptureError, match="Experts decides by the values"):
+        StageTensor(torch.empty(2, device="meta"), (0,), run).max().item()
+
+
+def test_writing_in_place_keeps_the_tensor_and_forgets_what_was_told() -> None:
+    run, wire = lane()
+    here: Any = StageTensor(torch.ones(2), (1,), run)
+    run.tell(here)
+    written = here.mul_(3)
+    assert written is here and run.tell(here).equal(torch.full((2,), 3.0)) and wire.told == [1, 1]
+
+
+def test_structures_keep_their_classes() -> None:
+    made = map_tensors(
+        {"a": (torch.ones(1), [None]), "b": CausalLMOutput(logits=torch.ones(2))}, lambda t: t + 1
+    )
+    assert made["a"][0].item() == 2 and made["a"][1] == [None]
+    assert isinstance(made["b"], CausalLMOutput) and made["b"].logits.sum() == 4 and made["b"].loss is None
+
+
+def test_a_model_that_cannot_generate_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"CLIPModel cannot generate .* AutoModelForCausalLM"):
+        generating_model(build("clip")[0])
+
+
+def test_a_graph_of_stages_written_down_has_no_decode_step() -> None:
+    source = object.__new__(ModelSource)
+    source._made = SimpleNamespace(whole=None)  # type: ignore[assignment]
+    unused: Any = None
+    with pytest.raises(ConfigError, match="a graph of stages written down, which has no `generate`"):
+        source.make_generator(unused, unused, [], meeting=unused, room=lambda: None)

@@ -1,0 +1,53 @@
+"""Generation of all models of the tests, on two and three ranks, in stages that share ranks, and with Seq2SeqTrainer."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from tests.integrations import generation_jobs as jobs
+from tests.integrations.test_generation import check
+from tests.ranks import run_kept_ranks
+
+ALL = ("gpt2", "llama", "t5", "bart", "whisper", "llava")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0 where every token is that of one process."""
+    argparse.ArgumentParser(prog="python -m tests.soak generation").parse_args(arguments)
+    wrong = 0
+    for ranks, names, block in (
+        (2, ALL, {"stages": 2}),
+        (3, ALL, {"stages": 3}),
+        (2, ALL[:2], {"stages": 4}),
+    ):
+        wrong += _told(f"{ranks} ranks, {block}", run_kept_ranks(jobs.generate_all, ranks, names, block))
+    cases = tuple((number, way) for number in (5, 1) for way in jobs.WAYS)
+    for name in ALL:
+        answers = run_kept_ranks(jobs.share_prompts, 4, name, cases, name in ("gpt2", "llama", "llava"))
+        wrong += _told(f"4 ranks, 2 stages of 2, {name}", answers)
+    with tempfile.TemporaryDirectory() as directory:
+        plain = jobs.predict(directory)
+        for found in run_kept_ranks(jobs.predict_on_ranks, 2, directory):
+            is_same = found["predictions"] == plain["predictions"] and all(
+                abs(a - b) < 1e-5 for a, b in zip(found["metrics"], plain["metrics"], strict=True)
+            )
+            print(f"  Seq2SeqTrainer: {'the same' if is_same else 'WRONG'}")
+            wrong += not is_same
+    return int(wrong > 0)
+
+
+def _told(what: str, answers: list[dict[str, Any]]) -> int:
+    """Print one line for each model and return how many are wrong."""
+    wrong = 0
+    for name in answers[0]:
+        try:
+            check([{name: answer[name]} for answer in answers])
+        except AssertionError as error:
+            wrong += 1
+            print(f"  {what}: WRONG: {error}")
+        else:
+            print(f"  {what}: {name}: the same")
+    return wrong

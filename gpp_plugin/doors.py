@@ -16,9 +16,11 @@ through the same table (`gpp_plugin.extensions`)::
 A planner decides which blocks share a stage and which ranks hold it; a schedule in which order a stage runs its
 micro-batches; a transport how rows travel between two ranks; a backend how operators without a backward are computed.
 None decides more: whatever they answer is validated (`plan.validate_plan`, `schedule.checks.validate_programs`,
-`backends.stage_backends`) before a rank uses it, so that a mistake is an error and never a hang or another loss. `gpp_plugin.testing` runs the same checks in the package's own tests.
+`backends.stage_backends`) before a rank uses it, so that a mistake is an error and never a hang or another loss.
+`gpp_plugin.testing` runs the same checks in the package's own tests.
 
-`Schedule`, `TransportFactory` and `Backend` are classes to derive from: what a subclass leaves out has the usual answer.
+`Schedule`, `TransportFactory` and `Backend` are classes to derive from: what a subclass leaves out has the usual
+answer.
 """
 
 from __future__ import annotations

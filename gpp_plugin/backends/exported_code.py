@@ -1,4 +1,4 @@
-"""What backends outside of torch have in common: an exported program, float32 on the CPU, packages that may be absent."""
+"""What backends outside of torch have in common: exported programs, float32 on the CPU, absent packages."""
 
 from __future__ import annotations
 

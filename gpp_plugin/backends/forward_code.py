@@ -161,7 +161,9 @@ def operator_name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
         return str(schema.name).rpartition("::")[2]
-    return "getitem" if node.target is operator.getitem else getattr(node.target, "__name__", str(node.target))
+    return (
+        "getitem" if node.target is operator.getitem else getattr(node.target, "__name__", str(node.target))
+    )
 
 
 def _updates_statistics(node: fx.Node) -> bool:

@@ -1,8 +1,8 @@
 """Builds a forward on backends, checks each against torch, times them in turn, and keeps what was measured.
 
 A backend that cannot run the code, fails, or is further from torch than the tolerance is refused with the reason. Times
-are medians of runs in turn, so that a slow moment of the machine hits all of them. The log on disk has one file for each
-forward, backend, version, device, types and number of threads: what is there is not measured again, nor built for it.
+are medians of runs in turn, so that a slow moment of the machine hits all of them. The log on disk has one file for
+each forward, backend, version, device, types and number of threads: what is there is not measured again, nor built.
 
 Source: Collage (PACT 2022, arXiv 2111.00655; here by the thesis, section 2.4.2: the log of measurements)
 Tests: tests/backends/test_backends.py

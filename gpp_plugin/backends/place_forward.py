@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -36,7 +35,9 @@ LEAST_GAIN = 1.05
 """How many times as fast as torch (a mix: as the best single backend) something must be to be taken: less is noise."""
 
 
-def choose_single(stage: str, costs: Sequence[BackendCost], *, least_gain: float = LEAST_GAIN) -> StageBackend:
+def choose_single(
+    stage: str, costs: Sequence[BackendCost], *, least_gain: float = LEAST_GAIN
+) -> StageBackend:
     """Return the fastest backend of those measured; torch where none is faster by more than noise.
 
     Args:

@@ -136,10 +136,14 @@ class CuttableForward:
         for group in placed:
             unknown = [key for key in group.operators if key not in self.graph.position]
             if unknown:
-                raise BackendRefused(f"stage {self.code.name!r} has no operator {unknown[0]!r} at these shapes")
+                raise BackendRefused(
+                    f"stage {self.code.name!r} has no operator {unknown[0]!r} at these shapes"
+                )
             found.append((group.backend, self.graph.mask(group.operators)))
         if sum(mask for _, mask in found) != self.graph.everything:
-            raise BackendRefused(f"stage {self.code.name!r} has operators at these shapes that are not placed")
+            raise BackendRefused(
+                f"stage {self.code.name!r} has operators at these shapes that are not placed"
+            )
         return found
 
     def build(self, groups: Sequence[tuple[str, int]], build_group: BuildGroup) -> ForwardRunner:
@@ -198,9 +202,7 @@ def _attributes(node: fx.Node, values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for i, argument in enumerate(schema.arguments):
-        value = (
-            node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-        )
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
         plain = fx.map_arg(value, lambda n: values[n.name])
         if not any(isinstance(v, Tensor) for v in (plain if isinstance(plain, (tuple, list)) else (plain,))):
             found[argument.name] = list(plain) if isinstance(plain, (tuple, list)) else plain

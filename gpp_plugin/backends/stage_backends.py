@@ -109,9 +109,7 @@ class BackendForward:
         function: the stage's code; ``parameters`` are its first arguments.
     """
 
-    def __init__(
-        self, chosen: StageBackend, function: StageFunction, parameters: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, chosen: StageBackend, function: StageFunction, parameters: Sequence[Tensor]) -> None:
         self._chosen = chosen
         self._function = function
         self._parameters = tuple(parameters)
@@ -204,8 +202,8 @@ class StageBackends:
         choices: by the stage's name.
     """
 
-    def __init__(self, choices: Mapping[str, StageBackend]) -> None:
-        self.choices = dict(choices)
+    def __init__(self, choices: Mapping[str, StageBackend] | None = None) -> None:
+        self.choices = dict(choices or {})
         self._num_shapes: dict[str, int] = {}
 
     def forward(

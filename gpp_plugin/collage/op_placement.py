@@ -127,9 +127,7 @@ def _followed_back(graph: OperatorGraph, states: dict[int, _State]) -> Placement
     return Placement(groups=tuple(reversed(groups)), cost_us=states[graph.everything].cost)
 
 
-def _refuse(
-    graph: OperatorGraph, holding: dict[int, list[Group]], costs: dict[Group, float | None]
-) -> None:
+def _refuse(graph: OperatorGraph, holding: dict[int, list[Group]], costs: dict[Group, float | None]) -> None:
     able = [i for i in range(len(graph.operators)) if any(costs.get(g) is not None for g in holding[i])]
     missing = [o for i, o in enumerate(graph.operators) if i not in able] or list(graph.operators)
     raise PlanInfeasible(

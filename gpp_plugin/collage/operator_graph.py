@@ -107,9 +107,7 @@ def bits(mask: int) -> Iterable[int]:
 
 def is_acyclic_cover(graph: OperatorGraph, groups: Sequence[int]) -> bool:
     """Return whether sets of operators are a placement: each operator in one, and the sets in some order."""
-    if sum(groups) != graph.everything or any(
-        a & b for i, a in enumerate(groups) for b in groups[i + 1 :]
-    ):
+    if sum(groups) != graph.everything or any(a & b for i, a in enumerate(groups) for b in groups[i + 1 :]):
         return False
     return len(run_order(graph, groups)) == len(groups)
 

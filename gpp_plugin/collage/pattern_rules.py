@@ -133,7 +133,9 @@ def _named(rule: BasePatternRule, graph: OperatorGraph, name: str) -> Iterator[i
         own = list(keys)
         unknown = [key for key in own if key not in graph.position]
         if unknown or not own:
-            raise ExtensionError(f"{name} names operators {unknown} that the graph does not have; mend the rule")
+            raise ExtensionError(
+                f"{name} names operators {unknown} that the graph does not have; mend the rule"
+            )
         group = graph.mask(own)
         if not graph.is_convex(group):
             raise ExtensionError(

@@ -1,4 +1,4 @@
-"""What a placement is: groups of operators, each on a backend, that together are all operators and run in some order."""
+"""What a placement is: groups of operators, each on a backend, that are all operators and can run in some order."""
 
 from __future__ import annotations
 

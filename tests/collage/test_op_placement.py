@@ -88,7 +88,10 @@ def test_taking_backends_away_never_makes_it_faster() -> None:
 def test_groups_that_need_each_other_are_no_placement() -> None:
     """a -> c, b -> d with {a, d} and {b, c}: each is convex, together they wait for each other."""
     graph = OperatorGraph(
-        [Operator(key=key, name="op", inputs=read) for key, read in (("a", ()), ("b", ()), ("c", ("a",)), ("d", ("b",)))]
+        [
+            Operator(key=key, name="op", inputs=read)
+            for key, read in (("a", ()), ("b", ()), ("c", ("a",)), ("d", ("b",)))
+        ]
     )
     costs = {Group("one", 0b1001): 1.0, Group("one", 0b0110): 1.0} | {
         Group("torch", 1 << i): 3.0 for i in range(4)
@@ -108,8 +111,12 @@ def test_a_group_may_need_operators_behind_the_frontier_first() -> None:
 
 
 def test_an_operator_that_no_backend_runs_is_named() -> None:
-    graph = OperatorGraph([Operator(key="a", name="gelu", inputs=()), Operator(key="b", name="topk", inputs=("a",))])
-    with pytest.raises(PlanInfeasible, match=r"no backend runs operator 'b' \(topk\); allow the backend torch"):
+    graph = OperatorGraph(
+        [Operator(key="a", name="gelu", inputs=()), Operator(key="b", name="topk", inputs=("a",))]
+    )
+    with pytest.raises(
+        PlanInfeasible, match=r"no backend runs operator 'b' \(topk\); allow the backend torch"
+    ):
         place_operators(graph, [Group("one", 0b01)], lambda group: 1.0)
 
 

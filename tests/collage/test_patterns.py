@@ -135,7 +135,9 @@ def test_a_rule_that_fails_or_names_what_is_not_convex_is_one_line() -> None:
 
 
 def test_what_matches_nothing_is_named() -> None:
-    own = BackendPatterns(backend="mine", patterns=[is_op("gelu")(wildcard()), is_op("relu")], rules=[Fuses()])
+    own = BackendPatterns(
+        backend="mine", patterns=[is_op("gelu")(wildcard()), is_op("relu")], rules=[Fuses()]
+    )
     found = find_candidates(residual(), [own])
     assert found.unmatched == ("pattern gelu(*) of backend 'mine'",)
     assert len(found.groups) == len(set(found.groups)) == 6  # relu by itself is a pattern's and the rule's
@@ -169,9 +171,13 @@ def test_what_cannot_be_registered_is_refused() -> None:
         add_backend("mine", object())
     with pytest.raises(ExtensionError, match="there is a backend 'auto' already"):
         add_backend("auto", object())
-    with pytest.raises(ExtensionError, match="no backend 'onnxruntim'; did you mean 'onnxruntime'.*add it first"):
+    with pytest.raises(
+        ExtensionError, match="no backend 'onnxruntim'; did you mean 'onnxruntime'.*add it first"
+    ):
         add_backend_pattern("onnxruntim", is_op("relu"))
-    with pytest.raises(ExtensionError, match=r"Wildcard is no pattern of an operator; begin with is_op\(name\)"):
+    with pytest.raises(
+        ExtensionError, match=r"Wildcard is no pattern of an operator; begin with is_op\(name\)"
+    ):
         add_backend_pattern("torch", wildcard())
     with pytest.raises(ExtensionError, match="type is no rule; give an instance"):
         add_backend_pattern_rule("torch", Fuses)

@@ -1,9 +1,9 @@
 """Forwards of frozen towers on each backend, and on the one that `auto` takes: times in turn, errors, building.
 
-Each tower is captured as a stage of its own in evaluation, with random weights. All backends that are installed are built
-twice (the second time with what their own caches have), compared with torch, and timed in turn, on one thread in processor
-time, which other processes do not lengthen. Then what `auto` would take is timed once more in turn with torch and the
-fastest. Beside it stand the figures of the thesis (Collage, PACT 2022).
+Each tower is captured as a stage of its own in evaluation, with random weights. All backends that are installed are
+built twice (the second time with what their own caches have), compared with torch, and timed in turn, on one thread in
+processor time, which other processes do not lengthen. Then what `auto` would take is timed once more in turn with
+torch and the fastest. Beside it stand the figures of the thesis (Collage, PACT 2022).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TABLE = None
 """It prints a table of its own as it goes."""
 
 THESIS = (
-    "thesis, section 2.5 (whole networks, on its machines): 1.43 x as fast as the best framework on a V100, 1.26 x on an "
-    "RTX 2070, 1.40 x on a Xeon 8259CL; the graph level beat the op level on two of five networks, by 1.09 to 1.20 x; "
-    "choosing took up to two minutes, below one with the log",
-    "here a stage is held against torch's operators, not against the best framework: `auto` is the best single backend, "
-    "so over that one it gains nothing; its candidates are whole libraries on one CPU, whose costs do not add up",
+    "thesis, section 2.5 (whole networks, on its machines): 1.43 x as fast as the best framework on a V100, 1.26 x on "
+    "an RTX 2070, 1.40 x on a Xeon 8259CL; the graph level beat the op level on two of five networks, by 1.09 to "
+    "1.20 x; choosing took up to two minutes, below one with the log",
+    "here a stage is held against torch's operators, not the best framework: `auto` is the best single backend, so "
+    "over that one it gains nothing; its candidates are whole libraries on one CPU, whose costs do not add up",
 )
 
 

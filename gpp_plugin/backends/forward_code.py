@@ -81,9 +81,8 @@ class ForwardCode:
                 return f"{node.name} runs a module as it is"
             if is_random(node):
                 return f"{node.name} ({node.target}) draws random numbers"
-            schema = getattr(node.target, "_schema", None)
-            if schema is not None and schema.is_mutable:
-                return f"{node.name} ({node.target}) writes into a tensor"
+            if _writes_given(node):
+                return f"{node.name} ({node.target}) writes into what it is given"
             if operator_name(node) in READS_VALUES:
                 return f"{node.name} ({node.target}) depends on values"
             if _updates_statistics(node):
@@ -164,6 +163,38 @@ def operator_name(node: fx.Node) -> str:
     return (
         "getitem" if node.target is operator.getitem else getattr(node.target, "__name__", str(node.target))
     )
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors that a call writes into (``relu_``, ``copy_``)."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    written = [
+        i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    found = [
+        node.args[i] if i < len(node.args) else node.kwargs.get(schema.arguments[i].name) for i in written
+    ]
+    return [read for read in found if isinstance(read, fx.Node)]
+
+
+def _writes_given(node: fx.Node) -> bool:
+    """Return whether a call writes into a weight, or into what the code is called with."""
+    # relu_(conv2d(x)) writes what is made here, and may stay; relu_(view(x)) writes x. A call whose schema says that
+    # its result may share the memory of what it reads ("Tensor(a)") is followed to what it reads.
+    waiting, seen = writes(node), set()
+    while waiting:
+        source = waiting.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if source.op != "call_function":
+            return True
+        schema = getattr(source.target, "_schema", None)
+        if schema is None or any(result.alias_info is not None for result in schema.returns):
+            waiting += source.all_input_nodes
+    return False
 
 
 def _updates_statistics(node: fx.Node) -> bool:

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_GAIN = 1.05
 """How many times as fast as torch (a mix: as the best single backend) something must be to be taken: less is noise."""
+LEAST_US = 50.0
+"""Operators that take less on torch are given to no library by themselves."""
 
 
 def choose_single(
@@ -107,20 +109,21 @@ class _Mixing:
         self._known = [patterns_of(name) for name in names]
         self._expected = code.run(*code.examples)
         self._runs: dict[tuple[Group, ...], ForwardRunner] = {}
+        self._built: dict[tuple[str, int], ForwardRunner] = {}
+        self._libraries = [own.backend for own in self._known if own.runs_any and own.backend != TORCH]
 
     def best(self, single: StageBackend) -> StageBackend:
         """Return the fastest mix, or the single backend where no mix is faster by more than noise."""
         found = find_candidates(self._graph, self._known)
         usable = [group for group in found.groups if group.operators != self._graph.everything]
         op_level = place_operators(self._graph, usable, self._cost_of, epsilon_us=self._switch_us())
-        libraries = [own.backend for own in self._known if own.runs_any and own.backend != TORCH]
         singles = [own.backend for own in self._known if own.runs_any]
         searched = search_placements(
             self._graph,
             op_level.placement,
             self._time_of,
             singles=singles,
-            libraries=libraries,
+            libraries=self._libraries,
             settings=self._settings,
         )
         notes = _notes(found, op_level.placement, len(searched.tried))
@@ -155,6 +158,11 @@ class _Mixing:
     def _cost_of(self, group: Group) -> float | None:
         """Return what a group costs by itself, of the log where it is there."""
         code, _, _ = self._forward.part(group.operators)
+        if group.backend in self._libraries:
+            # building takes seconds: nothing is won on an operator that is over at once
+            known = measure_backends(code, [TORCH], log=self._log, rounds=3)
+            if known[TORCH].us < LEAST_US:
+                return None
         costs = measure_backends(code, [group.backend], log=self._log, rounds=3)
         found = costs[group.backend]
         return None if found.refused else found.us
@@ -171,11 +179,18 @@ class _Mixing:
     def _runner(self, groups: tuple[Group, ...]) -> ForwardRunner:
         if groups not in self._runs:
             self._runs[groups] = build_checked(
-                lambda: self._forward.build([(g.backend, g.operators) for g in groups], build_forward),
+                lambda: self._forward.build([(g.backend, g.operators) for g in groups], self._build),
                 self._code.examples,
                 self._expected,
             )
         return self._runs[groups]
+
+    def _build(self, backend: str, code: ForwardCode) -> ForwardRunner:
+        """Return what a backend builds of a part, built once: most parts of two placements are the same."""
+        key = (backend, id(code))  # parts are kept as long as the forward is
+        if key not in self._built:
+            self._built[key] = build_forward(backend, code)
+        return self._built[key]
 
     def _time_of(self, placement: Placement) -> float | None:
         try:

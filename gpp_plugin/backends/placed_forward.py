@@ -21,13 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, operator_name
+from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, operator_name, writes
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.ir.backend_costs import PlacedGroup
 
 BuildGroup = Callable[[str, ForwardCode], ForwardRunner]
 """From a backend's name and code to what computes it."""
+
+
+_Part = tuple[ForwardCode, tuple[str, ...], tuple[str, ...]]
 
 
 class CuttableForward:
@@ -37,7 +40,7 @@ class CuttableForward:
         code: its examples are run once, to see what each operator makes.
 
     Raises:
-        BackendRefused: it holds code of other functions (control flow), which cannot be cut.
+        BackendRefused: it holds code of other functions (control flow), or writes into tensors: it cannot be cut.
     """
 
     def __init__(self, code: ForwardCode) -> None:
@@ -47,6 +50,11 @@ class CuttableForward:
             node.op == "get_attr" and not isinstance(_attribute(code, node), Tensor) for node in graph.nodes
         ):
             raise BackendRefused(f"stage {code.name!r} holds functions of functions, and cannot be cut")
+        written = next((node for node in graph.nodes if writes(node)), None)
+        if written is not None:  # who reads it must run behind it, which no edge says
+            raise BackendRefused(
+                f"operator {written.name} ({written.target}) writes into a tensor: it is not cut"
+            )
         watched = _Watched(code.frozen)
         with torch.no_grad():
             watched.run(*code.examples)
@@ -54,6 +62,7 @@ class CuttableForward:
         self._nodes = {node.name: node for node in graph.nodes}
         (output,) = (node for node in graph.nodes if node.op == "output")
         self._outputs = [node.name for node in output.args[0]]
+        self._parts: dict[int, _Part] = {}
         self._owner: dict[str, str] = {}
         self._members: dict[str, list[str]] = {}
         for node in graph.nodes:
@@ -86,8 +95,16 @@ class CuttableForward:
             key=key, name=operator_name(node), inputs=tuple(inputs), attr=_attributes(node, self._values)
         )
 
-    def part(self, mask: int) -> tuple[ForwardCode, tuple[str, ...], tuple[str, ...]]:
-        """Return the code of a convex set of operators, the names of what it takes, and of what it returns."""
+    def part(self, mask: int) -> _Part:
+        """Return the code of a convex set of operators, the names of what it takes, and of what it returns.
+
+        The same set has the same code, so that what was built of it can be found again.
+        """
+        if mask not in self._parts:
+            self._parts[mask] = self._part(mask)
+        return self._parts[mask]
+
+    def _part(self, mask: int) -> _Part:
         keys = set(self.graph.keys(mask))
         own = [n for n in self._nodes.values() if self._owner.get(n.name) in keys]
         inside = {node.name for node in own}

@@ -173,7 +173,8 @@ def test_a_conversion_that_fails_names_the_operator(tower: ForwardCode) -> None:
     [
         (nn.Dropout(0.5), r"aten\.dropout\.default\) draws random numbers"),
         (nn.BatchNorm1d(4), "updates its running statistics"),
-        (nn.ReLU(inplace=True), r"aten\.relu_\.default\) writes into a tensor"),
+        (nn.ReLU(inplace=True), r"aten\.relu_\.default\) writes into what it is given"),
+        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.ReLU(inplace=True)), "writes into what it is given"),
     ],
 )
 def test_code_that_no_backend_may_run(module: nn.Module, text: str) -> None:
@@ -191,6 +192,13 @@ def test_code_that_no_backend_may_run(module: nn.Module, text: str) -> None:
     with pytest.raises(BackendRefused, match=text):
         raise BackendRefused(code.refusal())
     assert measure_backends(code, ["inductor"])["inductor"].refused == code.refusal()
+
+
+def test_what_is_written_inside_may_stay_but_is_not_cut() -> None:
+    code = code_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), torch.randn(3, 4))
+    assert code.refusal() == ""
+    with pytest.raises(BackendRefused, match="writes into a tensor: it is not cut"):
+        CuttableForward(code)
 
 
 def test_half_precision_and_other_devices_are_refused_by_inference_backends(tower: ForwardCode) -> None:

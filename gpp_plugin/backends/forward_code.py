@@ -92,6 +92,8 @@ class ForwardCode:
     @functools.cached_property
     def frozen(self) -> fx.GraphModule:
         """Return the operators with all that stays the same inside, called with what changes."""
+        # A new graph, operator by operator: placeholders of what stays the same become buffers of the module (the same
+        # memory as the weights; it is the backend that copies), or plain numbers where they are sizes.
         graph = fx.Graph()
         root = nn.Module()
         mapping: dict[fx.Node, Any] = {}
@@ -119,6 +121,10 @@ class ForwardCode:
     @functools.cached_property
     def signature(self) -> str:
         """Return a text that depends on operators, literals, shapes and types, and not on names or values."""
+        # As block signatures of profiles, but of frozen code: of linear(x, w) with x (2, 8) and w (4, 8)
+        #     (4, 8) torch.float32
+        #     (2, 8) torch.float32
+        #     call_function aten.linear.default ((%1, %0), {})
         numbers: dict[str, int] = {}
         lines = []
         values = (*self.bound, *self.parameters, *self.examples)
@@ -206,6 +212,8 @@ def _updates_statistics(node: fx.Node) -> bool:
 
 def named_operator(code: ForwardCode, error: BaseException) -> str:
     """Return an error of a conversion in one line, with the operator that it speaks of in front where it names one."""
+    # Converters wrap the error that says which operator it is, some twice: all causes are looked through, for the
+    # operator's name as torch prints it (aten.softmax.int) and as schemas have it (aten::softmax).
     text = ""
     cause: BaseException | None = error
     while cause is not None:

@@ -49,6 +49,8 @@ def choose_backends(
     Raises:
         ConfigError: a stage is named that is none, or that trains.
     """
+    # Stages 0 and 2 train nothing, on ranks (0, 1) and (3): rank 0 measures stage 0 while 1, 2 and 3 wait in the
+    # exchange, then rank 3 measures stage 2 while the others wait. Rank 1 takes rank 0's word for its own part.
     plan = lane.plan
     forward_only = sorted(forward_only_stages(plan))
     names = [stage.name for stage in plan.stages]

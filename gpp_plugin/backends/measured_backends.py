@@ -73,6 +73,7 @@ class BackendLog:
 
     def _path(self, code: ForwardCode, backend: str) -> Path:
         device = torch.device(next(iter(code.devices), "cpu"))
+        # everything that time or result may depend on: another torch or library is another file
         key = {
             "forward": code.signature,
             "backend": backend,
@@ -160,6 +161,7 @@ def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: flo
     """Return the largest difference of any output, by its norm; refuse other shapes, types or numbers."""
     if len(found) != len(expected):
         raise BackendRefused(f"it returns {len(found)} tensors of {len(expected)}")
+    # By the tensor's norm, not value by value: a sum that cancels to almost nothing has no relative error to speak of.
     worst = 0.0
     for i, (own, right) in enumerate(zip(found, expected, strict=True)):
         if own.shape != right.shape or own.dtype != right.dtype:
@@ -229,6 +231,8 @@ def measure_backends(
         known = log.find(code, name) if log is not None and not find_backend(name).missing() else None
         if known is not None:
             costs[name] = known
+    # The log has torch and openvino, new is inductor: it and torch are built and timed in turn, openvino is not built
+    # at all. Of torch the new time counts in this answer; the log keeps the old one.
     todo = [name for name in names if name not in costs]
     if not todo:
         return {name: costs[name] for name in names}

@@ -22,9 +22,9 @@ from gpp_plugin.backends.measured_backends import (
     time_in_turn,
 )
 from gpp_plugin.backends.placed_forward import CuttableForward, placed_groups
+from gpp_plugin.collage.candidates import Candidates, OperatorGroup, Placement, find_candidates
 from gpp_plugin.collage.graph_search import SearchSettings, search_placements
 from gpp_plugin.collage.op_placement import place_operators
-from gpp_plugin.collage.placement import Candidates, Group, Placement, find_candidates
 from gpp_plugin.collage.registered import patterns_of
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
@@ -108,12 +108,14 @@ class _Mixing:
         self._graph = self._forward.graph
         self._known = [patterns_of(name) for name in names]
         self._expected = code.run(*code.examples)
-        self._runs: dict[tuple[Group, ...], ForwardRunner] = {}
+        self._runs: dict[tuple[OperatorGroup, ...], ForwardRunner] = {}
         self._built: dict[tuple[str, int], ForwardRunner] = {}
         self._libraries = [own.backend for own in self._known if own.runs_any and own.backend != TORCH]
 
     def best(self, single: StageBackend) -> StageBackend:
         """Return the fastest mix, or the single backend where no mix is faster by more than noise."""
+        # candidates -> cheapest sum (op level) -> search end to end (graph level) -> the winner against the best single
+        # backend in turn: each step's times are only compared with each other.
         found = find_candidates(self._graph, self._known)
         usable = [group for group in found.groups if group.operators != self._graph.everything]
         op_level = place_operators(self._graph, usable, self._cost_of, epsilon_us=self._switch_us())
@@ -132,11 +134,12 @@ class _Mixing:
     def _against(self, single: StageBackend, best: Placement, notes: tuple[str, ...]) -> StageBackend:
         """Time a mix and the best single backend in turn; the mix must win by more than noise."""
         (own,) = single.groups
-        alone = self._runner((Group(own.backend, self._graph.everything),))
+        alone = self._runner((OperatorGroup(own.backend, self._graph.everything),))
         runs = {"alone": alone, "mixed": self._runner(best.groups), "torch": self._code.run}
         times = time_in_turn(
             {name: functools.partial(run, *self._code.examples) for name, run in runs.items()}
         )
+        # a "mix" of one group is a single backend, which was chosen among its like already
         if len(best.groups) == 1 or times["mixed"] * LEAST_GAIN > times["alone"]:
             return StageBackend(
                 stage=single.stage,
@@ -155,7 +158,7 @@ class _Mixing:
             notes=notes,
         )
 
-    def _cost_of(self, group: Group) -> float | None:
+    def _cost_of(self, group: OperatorGroup) -> float | None:
         """Return what a group costs by itself, of the log where it is there."""
         code, _, _ = self._forward.part(group.operators)
         if group.backend in self._libraries:
@@ -169,14 +172,16 @@ class _Mixing:
 
     def _switch_us(self) -> float:
         """Return epsilon: what a group more costs, by a placement of all operators one by one against the whole."""
-        singles = tuple(Group(TORCH, 1 << i) for i in range(len(self._graph.operators)))
+        # say 120 operators take 900 us one by one and 840 together: 0.5 us a group, for looking up what it takes and
+        # keeping what it makes
+        singles = tuple(OperatorGroup(TORCH, 1 << i) for i in range(len(self._graph.operators)))
         runs = {"cut": self._runner(singles), "whole": self._code.run}
         times = time_in_turn(
             {name: functools.partial(run, *self._code.examples) for name, run in runs.items()}, rounds=3
         )
         return max(times["cut"] - times["whole"], 0.0) / max(len(singles), 1)
 
-    def _runner(self, groups: tuple[Group, ...]) -> ForwardRunner:
+    def _runner(self, groups: tuple[OperatorGroup, ...]) -> ForwardRunner:
         if groups not in self._runs:
             self._runs[groups] = build_checked(
                 lambda: self._forward.build([(g.backend, g.operators) for g in groups], self._build),

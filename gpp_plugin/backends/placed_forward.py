@@ -105,6 +105,8 @@ class CuttableForward:
         return self._parts[mask]
 
     def _part(self, mask: int) -> _Part:
+        # For {relu, add} of conv -> relu -> add(relu, w) -> norm, with 0-d size n = 8 read by add:
+        #     takes w (held), conv (from outside); n is the number 8 in the code; returns add, which norm reads
         keys = set(self.graph.keys(mask))
         own = [n for n in self._nodes.values() if self._owner.get(n.name) in keys]
         inside = {node.name for node in own}

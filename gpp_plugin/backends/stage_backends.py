@@ -145,6 +145,8 @@ class BackendForward:
 
     def _take_over(self, module: torch.fx.GraphModule, args: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run on torch, and let the backend take over from the next micro-batch if it gives the same."""
+        # 1st micro-batch   torch computes and its result goes on; the backend is built, runs twice, and is compared
+        # 2nd and later     the backend computes, or torch for good, at this shape and with these weights
         tensors = args[len(self._parameters) :]
         before = self._writes()
         outputs = self._function.call(*args)

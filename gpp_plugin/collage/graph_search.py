@@ -23,8 +23,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from gpp_plugin.collage.candidates import OperatorGroup, Placement, in_run_order
 from gpp_plugin.collage.operator_graph import OperatorGraph, bits, run_order
-from gpp_plugin.collage.placement import Group, Placement, in_run_order
 
 WholeMeasurer = Callable[[Placement], float | None]
 """Returns the microseconds of a placement end to end; None where it cannot be built."""
@@ -63,7 +63,7 @@ def search_placements(
     *,
     singles: Sequence[str],
     libraries: Sequence[str],
-    can_run: Callable[[Group], bool] = lambda group: True,
+    can_run: Callable[[OperatorGroup], bool] = lambda group: True,
     settings: SearchSettings | None = None,
 ) -> Searched:
     """Return the fastest placement that the search meets, by end-to-end measurements.
@@ -78,8 +78,10 @@ def search_placements(
     """
     settings = settings or SearchSettings()
     numbers = random.Random(settings.seed)
-    tried: dict[tuple[Group, ...], Placement | None] = {}
+    tried: dict[tuple[OperatorGroup, ...], Placement | None] = {}
 
+    # Groups in the order of their first operators are a placement's name: however digits came to it, it is measured
+    # once, and one that cannot be built is not tried again.
     def try_placement(placement: Placement) -> float:
         key = tuple(sorted(placement.groups, key=lambda group: group.operators))
         if key not in tried:
@@ -89,7 +91,7 @@ def search_placements(
         return float("inf") if known is None else known.cost_us
 
     for backend in singles:
-        try_placement(Placement(groups=(Group(backend, graph.everything),), cost_us=0.0))
+        try_placement(Placement(groups=(OperatorGroup(backend, graph.everything),), cost_us=0.0))
     try_placement(op_level)
     # digits of the operators that are free to move, by position
     fixed = {i for g in op_level.groups if g.backend in libraries for i in bits(g.operators)}
@@ -149,38 +151,42 @@ def decode(
     op_level: Placement,
     digits: dict[int, int],
     libraries: Sequence[str],
-    can_run: Callable[[Group], bool] = lambda group: True,
+    can_run: Callable[[OperatorGroup], bool] = lambda group: True,
 ) -> Placement:
     """Return the placement that digits stand for: by position of an operator, 0 or the number of its library.
 
     What is left of a group of the op-level placement runs where it ran, operator by operator where others went out of
     its middle; operators of one library that touch become one group as long as it is convex and all groups can run.
     """
-    groups: list[Group] = []
+    # [conv relu]torch with digits conv: 1, relu: 0 becomes [conv]one and [relu]torch. A group of which nothing moves
+    # stays whole: it may be a pattern's, whose operators the backend cannot run one by one.
+    groups: list[OperatorGroup] = []
     for group in op_level.groups:
         moved = [i for i in bits(group.operators) if digits.get(i)]
-        groups += [Group(libraries[digits[i] - 1], 1 << i) for i in moved]
+        groups += [OperatorGroup(libraries[digits[i] - 1], 1 << i) for i in moved]
         rest = group.operators & ~sum(1 << i for i in moved)
         if rest and not moved:
             groups.append(group)
         else:
-            groups += [Group(group.backend, 1 << i) for i in bits(rest)]
+            groups += [OperatorGroup(group.backend, 1 << i) for i in bits(rest)]
     return in_run_order(graph, _merged(graph, groups, libraries, can_run), 0.0)
 
 
 def _merged(
     graph: OperatorGraph,
-    groups: list[Group],
+    groups: list[OperatorGroup],
     libraries: Sequence[str],
-    can_run: Callable[[Group], bool],
-) -> list[Group]:
+    can_run: Callable[[OperatorGroup], bool],
+) -> list[OperatorGroup]:
     """Join groups of one library that touch, in the graph's order, where what comes of it can run."""
+    # Greedy, in the graph's order: each group joins the first earlier one of its library that it reads from. Whether
+    # all groups still have an order is asked each time, as two joins that are right alone may wait for each other.
     groups = sorted(groups, key=lambda group: group.operators & -group.operators)
-    merged: list[Group] = []
+    merged: list[OperatorGroup] = []
     for index, group in enumerate(groups):
         rest = groups[index + 1 :]
         for place, other in enumerate(merged):
-            joined = Group(group.backend, group.operators | other.operators)
+            joined = OperatorGroup(group.backend, group.operators | other.operators)
             if group.backend not in libraries or other.backend != group.backend:
                 continue
             touches = graph.needs(group.operators) & other.operators

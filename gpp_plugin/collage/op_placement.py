@@ -26,13 +26,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gpp_plugin.collage.candidates import OperatorGroup, Placement
 from gpp_plugin.collage.operator_graph import OperatorGraph, bits
-from gpp_plugin.collage.placement import Group, Placement
 from gpp_plugin.errors import PlanInfeasible
 
 MOST_STATES = 4096
 
-Measurer = Callable[[Group], float | None]
+Measurer = Callable[[OperatorGroup], float | None]
 """Returns microseconds, or None for a group that the backend cannot run after all."""
 
 
@@ -48,12 +48,12 @@ class OpPlacement:
 class _State:
     cost: float
     before: int  # the state it came from
-    group: Group | None
+    group: OperatorGroup | None
 
 
 def place_operators(
     graph: OperatorGraph,
-    candidates: Sequence[Group],
+    candidates: Sequence[OperatorGroup],
     measure: Measurer,
     *,
     epsilon_us: float = 0.0,
@@ -68,8 +68,13 @@ def place_operators(
     Raises:
         PlanInfeasible: no candidates that can be measured hold some operator.
     """
-    costs: dict[Group, float | None] = {}
-    holding: dict[int, list[Group]] = defaultdict(list)
+    # Of the chain a -> b with a and b on torch (3 us each) and {a, b} on another (5 us), epsilon 1:
+    #
+    #     states   {}: 0      {a}: 4      {a, b}: min(4 + 4, 0 + 6) = 6
+    #
+    # A state is visited when all smaller ones were, so its cost is final, and each group is measured once.
+    costs: dict[OperatorGroup, float | None] = {}
+    holding: dict[int, list[OperatorGroup]] = defaultdict(list)
     for group in candidates:
         for i in bits(group.operators):
             holding[i].append(group)
@@ -103,13 +108,14 @@ def place_operators(
 
 def _next_groups(
     graph: OperatorGraph,
-    candidates: Sequence[Group],
-    holding: dict[int, list[Group]],
-    needs: dict[Group, int],
+    candidates: Sequence[OperatorGroup],
+    holding: dict[int, list[OperatorGroup]],
+    needs: dict[OperatorGroup, int],
     placed: int,
-) -> list[Group]:
+) -> list[OperatorGroup]:
     """Return the groups that may run next: those of the frontier, or any where one of these must wait."""
     # Equal costs are frequent (a state reached by the same groups in two orders); that is why the frontier decides.
+    # Of operators side by side, any order of which is the same placement, only the one in the graph's order is made.
     unplaced = graph.everything & ~placed
     frontier = (unplaced & -unplaced).bit_length() - 1
     own = [group for group in holding[frontier] if not group.operators & placed]
@@ -119,7 +125,7 @@ def _next_groups(
 
 
 def _followed_back(graph: OperatorGraph, states: dict[int, _State]) -> Placement:
-    groups: list[Group] = []
+    groups: list[OperatorGroup] = []
     state = states[graph.everything]
     while state.group is not None:
         groups.append(state.group)
@@ -127,7 +133,10 @@ def _followed_back(graph: OperatorGraph, states: dict[int, _State]) -> Placement
     return Placement(groups=tuple(reversed(groups)), cost_us=states[graph.everything].cost)
 
 
-def _refuse(graph: OperatorGraph, holding: dict[int, list[Group]], costs: dict[Group, float | None]) -> None:
+def _refuse(
+    graph: OperatorGraph, holding: dict[int, list[OperatorGroup]], costs: dict[OperatorGroup, float | None]
+) -> None:
+    # an operator in no measured group is why; if each is in one, the groups wait for each other
     able = [i for i in range(len(graph.operators)) if any(costs.get(g) is not None for g in holding[i])]
     missing = [o for i, o in enumerate(graph.operators) if i not in able] or list(graph.operators)
     raise PlanInfeasible(

@@ -41,11 +41,14 @@ class OperatorGraph:
         self.operators = tuple(operators)
         self.position = {operator.key: i for i, operator in enumerate(self.operators)}
         self.everything = (1 << len(self.operators)) - 1
+        # conv, relu(conv), add(relu, conv) as bits 0, 1, 2: reads is [0, 0b001, 0b011], before the same here, and
+        # after is [0b110, 0b100, 0]; add is what leaves.
         self.reads: list[int] = []
         """By position: the operators whose results it reads."""
         self.before: list[int] = []
         """By position: all operators that it depends on, through others as well."""
         for operator in self.operators:
+            # names that are no operators are inputs and weights of the whole, there before anything runs
             read = self.mask(key for key in operator.inputs if key in self.position)
             self.reads.append(read)
             self.before.append(functools.reduce(int.__or__, (self.before[i] for i in bits(read)), read))
@@ -115,6 +118,8 @@ def is_acyclic_cover(graph: OperatorGraph, groups: Sequence[int]) -> bool:
 def run_order(graph: OperatorGraph, groups: Sequence[int]) -> list[int]:
     """Return the order in which disjoint sets can run, by their index; those that wait for each other are left out."""
     order: list[int] = []
+    # Two convex groups can wait for each other: with a -> c and b -> d, {a, d} needs b and {b, c} needs a. So
+    # being convex is not enough, and an order is looked for.
     done = 0
     waiting = dict(enumerate(groups))
     while True:

@@ -107,11 +107,15 @@ def generate_groups(rule: BasePatternRule, graph: OperatorGraph, *, backend: str
 
 
 def _grown(rule: BasePatternRule, graph: OperatorGraph) -> Iterator[int]:
+    # Types are asked for first, since rules look at those of other operators (`check_path`); an operator that is
+    # asked for its own type sees none yet.
     plain = [RuleOperator(graph, i) for i in range(len(graph.operators))]
     types = tuple(rule.type_of(op) for op in plain)
     operators = [RuleOperator(graph, i, types) for i in range(len(graph.operators))]
     runs = graph.mask(op.key for op in operators if rule.op_rule(op))
     for seed in bits(runs):
+        # conv -> relu -> add, with relu's other reader between: the post-dominators of conv are relu's and the other
+        # one's meeting, then what follows it; all between the seed and such an operator is taken at once.
         group = 1 << seed
         yield group
         sink = graph.post_dominators[seed]

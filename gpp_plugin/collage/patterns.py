@@ -80,6 +80,7 @@ def match_pattern(pattern: OperatorPattern, graph: OperatorGraph, key: str) -> i
     found: dict[int, str] = {}  # id of a pattern -> what it stands for: one used twice is the same operator
     if not _matches(pattern, graph, key, found):
         return None
+    # What the pattern's inside makes is gone when it runs as one: nobody else may want it, nor the graph's caller.
     mask = graph.mask(set(found.values()))
     inner = mask & ~graph.mask([key])
     if inner & graph.outputs or not graph.is_convex(mask):
@@ -93,7 +94,7 @@ def match_pattern(pattern: OperatorPattern, graph: OperatorGraph, key: str) -> i
 def _matches(pattern: Pattern, graph: OperatorGraph, key: str, found: dict[int, str]) -> bool:
     if isinstance(pattern, Wildcard):
         return True
-    if id(pattern) in found:
+    if id(pattern) in found:  # add(relu(conv), conv) with one conv: both places are the same operator
         return found[id(pattern)] == key
     if key not in graph.position:
         return False

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from gpp_plugin.collage.candidates import BackendPatterns
 from gpp_plugin.collage.pattern_rules import BasePatternRule
 from gpp_plugin.collage.patterns import OperatorPattern
-from gpp_plugin.collage.placement import BackendPatterns
 from gpp_plugin.errors import ExtensionError
 from gpp_plugin.extensions import BACKENDS, find_backend
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from gpp_plugin.collage.candidates import OperatorGroup, Placement
 from gpp_plugin.collage.graph_search import SearchSettings, decode, search_placements
 from gpp_plugin.collage.op_placement import place_operators
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph
-from gpp_plugin.collage.placement import Group, Placement
 from tests.collage.test_patterns import random_graph
 
 LIBRARIES = ("one", "two")
@@ -22,7 +22,7 @@ def chain(size: int) -> OperatorGraph:
 
 
 def op_level_of(graph: OperatorGraph) -> Placement:
-    groups = [Group("torch", 1 << i) for i in range(len(graph.operators))]
+    groups = [OperatorGroup("torch", 1 << i) for i in range(len(graph.operators))]
     return place_operators(graph, groups, lambda group: 1.0).placement
 
 
@@ -86,11 +86,15 @@ def test_it_finds_a_mix_where_that_is_fastest() -> None:
 
 def test_digits_give_operators_to_libraries_and_join_those_that_touch() -> None:
     graph = chain(4)
-    op_level = Placement(groups=(Group("torch", 0b0011), Group("torch", 0b1100)), cost_us=0.0)
+    op_level = Placement(groups=(OperatorGroup("torch", 0b0011), OperatorGroup("torch", 0b1100)), cost_us=0.0)
     kept = decode(graph, op_level, {}, LIBRARIES)
     assert kept.groups == op_level.groups
     moved = decode(graph, op_level, {1: 1, 2: 1, 3: 2}, LIBRARIES)
-    assert moved.groups == (Group("torch", 0b0001), Group("one", 0b0110), Group("two", 0b1000))
+    assert moved.groups == (
+        OperatorGroup("torch", 0b0001),
+        OperatorGroup("one", 0b0110),
+        OperatorGroup("two", 0b1000),
+    )
     alone = decode(
         graph, op_level, {1: 1, 2: 1}, LIBRARIES, can_run=lambda group: group.operators.bit_count() == 1
     )

@@ -6,30 +6,34 @@ import random
 
 import pytest
 
+from gpp_plugin.collage.candidates import OperatorGroup
 from gpp_plugin.collage.op_placement import place_operators
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, is_acyclic_cover
-from gpp_plugin.collage.placement import Group
 from gpp_plugin.errors import PlanInfeasible
 from tests.collage.test_patterns import random_graph
 
 EPSILON = 1.5
 
 
-def random_candidates(graph: OperatorGraph, numbers: random.Random) -> dict[Group, float | None]:
+def random_candidates(graph: OperatorGraph, numbers: random.Random) -> dict[OperatorGroup, float | None]:
     """Every operator on torch, and random convex groups on two others: costs that do not add up, some not measurable."""
     size = len(graph.operators)
-    costs: dict[Group, float | None] = {Group("torch", 1 << i): numbers.uniform(1, 9) for i in range(size)}
+    costs: dict[OperatorGroup, float | None] = {
+        OperatorGroup("torch", 1 << i): numbers.uniform(1, 9) for i in range(size)
+    }
     for _ in range(12):
         mask = graph.mask(f"o{i}" for i in numbers.sample(range(size), numbers.randint(1, min(4, size))))
         if graph.is_convex(mask):
             own = numbers.uniform(0.3, 1.1) * sum(
-                costs[Group("torch", 1 << i)] for i in range(size) if mask >> i & 1
+                costs[OperatorGroup("torch", 1 << i)] for i in range(size) if mask >> i & 1
             )
-            costs[Group(numbers.choice(["one", "two"]), mask)] = None if numbers.random() < 0.1 else own
+            costs[OperatorGroup(numbers.choice(["one", "two"]), mask)] = (
+                None if numbers.random() < 0.1 else own
+            )
     return costs
 
 
-def brute_force(graph: OperatorGraph, costs: dict[Group, float | None]) -> float:
+def brute_force(graph: OperatorGraph, costs: dict[OperatorGroup, float | None]) -> float:
     """The least over every exact cover of the operators whose groups can run in some order."""
     best = float("inf")
     known = [(group.operators, own) for group, own in costs.items() if own is not None]
@@ -55,9 +59,9 @@ def test_it_equals_brute_force_on_two_hundred_small_graphs() -> None:
         numbers = random.Random(seed)
         graph = random_graph(seed, numbers.randint(3, 9))
         costs = random_candidates(graph, numbers)
-        asked: list[Group] = []
+        asked: list[OperatorGroup] = []
 
-        def measure(group: Group, costs=costs, asked=asked) -> float | None:
+        def measure(group: OperatorGroup, costs=costs, asked=asked) -> float | None:
             asked.append(group)
             return costs[group]
 
@@ -93,8 +97,8 @@ def test_groups_that_need_each_other_are_no_placement() -> None:
             for key, read in (("a", ()), ("b", ()), ("c", ("a",)), ("d", ("b",)))
         ]
     )
-    costs = {Group("one", 0b1001): 1.0, Group("one", 0b0110): 1.0} | {
-        Group("torch", 1 << i): 3.0 for i in range(4)
+    costs = {OperatorGroup("one", 0b1001): 1.0, OperatorGroup("one", 0b0110): 1.0} | {
+        OperatorGroup("torch", 1 << i): 3.0 for i in range(4)
     }
     found = place_operators(graph, list(costs), costs.__getitem__)
     assert found.placement.cost_us == 7.0
@@ -105,7 +109,7 @@ def test_a_group_may_need_operators_behind_the_frontier_first() -> None:
     graph = OperatorGraph(
         [Operator(key=key, name="op", inputs=read) for key, read in (("a", ()), ("b", ()), ("c", ("a", "b")))]
     )
-    costs = {Group("one", 0b101): 1.0} | {Group("torch", 1 << i): 3.0 for i in range(3)}
+    costs = {OperatorGroup("one", 0b101): 1.0} | {OperatorGroup("torch", 1 << i): 3.0 for i in range(3)}
     found = place_operators(graph, list(costs), costs.__getitem__)
     assert [group.operators for group in found.placement.groups] == [0b010, 0b101]
 
@@ -117,13 +121,13 @@ def test_an_operator_that_no_backend_runs_is_named() -> None:
     with pytest.raises(
         PlanInfeasible, match=r"no backend runs operator 'b' \(topk\); allow the backend torch"
     ):
-        place_operators(graph, [Group("one", 0b01)], lambda group: 1.0)
+        place_operators(graph, [OperatorGroup("one", 0b01)], lambda group: 1.0)
 
 
 def test_with_few_states_it_still_answers_and_says_that_it_is_not_exact() -> None:
     graph = OperatorGraph([Operator(key=f"o{i}", name="op", inputs=()) for i in range(12)])
-    costs = {Group("torch", 1 << i): 1.0 for i in range(12)} | {
-        Group("one", 1 << i | 1 << i + 1): 1.0 for i in range(11)
+    costs = {OperatorGroup("torch", 1 << i): 1.0 for i in range(12)} | {
+        OperatorGroup("one", 1 << i | 1 << i + 1): 1.0 for i in range(11)
     }
     found = place_operators(graph, list(costs), costs.__getitem__, most_states=1)
     found.placement.check(graph)

@@ -7,10 +7,10 @@ import random
 import pytest
 
 import gpp_plugin
+from gpp_plugin.collage.candidates import BackendPatterns, find_candidates
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
 from gpp_plugin.collage.pattern_rules import BasePatternRule, check_path, generate_groups
 from gpp_plugin.collage.patterns import is_op, match_pattern, wildcard
-from gpp_plugin.collage.placement import BackendPatterns, find_candidates
 from gpp_plugin.collage.registered import (
     add_backend,
     add_backend_pattern,

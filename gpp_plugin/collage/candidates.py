@@ -1,4 +1,4 @@
-"""What a placement is: groups of operators, each on a backend, that are all operators and can run in some order."""
+"""Groups of operators, each on a backend: the candidates there are on a graph, and placements made of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpp_plugin.collage.patterns import OperatorPattern, match_pattern
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OperatorGroup:
     """Operators that a backend runs as one.
 
     Args:
@@ -30,7 +30,7 @@ class Placement:
         cost_us: by the costs of its groups, or as measured.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[OperatorGroup, ...]
     cost_us: float
 
     @property
@@ -62,7 +62,7 @@ class BackendPatterns:
 class Candidates:
     """All groups that backends offer on a graph, and the patterns and rules that offer none."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[OperatorGroup, ...]
     unmatched: tuple[str, ...]
 
 
@@ -72,27 +72,34 @@ def find_candidates(graph: OperatorGraph, backends: Iterable[BackendPatterns]) -
     Raises:
         ExtensionError: a rule fails, or names a group that is not convex.
     """
-    groups: dict[Group, None] = {}
+    # Each pattern is tried at each operator as the one that makes its result; each rule grows groups of its own; a
+    # backend that runs anything is a candidate for each operator and for all of them together. What two patterns or
+    # rules of a backend both name is one candidate.
+    groups: dict[OperatorGroup, None] = {}
     unmatched: list[str] = []
     for own in backends:
         for pattern in own.patterns:
             matches = [match_pattern(pattern, graph, operator.key) for operator in graph.operators]
-            found = [Group(own.backend, mask) for mask in matches if mask is not None]
+            found = [OperatorGroup(own.backend, mask) for mask in matches if mask is not None]
             groups.update(dict.fromkeys(found))
             if not found:
                 unmatched.append(f"pattern {pattern} of backend {own.backend!r}")
         for rule in own.rules:
-            found = [Group(own.backend, mask) for mask in generate_groups(rule, graph, backend=own.backend)]
+            found = [
+                OperatorGroup(own.backend, mask) for mask in generate_groups(rule, graph, backend=own.backend)
+            ]
             groups.update(dict.fromkeys(found))
             if not found:
                 unmatched.append(f"rule {type(rule).__name__} of backend {own.backend!r}")
         if own.runs_any:
             every = [1 << i for i in range(len(graph.operators))]
-            groups.update(dict.fromkeys(Group(own.backend, mask) for mask in (*every, graph.everything)))
+            groups.update(
+                dict.fromkeys(OperatorGroup(own.backend, mask) for mask in (*every, graph.everything))
+            )
     return Candidates(groups=tuple(groups), unmatched=tuple(unmatched))
 
 
-def in_run_order(graph: OperatorGraph, groups: Sequence[Group], cost_us: float) -> Placement:
+def in_run_order(graph: OperatorGraph, groups: Sequence[OperatorGroup], cost_us: float) -> Placement:
     """Return the placement of these groups, in the order in which they run."""
     order = run_order(graph, [group.operators for group in groups])
     assert len(order) == len(groups), "groups wait for each other"

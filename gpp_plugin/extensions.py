@@ -99,6 +99,10 @@ class Door:
             raise ExtensionError(f"{self.group}: {self.kind} {name!r} {wrong}")
         _LENT[self.group, name] = found
 
+    def remove(self, name: str) -> None:
+        """Forget what `add` gave a name to; nothing where it did not."""
+        _LENT.pop((self.group, name), None)
+
     @contextlib.contextmanager
     def lent(self, name: str, found: Any) -> Iterator[str]:
         """Let ``name`` stand for an object of this process alone: in a test, or a notebook where it is written.
@@ -110,7 +114,7 @@ class Door:
         try:
             yield name
         finally:
-            del _LENT[self.group, name]
+            self.remove(name)
 
 
 _LENT: dict[tuple[str, str], Any] = {}

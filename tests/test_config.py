@@ -448,4 +448,6 @@ def test_a_wrong_backend_is_one_line(backends, text):
 
 def test_numbers_that_are_not_finite_are_not_looked_for_where_backends_hide_them():
     (line,) = lines_of(block_of(backends="auto", locate_nan=True))
-    assert line.startswith("graph_pipeline.locate_nan: true looks at what every operator returns, and backends")
+    assert line.startswith(
+        "graph_pipeline.locate_nan: true looks at what every operator returns, and backends"
+    )

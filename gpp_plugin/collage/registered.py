@@ -78,7 +78,8 @@ def patterns_of(name: str) -> BackendPatterns:
 
 
 def forget(name: str) -> None:
-    """Forget the patterns and rules that were added for a backend."""
+    """Forget what was added of a backend: its patterns and rules, and itself unless it is built in or a package's."""
+    BACKENDS.remove(name)
     _PATTERNS.pop(name, None)
     _RULES.pop(name, None)
 

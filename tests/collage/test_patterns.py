@@ -20,7 +20,7 @@ from gpp_plugin.collage.registered import (
 )
 from gpp_plugin.doors import Backend
 from gpp_plugin.errors import ExtensionError
-from gpp_plugin.extensions import _LENT, BACKENDS
+from gpp_plugin.extensions import BACKENDS
 
 
 def op(key: str, name: str, *inputs: str, **attr) -> Operator:
@@ -162,8 +162,8 @@ def test_backends_patterns_and_rules_are_registered_by_name() -> None:
         with pytest.raises(ExtensionError, match="there is a backend 'mine' already"):
             add_backend("mine", Mine())
     finally:
-        _LENT.pop(("gpp_plugin.backends", "mine"), None)
         forget("mine")
+    assert "mine" not in BACKENDS
 
 
 def test_what_cannot_be_registered_is_refused() -> None:

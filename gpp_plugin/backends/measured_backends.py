@@ -149,12 +149,12 @@ def build_checked(
     except Exception as error:
         raise BackendRefused(f"its first run failed: {type(error).__name__}: {error}") from error
     build_s = time.perf_counter() - start
-    error = _compare(first, expected, tolerance)
+    distance = _compare(first, expected, tolerance)
     # Does it write where it wrote, or hand out what it was given? The same memory says so, while the first is held.
     second = run(*tensors)
     held = {t.untyped_storage().data_ptr() for t in (*first, *tensors) if t.numel()}
     overwrites = any(t.untyped_storage().data_ptr() in held for t in second if t.numel())
-    return BuiltForward(run=run, build_s=build_s, error=error, overwrites=overwrites)
+    return BuiltForward(run=run, build_s=build_s, error=distance, overwrites=overwrites)
 
 
 def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float | None) -> float:

@@ -77,7 +77,7 @@ class _Part:
 
     def __init__(self, captured: CapturedGraph, model: nn.Module, batch: Mapping[str, Any]) -> None:
         self._captured = captured
-        self._weights = dict(model.named_parameters(remove_duplicate=False))
+        self._weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self._weights.update(model.named_buffers(remove_duplicate=False))
         self._batch = batch
 

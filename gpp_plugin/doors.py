@@ -17,7 +17,7 @@ A planner decides which blocks share a stage and which ranks hold it; a schedule
 micro-batches; a transport how rows travel between two ranks; a backend how operators without a backward are computed.
 None decides more: whatever they answer is validated (`plan.validate_plan`, `schedule.checks.validate_programs`,
 `backends.stage_backends`) before a rank uses it, so that a mistake is an error and never a hang or another loss.
-`gpp_plugin.testing` runs the same checks in the package's own tests, but for backends, which are checked where they run.
+`gpp_plugin.testing` runs the same checks in the package's own tests (backends are checked where they run).
 
 `Schedule`, `TransportFactory` and `Backend` are classes to derive from: what a subclass leaves out has the usual
 answer.

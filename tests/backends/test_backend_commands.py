@@ -79,9 +79,9 @@ def test_the_table_has_times_refusals_and_the_choice() -> None:
         stage="vision", groups=(PlacedGroup(backend="openvino"),), us=1000.0, torch_us=2000.0, costs=costs
     )
     assert format_backends([chosen]).splitlines() == [
-        "vision      ms  x as fast  error  s to build",
-        "torch    2.000       1.00  0e+00         0.0",
-        "openvino 1.000       2.00  4e-07         3.0",
+        "vision       ms  x as fast  error  s to build",
+        "torch     2.000       1.00  0e+00         0.0",
+        "openvino  1.000       2.00  4e-07         3.0",
         "onnxruntime: operator topk (aten.topk.default): RuntimeError",
         "-> openvino, 1.000 ms less a forward",
     ]

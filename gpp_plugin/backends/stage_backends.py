@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpp_plugin.backends.forward_code import ForwardCode
+from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
 from gpp_plugin.backends.measured_backends import (
     TORCH,
     BackendLog,
@@ -38,7 +38,7 @@ from gpp_plugin.runtime.stage_module import StageFunction
 
 logger = logging.getLogger(__name__)
 
-MOST_SHAPES = 4
+MOST_SHAPES = 8
 """Shapes of a stage that are built for: building takes seconds, and a stage that meets many is better off on torch."""
 
 Asked = str | Sequence[str] | Mapping[str, str]
@@ -107,10 +107,18 @@ class BackendForward:
     Args:
         chosen: the stage's backends.
         function: the stage's code; ``parameters`` are its first arguments.
+        built: what was built of the stage, here and in its other lanes.
     """
 
-    def __init__(self, chosen: StageBackend, function: StageFunction, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        chosen: StageBackend,
+        function: StageFunction,
+        parameters: Sequence[Tensor],
+        built: BuiltOfStage,
+    ) -> None:
         self._chosen = chosen
+        self._shared = built
         self._function = function
         self._parameters = tuple(parameters)
         self._reads_weights = all(find_backend(group.backend).reads_weights for group in chosen.groups)
@@ -158,7 +166,7 @@ class BackendForward:
                 raise BackendRefused(reason)
             if self._writes() != before:
                 raise BackendRefused("it writes its buffers")
-            forward = build_checked(lambda: self._build(code), tensors, outputs)
+            forward = self._shared.build(code, before, lambda: self._build(code), outputs)
         except BackendRefused as error:
             logger.warning(
                 "stage %s stays on torch instead of %s: %s", self._chosen.stage, self._chosen.backend, error
@@ -173,6 +181,46 @@ class BackendForward:
             return build_forward(groups[0].backend, code)
         forward = CuttableForward(code)
         return forward.build(forward.groups(groups), build_forward)
+
+
+class BuiltOfStage:
+    """What was built of a stage, by operators and shapes: training and evaluation may run the same.
+
+    Args:
+        most: shapes that are built for.
+    """
+
+    def __init__(self, most: int = MOST_SHAPES) -> None:
+        self._most = most
+        self._built: dict[str, tuple[int, BuiltForward]] = {}
+
+    def build(
+        self,
+        code: ForwardCode,
+        writes: int,
+        build: Callable[[], ForwardRunner],
+        expected: Sequence[Tensor],
+    ) -> BuiltForward:
+        """Return code built with weights in this state, and checked; what is there already is checked again.
+
+        Raises:
+            BackendRefused: as of `build_checked`, or there are as many shapes as are built for.
+        """
+        key = code.signature
+        known = self._built.get(key)
+        if known is None and len(self._built) >= self._most:
+            raise BackendRefused(
+                f"it has met {self._most} shapes, each of which is built for anew; pad to a few lengths"
+            )
+
+        def again() -> ForwardRunner:
+            return known[1].run if known is not None and known[0] == writes else build()
+
+        # building may draw random numbers (examples, tuning): training must not notice
+        with torch.random.fork_rng(devices=[]):
+            found = build_checked(again, code.examples, expected)
+        self._built[key] = (writes, found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +254,7 @@ class StageBackends:
 
     def __init__(self, choices: Mapping[str, StageBackend] | None = None) -> None:
         self.choices = dict(choices or {})
-        self._num_shapes: dict[str, int] = {}
+        self._built: dict[str, BuiltOfStage] = {}
 
     def forward(
         self, stage: str, function: StageFunction, parameters: Sequence[Tensor]
@@ -221,14 +269,5 @@ class StageBackends:
             return None
         if any(tensor.requires_grad for tensor in parameters):
             return None
-        self._num_shapes[stage] = count = self._num_shapes.get(stage, 0) + 1
-        if count > MOST_SHAPES:
-            if count == MOST_SHAPES + 1:
-                logger.warning(
-                    "stage %s has met %d shapes, each of which is built for anew; further ones stay on torch. Pad to "
-                    "a few lengths, or leave the stage out of graph_pipeline.backends",
-                    stage,
-                    MOST_SHAPES,
-                )
-            return None
-        return BackendForward(chosen, function, parameters)
+        built = self._built.setdefault(stage, BuiltOfStage())
+        return BackendForward(chosen, function, parameters, built)

@@ -6,6 +6,7 @@ import logging
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -373,20 +374,34 @@ def test_what_differs_or_fails_leaves_the_stage_on_torch_with_one_warning(
     assert "stage tower stays on torch instead of wrong: output 0 differs by" in record.getMessage()
 
 
-def test_a_stage_that_trains_or_meets_many_shapes_is_left_as_it_is(
-    tower: ForwardCode, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stage_that_trains_is_left_as_it_is(tower: ForwardCode) -> None:
     chosen = StageBackend(stage="tower", groups=(PlacedGroup(backend="inductor"),))
     backends = StageBackends({"tower": chosen})
     function = stage_function(tower)
     trained = [p.detach().requires_grad_(True) for p in tower.parameters]
     assert backends.forward("tower", function, trained) is None
     assert backends.forward("other", function, tower.parameters) is None
-    frozen = [p.detach() for p in tower.parameters]
-    with caplog.at_level(logging.WARNING):
-        made = [backends.forward("tower", function, frozen) for _ in range(7)]
-    assert [one is not None for one in made] == [True] * 4 + [False] * 3
-    assert len(caplog.records) == 1
+
+
+def test_many_shapes_are_built_for_up_to_a_number_and_what_is_built_is_shared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    baked = Baked()
+    chosen = StageBackend(stage="tower", groups=(PlacedGroup(backend="baked"),))
+    backends = StageBackends({"tower": chosen})
+    held = make_tower().parameters
+    with BACKENDS.lent("baked", baked), caplog.at_level(logging.WARNING):
+        for samples in (*range(1, 11), 1):
+            code = replace(make_tower(samples=samples), parameters=held)
+            forward = backends.forward("tower", stage_function(code), held)
+            assert isinstance(forward, BackendForward)
+            for _ in range(2):
+                assert torch.equal(forward(*held, *code.examples)[0], code.run(*code.examples)[0])
+            assert forward.is_taken == (samples <= 8)
+    assert baked.built == 8, "the first shape came twice, in two lanes"
+    assert [r.getMessage().partition(": ")[2] for r in caplog.records] == [
+        "it has met 8 shapes, each of which is built for anew; pad to a few lengths"
+    ] * 2
 
 
 def test_forward_code_is_the_version_in_use(tower: ForwardCode) -> None:

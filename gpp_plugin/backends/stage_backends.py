@@ -192,7 +192,7 @@ class BuiltOfStage:
 
     def __init__(self, most: int = MOST_SHAPES) -> None:
         self._most = most
-        self._built: dict[str, tuple[int, BuiltForward]] = {}
+        self._built: dict[str, _Known] = {}
 
     def build(
         self,
@@ -214,13 +214,31 @@ class BuiltOfStage:
             )
 
         def again() -> ForwardRunner:
-            return known[1].run if known is not None and known[0] == writes else build()
+            return known.forward.run if known is not None and known.holds(code, writes) else build()
 
         # building may draw random numbers (examples, tuning): training must not notice
         with torch.random.fork_rng(devices=[]):
             found = build_checked(again, code.examples, expected)
-        self._built[key] = (writes, found)
+        self._built[key] = _Known(bound=code.bound, writes=writes, forward=found)
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """Something built, and what is inside of it: constants, and weights as often written."""
+
+    bound: tuple[Tensor | int, ...]
+    writes: int
+    forward: BuiltForward
+
+    def holds(self, code: ForwardCode, writes: int) -> bool:
+        """Return whether it was built with the constants of this code, and with weights in this state."""
+        # sizes are part of the signature; constants of equal shapes (masks) may have other values
+        return self.writes == writes and all(
+            torch.equal(own, other)
+            for own, other in zip(self.bound, code.bound, strict=True)
+            if isinstance(own, Tensor) and isinstance(other, Tensor)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

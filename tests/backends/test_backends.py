@@ -23,12 +23,19 @@ from gpp_plugin.backends.measured_backends import (
 )
 from gpp_plugin.backends.place_forward import choose_single, place_forward
 from gpp_plugin.backends.placed_forward import CuttableForward, placed_groups
-from gpp_plugin.backends.stage_backends import BackendForward, StageBackends, forward_code
+from gpp_plugin.backends.stage_backends import (
+    BackendForward,
+    StageBackends,
+    backends_asked,
+    check_asked,
+    check_stages,
+    forward_code,
+)
 from gpp_plugin.collage.operator_graph import bits
 from gpp_plugin.collage.pattern_rules import BasePatternRule
 from gpp_plugin.collage.patterns import is_op
 from gpp_plugin.doors import Backend
-from gpp_plugin.errors import BackendRefused
+from gpp_plugin.errors import BackendRefused, ConfigError
 from gpp_plugin.extensions import BACKENDS, find_backend
 from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
 from gpp_plugin.runtime.stage_module import StageFunction
@@ -402,6 +409,36 @@ def test_many_shapes_are_built_for_up_to_a_number_and_what_is_built_is_shared(
     assert [r.getMessage().partition(": ")[2] for r in caplog.records] == [
         "it has met 8 shapes, each of which is built for anew; pad to a few lengths"
     ] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"language": "openvino"}, "'language': 'openvino': the stage trains, and backends run stages without gradients"),
+        ({"visoin": "openvino"}, "'visoin': 'openvino': no such stage; did you mean 'vision'?; stages are vision, language"),
+    ],
+)  # fmt: skip
+def test_stages_that_train_or_are_none_are_refused(asked: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"graph_pipeline.backends: {text}")):
+        check_stages(asked, ["vision"], ["language"])
+    check_stages({"vision": "openvino", "language": "torch"}, ["vision"], ["language"])
+    check_stages("auto", [], ["language"])
+
+
+def test_a_backend_that_is_asked_for_and_absent_is_refused_before_anything_is_captured() -> None:
+    class Absent(Counting):
+        def missing(self) -> str:
+            return "needs a package: pip install it"
+
+    with BACKENDS.lent("absent", Absent()):
+        for asked in (["absent"], {"vision": "absent"}):
+            with pytest.raises(
+                ConfigError, match="backend 'absent' needs a package: pip install it, or leave it out"
+            ):
+                check_asked(asked)
+        check_asked("auto")
+        assert "absent" not in backends_asked("auto", "vision")
+    assert backends_asked({"vision": "openvino"}, "language") == backends_asked("off", "vision") == ()
 
 
 def test_forward_code_is_the_version_in_use(tower: ForwardCode) -> None:

@@ -44,7 +44,7 @@ class Baked(Backend):
         return run
 
 
-def train(asked: Any, *, profile_dir: str, num_steps: int = 5, mode: str = "sync") -> dict[str, Any]:
+def train(asked: Any, *, profile_dir: str, num_steps: int = 4) -> dict[str, Any]:
     """Train, load other weights into the tower in between, and evaluate."""
     model, make_batch = frozen_model(LLAVA)
     batches = [make_batch(B, seed) for seed in range(num_steps)]
@@ -61,7 +61,7 @@ def train(asked: Any, *, profile_dir: str, num_steps: int = 5, mode: str = "sync
         engine = make_engine(model, batches[0], config_of(block=block))
         losses = []
         for step, batch in enumerate(batches):
-            if step == 3:  # as a checkpoint would
+            if step == 2:  # as a checkpoint would
                 with torch.no_grad():
                     for name, parameter in engine.module.named_parameters():
                         if "vision_tower" in name:
@@ -86,14 +86,3 @@ def train(asked: Any, *, profile_dir: str, num_steps: int = 5, mode: str = "sync
 def train_all(cases: list[Any], profile_dir: str) -> list[dict[str, Any]]:
     """Train once for each value of the key."""
     return [train(asked, profile_dir=profile_dir) for asked in cases]
-
-
-def refusals(cases: list[Any], profile_dir: str) -> list[str]:
-    """Return what each value of the key is refused with."""
-    texts = []
-    for asked in cases:
-        try:
-            train(asked, profile_dir=profile_dir)
-        except Exception as error:
-            texts.append(f"{type(error).__name__}: {error}")
-    return texts

@@ -9,7 +9,7 @@ What is built holds copies of the weights: where these were written since (a che
 failure, or a result that differs, leaves the stage on torch at that shape, with one warning.
 
 Source: this project
-Tests: tests/backends/test_stage_backends.py, tests/integrations/test_backend_training.py
+Tests: tests/backends/test_backends.py, tests/integrations/test_backend_training.py
 """
 
 from __future__ import annotations

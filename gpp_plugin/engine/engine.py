@@ -186,7 +186,8 @@ class GraphPipelineEngine(PipelineSurface):
             keeping=config.checkpoint,
         )
         super().__init__(reference=reference, stages=stages, files=files, ds_config=ds_config)
-        self.plan = dataclasses.replace(plan, notes=note_backends(plan, self.backends))
+        if self.backends:
+            self.plan = dataclasses.replace(plan, notes=note_backends(plan, self.backends))
 
     # ---- construction --------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ EXTRAS = {
     "report": ["pillow>=10.1", "tensorboard>=2.18"],
     "demo": ["transformers>=5.17", "scikit-learn>=1.5"],
     "completion": ["shtab>=1.7"],
+    "onnxruntime": ["onnxruntime>=1.32", "onnxscript>=0.7", "onnx>=1.23"],
+    "openvino": ["openvino>=2026.4"],
     "trainer": ["accelerate>=1.1", "transformers>=5.17"],
     "test": [
         "accelerate>=1.1",

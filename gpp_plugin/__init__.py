@@ -27,6 +27,13 @@ _HOME_OF = {
     "GppError": "gpp_plugin.errors",
     "StageGraph": "gpp_plugin.model.graph.stage_graph",
     "StageContext": "gpp_plugin.model.graph.stage_context",
+    "BasePatternRule": "gpp_plugin.collage.pattern_rules",
+    "add_backend": "gpp_plugin.collage.registered",
+    "add_backend_pattern": "gpp_plugin.collage.registered",
+    "add_backend_pattern_rule": "gpp_plugin.collage.registered",
+    "check_path": "gpp_plugin.collage.pattern_rules",
+    "is_op": "gpp_plugin.collage.patterns",
+    "wildcard": "gpp_plugin.collage.patterns",
 }
 
 __all__ = [*sorted(_HOME_OF), "__version__"]

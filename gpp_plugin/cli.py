@@ -67,6 +67,11 @@ COMMANDS = (
         help="one process, stock DeepSpeed, the best chain and the graph: simulated, emulated or trained",
     ),
     Command(
+        name="backends",
+        module="gpp_plugin.commands.backends_command",
+        help="measure what a model's forward takes on each backend, and say which would be chosen",
+    ),
+    Command(
         name="report",
         module="gpp_plugin.commands.report_command",
         help="show a plan or a timeline, or write it as a trace",

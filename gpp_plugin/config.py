@@ -20,8 +20,15 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from gpp_plugin.errors import ConfigError, ReadError
-from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS, planner_granularity
+from gpp_plugin.errors import ConfigError, ReadError, nearest
+from gpp_plugin.extensions import (
+    BACKEND_WORDS,
+    BACKENDS,
+    PLANNERS,
+    SCHEDULES,
+    TRANSPORTS,
+    planner_granularity,
+)
 from gpp_plugin.ir.samples import nearest_divisors
 from gpp_plugin.ir.serialize import SMALL_BYTES, parse_json, read_text, shown_path
 from gpp_plugin.ir.typed_leaves import MOST_COUNT, show
@@ -45,6 +52,7 @@ Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 _PLANNER = "the name of a planner"
 _SCHEDULE = "the name of a schedule"
 _TRANSPORT = "the name of a transport"
+_BACKENDS = '"off", "auto", a list of backends, or {"stage name": "backend", ...}'
 
 
 def _one_of(names: Any) -> str:
@@ -203,6 +211,9 @@ class GraphPipelineConfig(_Block):
             whatever `train_batch` reads; 0 does not. "auto" is 1 for ``training_data``, which the engine loads, and 0
             for an iterator of yours. Results are the same.
         generate: where `engine.generate` keeps what attention reads of the tokens so far.
+        backends: what stages that train nothing (frozen towers, in training and evaluation) run on: "off" is torch's
+            operators; "auto" the fastest by measurement of all backends that are installed, a list the fastest of
+            those; an object names one for a stage. Results differ by rounding (docs/backends.md).
     """
 
     enabled: bool = Field(default=True, description="true or false")
@@ -254,6 +265,9 @@ class GraphPipelineConfig(_Block):
     )
     look_ahead: Auto | Annotated[int, Field(ge=0, le=1)] = Field(default="auto", description='"auto", 0 or 1')
     generate: GenerateConfig = Field(default=GenerateConfig(), description="an object with cache, block")
+    backends: Literal["off", "auto"] | list[str] | dict[str, str] = Field(
+        default="off", description=_BACKENDS
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -285,6 +299,16 @@ class GraphPipelineConfig(_Block):
             raise ValueError("no such transport")
         TRANSPORTS.check(name)
         return name
+
+    @field_validator("backends")
+    @classmethod
+    def _are_backends(cls, given: Any) -> Any:
+        names = () if isinstance(given, str) else given.values() if isinstance(given, dict) else given
+        for name in names:
+            if name not in BACKENDS:
+                raise ValueError("no such backend")
+            BACKENDS.check(name)
+        return given
 
 
 class BatchSizes(NamedTuple):
@@ -335,6 +359,11 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
         raise ConfigError("\n".join(_problems(error))) from None
     _check_mode(config)
     _check_sharing(config)
+    if config.locate_nan and config.backends != "off":
+        raise ConfigError(
+            f"{BLOCK}.locate_nan: true looks at what every operator returns, and backends {show(config.backends)} run "
+            'them out of sight; set backends to "off" while you look'
+        )
     if config.lengths is not None:
         _check_lengths(config.lengths)
     if config.units is not None:
@@ -563,6 +592,8 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
         expected = "one of " + ", ".join(schedule_names())
     if expected == _TRANSPORT:
         expected = "one of " + ", ".join(TRANSPORTS.names())
+    if path.startswith(f"{BLOCK}.backends"):
+        return _wrong_backends(path, value)
     if path.startswith(f"{BLOCK}.micro_batch_sizes."):
         expected = 'a whole number of samples of at least 1, or "full"'
     if (
@@ -575,6 +606,19 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near and near[0] != value else ""
     return f"{path}: {show(value)} is not valid; give {expected}{hint}"
+
+
+def _wrong_backends(path: str, value: Any) -> str:
+    """Return what is wrong with what stages are to run on: the first name that is none, or the whole."""
+    names = BACKENDS.names()
+    if isinstance(value, str) and value in names:
+        return f"{path}: {show(value)} is not valid; give a list: {show([value])}"
+    given = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    wrong = next((name for name in given if isinstance(name, str) and name not in BACKENDS), None)
+    if wrong is not None:
+        return f"{path}: no backend {show(wrong)}{nearest(wrong, names)}; give one of {', '.join(names)}"
+    hint = nearest(value, (*BACKEND_WORDS, *names)) if isinstance(value, str) else ""
+    return f"{path}: {show(value)} is not valid; give {_BACKENDS}{hint}"
 
 
 def check_ranks(config: GraphPipelineConfig, num_ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""What may be added from outside: the signatures of a planner, a schedule and a transport.
+"""What may be added from outside: the signatures of a planner, a schedule, a transport and a backend.
 
 A package adds one by an entry point, whose value is an object of the shape described here; from then on its name
 may stand in the ``graph_pipeline`` block and on the command line like those of the plugin itself, which come
@@ -10,13 +10,17 @@ through the same table (`gpp_plugin.extensions`)::
     patient = "my_package.schedule:PATIENT"
     [project.entry-points."gpp_plugin.transports"]      a `TransportFactory`: what carries messages of a rank
     relay = "my_package.transport:RELAY"
+    [project.entry-points."gpp_plugin.backends"]        a `Backend`:          runs forwards of stages that do not train
+    swift = "my_package.backend:SWIFT"
 
 A planner decides which blocks share a stage and which ranks hold it; a schedule in which order a stage runs its
-micro-batches; a transport how rows travel between two ranks. None decides more: whatever they answer is validated
-(`plan.validate_plan`, `schedule.checks.validate_programs`) before a rank starts, so that a mistake is an error and
-never a hang or another loss. `gpp_plugin.testing` runs the same checks in the package's own tests.
+micro-batches; a transport how rows travel between two ranks; a backend how operators without a backward are computed.
+None decides more: whatever they answer is validated (`plan.validate_plan`, `schedule.checks.validate_programs`,
+`backends.stage_backends`) before a rank uses it, so that a mistake is an error and never a hang or another loss.
+`gpp_plugin.testing` runs the same checks in the package's own tests (backends are checked where they run).
 
-`Schedule` and `TransportFactory` are classes to derive from: what a subclass leaves out has the usual answer.
+`Schedule`, `TransportFactory` and `Backend` are classes to derive from: what a subclass leaves out has the usual
+answer.
 """
 
 from __future__ import annotations
@@ -31,11 +35,15 @@ from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
+    from gpp_plugin.collage.pattern_rules import BasePatternRule
+    from gpp_plugin.collage.patterns import OperatorPattern
     from gpp_plugin.plan.request import PlanRequest
     from gpp_plugin.runtime.messages.pending import Post
     from gpp_plugin.runtime.messages.wires import Wire
 
 __all__ = [
+    "Backend",
     "Channel",
     "PipelinePlan",
     "Planner",
@@ -240,4 +248,48 @@ class TransportFactory(Protocol):
 
         Raises:
             ConfigError: it cannot carry these messages.
+        """
+
+
+# ---- backends ------------------------------------------------------------------------------------------------
+
+
+class Backend(Protocol):
+    """Runs operators of a stage that takes no gradients; an instance is what the entry point names.
+
+    Whatever it makes is compared with what torch makes of the same tensors before it is used
+    (`backends.stage_backends`): an error, or a result beyond the tolerance, leaves the stage on torch, with a warning.
+    """
+
+    patterns: Sequence[OperatorPattern] = ()
+    """Groups of operators that it runs as one (`gpp_plugin.add_backend_pattern` adds more)."""
+
+    pattern_rules: Sequence[BasePatternRule] = ()
+    """Rules by which such groups are found (`gpp_plugin.add_backend_pattern_rule` adds more)."""
+
+    is_graph_library: bool = True
+    """It takes any operators, whole stages too, as far as `build` can convert them. Without it, it gets the groups of
+    its patterns and rules alone."""
+
+    reads_weights: bool = False
+    """What it built reads the parameters where they lie each time, instead of a copy: it need not be built anew where
+    they change."""
+
+    def missing(self) -> str:
+        """Return what is to be installed, in one line, or nothing where it can be used here. Must be quick."""
+        return ""
+
+    def version(self) -> str:
+        """Return what its speed depends on beside the operators: versions."""
+        return ""
+
+    def refusal(self, code: ForwardCode) -> str:
+        """Return why it cannot run this code on this device in these types, in one line; empty where it can."""
+        return ""
+
+    def build(self, code: ForwardCode) -> ForwardRunner:
+        """Return what computes ``code`` on tensors of the shapes of its examples.
+
+        Raises:
+            BackendRefused: it cannot; names the operator. Any other error counts as well.
         """

@@ -5,6 +5,7 @@ GppError
 │   └── ReadError        a file, or a value in it, is not what it should be
 ├── ExtensionError       what another package adds to gpp_plugin cannot be used
 ├── CaptureError         the model cannot be exported or split
+├── BackendRefused       a backend cannot run operators; they stay on torch
 ├── ProfileError         costs cannot be measured or read
 ├── PlanError            a plan is malformed, or no plan can be made
 │   └── PlanInfeasible   no plan fits the devices
@@ -34,11 +35,15 @@ class ReadError(ConfigError):
 
 
 class ExtensionError(GppError):
-    """A planner, schedule or transport is not there, or the package that adds it is at fault; names both."""
+    """A planner, schedule, transport or backend is not there, or the package that adds it is at fault; names both."""
 
 
 class CaptureError(GppError):
     """The model cannot be captured; the message names module, operator and remedy."""
+
+
+class BackendRefused(GppError):
+    """A backend cannot run operators; the message names the first of them."""
 
 
 class ProfileError(GppError):

@@ -1,4 +1,4 @@
-"""The one place that knows planners, schedules and transports by name: the plugin's own and those of other packages.
+"""The one place that knows planners, schedules, transports and backends by name: the plugin's own and those of others.
 
 Every name stands for an object of the shape that `gpp_plugin.doors` describes, written as an entry point is,
 ``module:object``. The plugin's own are in the tables below, others come from installed packages' entry points of the
@@ -28,7 +28,10 @@ from typing import TYPE_CHECKING, Any
 from gpp_plugin.errors import ExtensionError, nearest
 
 if TYPE_CHECKING:  # `config` imports this file, and loads without what a plan is made of
-    from gpp_plugin.doors import Planner, Schedule, TransportFactory
+    from gpp_plugin.doors import Backend, Planner, Schedule, TransportFactory
+
+BACKEND_WORDS = ("off", "auto")
+"""What stands for no backend but torch's operators, and for the fastest of all, where users name backends."""
 
 SCHEDULE_FORMS = re.compile(r"auto|kfkb|[1-9]\d*f[1-9]\d*b")
 """Names of schedules that users write and that are no entry of the table: any kFkB, and what stands for several."""
@@ -57,7 +60,8 @@ class Door:
 
     def names(self) -> tuple[str, ...]:
         """Return all names that may be asked for: the plugin's own in the table's order, then others, sorted."""
-        return (*self.built_in, *sorted(set(_offers(self.group)) - set(self.built_in)))
+        added = {name for group, name in _LENT if group == self.group}
+        return (*self.built_in, *sorted((set(_offers(self.group)) | added) - set(self.built_in)))
 
     def suggestion(self, name: str) -> str:
         """Return ``; did you mean ...?`` with the name most like ``name``, or nothing where none is."""
@@ -82,9 +86,8 @@ class Door:
             return _LENT[self.group, name]
         return _load(self, name)
 
-    @contextlib.contextmanager
-    def lent(self, name: str, found: Any) -> Iterator[str]:
-        """Let ``name`` stand for an object of this process alone: in a test, or a notebook where it is written.
+    def add(self, name: str, found: Any) -> None:
+        """Let ``name`` stand for an object in this process from now on.
 
         Raises:
             ExtensionError: the name is known already, or the object is no such thing.
@@ -95,14 +98,27 @@ class Door:
         if wrong:
             raise ExtensionError(f"{self.group}: {self.kind} {name!r} {wrong}")
         _LENT[self.group, name] = found
+
+    def remove(self, name: str) -> None:
+        """Forget what `add` gave a name to; nothing where it did not."""
+        _LENT.pop((self.group, name), None)
+
+    @contextlib.contextmanager
+    def lent(self, name: str, found: Any) -> Iterator[str]:
+        """Let ``name`` stand for an object of this process alone: in a test, or a notebook where it is written.
+
+        Raises:
+            ExtensionError: as `add`.
+        """
+        self.add(name, found)
         try:
             yield name
         finally:
-            del _LENT[self.group, name]
+            self.remove(name)
 
 
 _LENT: dict[tuple[str, str], Any] = {}
-"""What `Door.lent` lends at present, by group and name."""
+"""What `Door.add` and `Door.lent` give names to at present, by group and name."""
 
 
 @functools.cache
@@ -185,6 +201,12 @@ def _wrong_transport(found: Any) -> str:
     return _wrong_object(found, TransportFactory, ("make", "check"), required="make")
 
 
+def _wrong_backend(found: Any) -> str:
+    from gpp_plugin.doors import Backend
+
+    return _wrong_object(found, Backend, ("missing", "version", "refusal", "build"), required="build")
+
+
 def _wrong_object(found: Any, base: type, methods: tuple[str, ...], *, required: str) -> str:
     """Return what is wrong with an object that should have the methods of ``base``, ``required`` of its own."""
     advice = f"derive a class from gpp_plugin.doors.{base.__name__} and name an instance of it"
@@ -253,7 +275,22 @@ TRANSPORTS = Door(
     wrong_shape=_wrong_transport,
 )
 
-DOORS = (PLANNERS, SCHEDULES, TRANSPORTS)
+BACKENDS = Door(
+    group="gpp_plugin.backends",
+    kind="backend",
+    built_in=MappingProxyType(
+        {
+            "torch": "gpp_plugin.backends.torch_backends:TORCH",
+            "inductor": "gpp_plugin.backends.torch_backends:INDUCTOR",
+            "onnxruntime": "gpp_plugin.backends.onnxruntime_backend:ONNXRUNTIME",
+            "openvino": "gpp_plugin.backends.openvino_backend:OPENVINO",
+        }
+    ),
+    wrong_shape=_wrong_backend,
+    is_taken=lambda name: name in BACKEND_WORDS,
+)
+
+DOORS = (PLANNERS, SCHEDULES, TRANSPORTS, BACKENDS)
 
 
 def find_planner(name: str) -> Planner:
@@ -272,6 +309,12 @@ def find_transport(name: str) -> TransportFactory:
     """Return what makes the transport called ``name``; see `Door.load`."""
     factory: TransportFactory = TRANSPORTS.load(name)
     return factory
+
+
+def find_backend(name: str) -> Backend:
+    """Return the backend called ``name``; see `Door.load`."""
+    backend: Backend = BACKENDS.load(name)
+    return backend
 
 
 def planner_granularity(name: str) -> str:

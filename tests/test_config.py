@@ -422,3 +422,32 @@ class TestCheckRanks:
         with pytest.raises(ConfigError) as raised:
             check_ranks(GraphPipelineConfig(**keys), 4)
         assert str(raised.value) == line
+
+
+@pytest.mark.parametrize("backends", ["off", "auto", ["openvino", "torch"], {"vision_model": "inductor"}])
+def test_backends_are_kept(backends):
+    assert read_config(block_of(backends=backends)).backends == backends
+
+
+@pytest.mark.parametrize(
+    ("backends", "text"),
+    [
+        ("openvino", """"openvino" is not valid; give a list: ["openvino"]"""),
+        ("of", """"of" is not valid; give "off", "auto", a list of backends, or {"stage name": "backend", ...}; did you """
+               "mean 'off'?"),
+        (["openvno"], """no backend "openvno"; did you mean 'openvino'?; give one of torch, inductor, onnxruntime, """
+                      "openvino"),
+        ({"vision": "tensort"}, """no backend "tensort"; give one of torch, inductor, onnxruntime, """
+                               "openvino"),
+        (3, """3 is not valid; give "off", "auto", a list of backends, or {"stage name": "backend", ...}"""),
+    ],
+)  # fmt: skip
+def test_a_wrong_backend_is_one_line(backends, text):
+    assert lines_of(block_of(backends=backends)) == [f"graph_pipeline.backends: {text}"]
+
+
+def test_numbers_that_are_not_finite_are_not_looked_for_where_backends_hide_them():
+    (line,) = lines_of(block_of(backends="auto", locate_nan=True))
+    assert line.startswith(
+        "graph_pipeline.locate_nan: true looks at what every operator returns, and backends"
+    )

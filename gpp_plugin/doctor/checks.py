@@ -110,6 +110,7 @@ def run_checks() -> Iterator[Check]:
     yield check_machine()
     if hook.status is Status.OK:
         yield check_optimizer()
+        yield from check_backends()
         yield check_exchange("gloo")
         yield from check_cuda()
 
@@ -166,6 +167,28 @@ def check_package(package: Package, version: str | None) -> Check:
             name=package.name, status=Status.WARNING, found=version, advice=advice, is_required=required
         )
     return Check(name=package.name, status=Status.OK, found=version, is_required=required)
+
+
+def check_backends() -> Iterator[Check]:
+    """Check what stages that train nothing may run on beside torch's operators; nothing is built."""
+    from gpp_plugin.extensions import BACKENDS, find_backend
+
+    for name in BACKENDS.names():
+        if name == "torch":
+            continue
+        try:
+            backend = find_backend(name)
+            reason = backend.missing()
+            found = "-" if reason else backend.version()
+        except GppError as error:
+            advice = str(error)
+            yield Check(
+                name=f"backend {name}", status=Status.FAILED, found="-", advice=advice, is_required=False
+            )
+            continue
+        status = Status.MISSING if reason else Status.OK
+        advice = f"{reason} (to run frozen stages on it)" if reason else ""
+        yield Check(name=f"backend {name}", status=status, found=found, advice=advice, is_required=False)
 
 
 def check_hook() -> Check:

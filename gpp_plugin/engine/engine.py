@@ -21,6 +21,7 @@ Neither this file nor a part knows a framework: what of one is needed is a `Fram
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.backends.job_backends import choose_backends, note_backends
+from gpp_plugin.backends.measured_backends import BackendLog
+from gpp_plugin.backends.stage_backends import StageBackends, check_asked
 from gpp_plugin.capture.tracing.sample_batches import is_counted, resize_batch
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.ahead_steps import LookAheadSteps
@@ -62,6 +66,7 @@ from gpp_plugin.engine.training_steps import (
 )
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import find_transport
+from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.ir.cache_report import CacheReport
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
@@ -69,6 +74,7 @@ from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.costs.unit_costs import unit_costs
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.unit_order import UnitOrder
+from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.kept_lanes import KeptAhead, KeptWindows
 from gpp_plugin.runtime.lane import tied_stages
@@ -142,6 +148,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._is_destroyed = False
         self._generator: TextGenerator | None = None
         find_transport(config.p2p).check(str(setting.device))
+        check_asked(config.backends)
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
         if config.units is not None and is_counted(sample_batch):
             sample_batch = resize_batch(sample_batch, setting.sizes.loss_unit)
@@ -152,7 +159,8 @@ class GraphPipelineEngine(PipelineSurface):
         self._rule = source.unit_rule(reference)
         if self._rule is not None:
             sample_batch = self._rule.sample(sample_batch)
-        self._lanes = LaneMaker(source=source, config=config, setting=setting)
+        self._backends = StageBackends()
+        self._lanes = LaneMaker(source=source, config=config, setting=setting, forwards=self._backends)
         # By default where this engine loads the data itself: nobody sees then that it is loaded one call ahead.
         looks_ahead = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
         self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
@@ -183,6 +191,8 @@ class GraphPipelineEngine(PipelineSurface):
             keeping=config.checkpoint,
         )
         super().__init__(reference=reference, stages=stages, files=files, ds_config=ds_config)
+        if self.backends:
+            self.plan = dataclasses.replace(plan, notes=note_backends(plan, self.backends))
 
     # ---- construction --------------------------------------------------------------------------
 
@@ -200,6 +210,26 @@ class GraphPipelineEngine(PipelineSurface):
         lane = self._lanes.make(reference, plan, looks_ahead=looks_ahead)
         assert lane is not None, "every rank is in a stage of the training plan"
         return lane
+
+    def _choose_backends(self, sample_batch: Batch) -> None:
+        """Choose what stages without gradients run on; collective."""
+        asked = self.config.backends
+        if asked == "off":
+            return
+        with step("measure backends"):
+            self._backends.choices = choose_backends(
+                asked,
+                self._lane,
+                sample_batch,
+                log=BackendLog(self.config.profile_dir),
+                group=self._setting.group,
+                device=self._setting.device,
+            )
+
+    @property
+    def backends(self) -> dict[str, StageBackend]:
+        """Return what each stage without gradients runs on, by its name; empty where backends are off."""
+        return dict(self._backends.choices)
 
     def _make_stages(
         self, modules: Sequence[StageModule], tied: Sequence[TiedParameter], framework: Framework
@@ -300,6 +330,7 @@ class GraphPipelineEngine(PipelineSurface):
         is_alone = self.config.mode == "async"
         hooks = [StepHooks(s, self._step.alone(s) if is_alone else self._step) for s in stages.stages]
         self._lane.bind(modules, hooks, self._step if len(hooks) > 1 and not is_alone else None)
+        self._choose_backends(sample_batch)
         self._evaluator = Evaluator(
             source=self._source,
             setting=setting,

@@ -45,7 +45,7 @@ from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import do_together, exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_source import Reference, StageForwards
 from gpp_plugin.runtime.unit_lane import AheadUnitLane, UnitLane, WindowUnitLane, plan_of_units
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import WindowLane
@@ -70,9 +70,18 @@ class LaneMaker:
 
     Args:
         source: the model, whose stages give lanes their code.
+        forwards: runs stages without backwards.
     """
 
-    def __init__(self, *, source: EngineModel, config: GraphPipelineConfig, setting: Setting) -> None:
+    def __init__(
+        self,
+        *,
+        source: EngineModel,
+        config: GraphPipelineConfig,
+        setting: Setting,
+        forwards: StageForwards | None = None,
+    ) -> None:
+        self._forwards = forwards
         self._source = source
         self._config = config
         self._setting = setting
@@ -109,6 +118,7 @@ class LaneMaker:
             device=self._setting.device,
             dtype=self._setting.dtype,
             sums_losses=self._config.loss_mean == "tokens",
+            forwards=self._forwards,
         )
         if is_of_units:
             common["reduces_each_backward"] = reduces_each_backward
@@ -178,6 +188,7 @@ class LaneMaker:
             transport=self._transport_for(plan, reference, channels_of(programs.all)),
             device=self._setting.device,
             dtype=self._setting.dtype,
+            forwards=self._forwards,
         )
 
     def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:

@@ -48,7 +48,7 @@ from gpp_plugin.runtime.messages.routes import Routes
 from gpp_plugin.runtime.messages.transport import Channel, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
-from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
+from gpp_plugin.runtime.stage_source import Reference, StageCode, StageForwards, StageSource
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
@@ -219,6 +219,7 @@ class Lane:
         plan: on ``reference.block_graph``.
         program: what this rank does for the stage (`RankProgram.of_stage`).
         hand_overs: shared with the lanes of the rank's other stages; None where there are none.
+        forwards: runs the stage where it has no backwards; None: its code does.
         reduces_early: the stage may sum gradients in its last backward (`schedule.early_reductions`).
         sums_losses: the loss of a mini-batch is the sum of its units' losses, each divided by what it is to be divided
             by already; else their mean.
@@ -238,7 +239,9 @@ class Lane:
         reduces_early: bool = False,
         sums_losses: bool = False,
         hand_overs: HandOvers | None = None,
+        forwards: StageForwards | None = None,
     ) -> None:
+        self._forwards = forwards
         self.plan = plan
         self.sums_losses = sums_losses
         self.reduces_early = reduces_early
@@ -268,8 +271,19 @@ class Lane:
     def prepare(self, batch: Batch) -> StageFunction:
         """Return the stage's code for batches like this one, before parameters are bound."""
         key = shape_key(batch, count_samples(batch))
-        self._prepared = (key, self._prepare(batch))
+        if self._prepared is None or self._prepared[0] != key:
+            self._prepared = (key, self._prepare(batch))
         return self._prepared[1].code.function
+
+    def code_and_weights(self, batch: Batch) -> tuple[StageCode, list[Tensor]]:
+        """Return the stage's code for batches like this one, and the weights that it takes, which are bound."""
+        self.prepare(batch)
+        code = self._known_code(batch)
+        return code, [self._tensors[name] for name in code.function.tensors]
+
+    def _known_code(self, batch: Batch) -> StageCode:
+        assert self._prepared is not None, "it was prepared"
+        return self._prepared[1].code
 
     def bind(self, module: StageModule, hooks: StageHooks | None) -> None:
         """Use these parameters and this optimizer side from now on; drops compiled executors."""
@@ -428,9 +442,12 @@ class Lane:
         is_trained = any(
             i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
         )
+        parameters = [self._tensors[name] for name in code.function.tensors]
+        if not is_trained:
+            prepared = self._with_forwards(prepared, parameters)
         return AutogradCompute(
-            function=code.function,
-            parameters=[self._tensors[name] for name in code.function.tensors],
+            function=prepared.code.function,
+            parameters=parameters,
             gradients=gradients,
             hooks=hooks if is_trained else None,
             loss=code.loss,
@@ -439,6 +456,21 @@ class Lane:
             keeper=self._make_keeper(prepared, gradients, stage) if is_trained else None,
             versions=versions,
             reduces_in=self._reduces_in(),
+        )
+
+    def _with_forwards(self, prepared: _Prepared, parameters: Sequence[Tensor]) -> _Prepared:
+        """Return the code of a stage without backwards with what runs it instead, if anything does."""
+        forwards, stage = self._forwards, self.plan.stages[self.stage_index].name
+        if forwards is None:
+            return prepared
+
+        def running(function: StageFunction) -> StageFunction:
+            call = forwards.forward(stage, function, parameters)
+            return function if call is None else dataclasses.replace(function, call=call)
+
+        return _Prepared(
+            code=dataclasses.replace(prepared.code, function=running(prepared.code.function)),
+            half=None if prepared.half is None else running(prepared.half),
         )
 
     def _reduces_in(self) -> int | None:

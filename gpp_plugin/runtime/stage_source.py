@@ -6,9 +6,11 @@ Tests: tests/integrations/test_preparation.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from torch import Tensor
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.ir.analysis import Analysis
@@ -69,6 +71,15 @@ class StageSource(Protocol):
             reference: of the mode the code is for.
             plan: on ``reference.block_graph``.
         """
+
+
+class StageForwards(Protocol):
+    """Runs the forwards of stages that have no backwards on something else than torch's operators."""
+
+    def forward(
+        self, stage: str, function: StageFunction, parameters: Sequence[Tensor]
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """Return what is called as ``function`` is and gives the same; None: the function itself runs."""
 
 
 class UnitSource(StageSource, Protocol):

@@ -375,9 +375,12 @@ class UnitLane(Lane):
 
     def prepare(self, batch: Batch) -> StageFunction:
         """Return the stage's code for a unit like this batch, or like one of a mini-batch that has all inputs."""
+        return self._known_code(batch).function
+
+    def _known_code(self, batch: Batch) -> StageCode:
         units = units_of(batch)
         unit = next((unit for unit in units if self._patterns.is_full(unit)), units[0])
-        return self._code_of(unit).prepared.code.function
+        return self._code_of(unit).prepared.code
 
     def bind(self, module: StageModule, hooks: Any) -> None:
         """Use these parameters and this optimizer side from now on; code stays as it is."""

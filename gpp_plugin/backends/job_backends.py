@@ -1,0 +1,127 @@
+"""Chooses the backends of a job's stages: one rank measures at a time, and all are told.
+
+Source: this project
+Tests: tests/integrations/test_backend_training.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.backends.forward_code import ForwardCode
+from gpp_plugin.backends.measured_backends import TORCH, BackendLog
+from gpp_plugin.backends.stage_backends import Asked, check_stages, choose_backend, forward_code
+from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.stage_source import StageCode
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+
+logger = logging.getLogger(__name__)
+
+
+def choose_backends(
+    asked: Asked,
+    lane: RankLane,
+    batch: Batch,
+    *,
+    log: BackendLog,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> dict[str, StageBackend]:
+    """Return the backend of each stage that trains nothing, by name, the same on every rank; collective.
+
+    Each stage is measured on its first rank while the others wait: ranks that measure side by side measure each other.
+
+    Args:
+        lane: this rank's, bound.
+        batch: the sample batch.
+
+    Raises:
+        ConfigError: a stage is named that is none, or that trains.
+    """
+    # Stages 0 and 2 train nothing, on ranks (0, 1) and (3): rank 0 measures stage 0 while 1, 2 and 3 wait in the
+    # exchange, then rank 3 measures stage 2 while the others wait. Rank 1 takes rank 0's word for its own part.
+    plan = lane.plan
+    forward_only = sorted(forward_only_stages(plan))
+    names = [stage.name for stage in plan.stages]
+    own = [names[index] for index in forward_only]
+    check_stages(asked, own, [name for name in names if name not in own])
+    chosen: dict[str, StageBackend] = {}
+    for index in forward_only:
+        stage = names[index]
+
+        def choose(index: int = index, stage: str = stage) -> StageBackend | None:
+            if lane.rank != plan.stages[index].ranks[0]:
+                return None
+            code, weights = lane.lane_of(index).code_and_weights(batch)
+            if code.function.module is None:
+                torch_alone = (PlacedGroup(backend=TORCH),)
+                return StageBackend(
+                    stage=stage, groups=torch_alone, notes=("a module of yours, run as it is",)
+                )
+            return choose_backend(asked, stage, lambda: _code_of(stage, code, weights, batch, device), log)
+
+        answers = exchange(choose, what=f"measuring backends of stage {stage!r}", group=group)
+        found = next(answer for answer in answers if answer is not None)
+        chosen[stage] = found
+        if lane.rank == 0:
+            logger.info("%s", describe(found))
+    if not forward_only and lane.rank == 0:
+        logger.info("backends: every stage trains, and all of them run on torch")
+    return chosen
+
+
+def note_backends(plan: PipelinePlan, chosen: dict[str, StageBackend]) -> tuple[str, ...]:
+    """Return the plan's notes, with what its stages run on."""
+    return (*plan.notes, *(describe(one) for one in chosen.values() if not one.is_torch))
+
+
+def describe(chosen: StageBackend) -> str:
+    """Return what a stage runs on, and why, in one line."""
+    text = f"stage {chosen.stage} runs on {chosen.backend}"
+    if chosen.us and chosen.torch_us:
+        if chosen.is_torch:
+            others = [cost for cost in chosen.costs if cost.backend != TORCH]
+            best = min((cost.us for cost in others if not cost.refused), default=0.0)
+            ratio = f", the best other {chosen.torch_us / best:.2f} x as fast" if best else ""
+            text += f": {chosen.torch_us / 1e3:.2f} ms a forward{ratio}"
+        else:
+            text += (
+                f": a forward takes {chosen.us / 1e3:.2f} ms, on torch {chosen.torch_us / 1e3:.2f} "
+                f"({chosen.torch_us / chosen.us:.2f} x as fast)"
+            )
+    return "; ".join((text, *chosen.notes))
+
+
+def _code_of(
+    stage: str, code: StageCode, weights: Sequence[Tensor], batch: Batch, device: torch.device
+) -> ForwardCode:
+    """Return a stage's code with tensors like those that it will take: the sample batch's rows, or made up."""
+    function = code.function
+    tensors = [_example(code.inputs[key], batch.get(key), device) for key in function.batch_inputs]
+    tensors += [_example(code.tensors[name], None, device) for name in function.received]
+    return forward_code(stage, function, weights, tensors)
+
+
+def _example(spec: TensorSpec, given: Any, device: torch.device) -> Tensor:
+    """Return a tensor of a shape and type: the first rows of a given one, random numbers, or zeros."""
+    dtype = getattr(torch, spec.dtype)
+    if isinstance(given, Tensor) and not given.is_meta:
+        sizes = zip(given.shape, spec.shape, strict=False)
+        if given.ndim == len(spec.shape) and all(there >= wanted for there, wanted in sizes):
+            return given[tuple(slice(size) for size in spec.shape)].to(device, dtype).contiguous()
+    if dtype.is_floating_point:
+        # a generator of its own: what training draws does not depend on what was measured
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(spec.shape, generator=generator).to(device, dtype)
+    return torch.zeros(spec.shape, dtype=dtype, device=device)

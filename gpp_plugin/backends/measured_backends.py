@@ -1,0 +1,254 @@
+"""Builds a forward on backends, checks each against torch, times them in turn, and keeps what was measured.
+
+A backend that cannot run the code, fails, or is further from torch than the tolerance is refused with the reason. Times
+are medians of runs in turn, so that a slow moment of the machine hits all of them. The log on disk has one file for
+each forward, backend, version, device, types and number of threads: what is there is not measured again, nor built.
+
+Source: Collage (PACT 2022, arXiv 2111.00655; here by the thesis, section 2.4.2: the log of measurements)
+Tests: tests/backends/test_backends.py
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, named_operator
+from gpp_plugin.errors import BackendRefused, GppError
+from gpp_plugin.extensions import find_backend
+from gpp_plugin.ir.backend_costs import BackendCost
+from gpp_plugin.ir.serialize import fingerprint, load, save
+from gpp_plugin.profile.cost_store import default_directory
+from gpp_plugin.profile.machine import describe_device, processor_name
+
+logger = logging.getLogger(__name__)
+
+TORCH = "torch"
+TOLERANCE = 1e-5
+"""Most that a float32 output may differ from torch's, by the norm of the tensor."""
+HALF_TOLERANCE = 2e-2
+ROUNDS = 7
+WARM_UPS = 2
+BUDGET_S = 2.0
+"""Seconds after which a slow forward is not run again, once it has been three times."""
+
+
+class BackendLog:
+    """Costs on disk, by what they depend on.
+
+    Args:
+        directory: where the files are; beside the stored profiles if None.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self.directory = (
+            Path(directory) if directory is not None else default_directory().with_name("backends")
+        )
+
+    def find(self, code: ForwardCode, backend: str) -> BackendCost | None:
+        """Return the cost that is kept; None where there is none, or none that can be read."""
+        path = self._path(code, backend)
+        if not path.exists():
+            return None
+        try:
+            return load(BackendCost, path)
+        except GppError as error:
+            logger.warning("ignoring a stored cost that cannot be read; measuring again: %s", error)
+            return None
+
+    def put(self, code: ForwardCode, cost: BackendCost) -> None:
+        """Keep a cost; where the disk refuses, say so and go on without."""
+        try:
+            save(cost, self._path(code, cost.backend))
+        except OSError as error:
+            logger.warning("costs of backends could not be stored in %s (%s)", self.directory, error)
+
+    def _path(self, code: ForwardCode, backend: str) -> Path:
+        device = torch.device(next(iter(code.devices), "cpu"))
+        # everything that time or result may depend on: another torch or library is another file
+        key = {
+            "forward": code.signature,
+            "backend": backend,
+            "version": find_backend(backend).version(),
+            "device": describe_device(device, torch.get_num_threads()),
+            "processor": processor_name(),
+            "dtypes": sorted(map(str, code.dtypes)),
+            "threads": torch.get_num_threads(),
+        }
+        return self.directory / f"{fingerprint(key)}.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltForward:
+    """A forward on a backend, checked.
+
+    Args:
+        run: as built; ``overwrites`` says that the next call writes what it returned.
+    """
+
+    run: ForwardRunner
+    build_s: float
+    error: float
+    overwrites: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return outputs that stay as they are."""
+        outputs = self.run(*tensors)
+        return tuple(output.clone() for output in outputs) if self.overwrites else tuple(outputs)
+
+
+def build_forward(name: str, code: ForwardCode) -> ForwardRunner:
+    """Return what a backend builds of code; an error names the operator.
+
+    Raises:
+        BackendRefused: it cannot run here, or cannot run this.
+    """
+    backend = find_backend(name)
+    reason = backend.missing() or backend.refusal(code)
+    if reason:
+        raise BackendRefused(reason)
+    try:
+        return backend.build(code)
+    except BackendRefused:
+        raise
+    except Exception as error:  # whatever a converter raises
+        raise BackendRefused(named_operator(code, error)) from error
+
+
+@torch.no_grad()
+def build_checked(
+    build: Callable[[], ForwardRunner],
+    tensors: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    *,
+    tolerance: float | None = None,
+) -> BuiltForward:
+    """Build a forward, run it on tensors and compare what comes.
+
+    Args:
+        expected: what torch makes of ``tensors``.
+        tolerance: None: by the type of each output.
+
+    Raises:
+        BackendRefused: it cannot be built or run, or its results are others.
+    """
+    start = time.perf_counter()
+    run = build()
+    try:
+        first = tuple(run(*tensors))
+    except BackendRefused:
+        raise
+    except Exception as error:
+        raise BackendRefused(f"its first run failed: {type(error).__name__}: {error}") from error
+    build_s = time.perf_counter() - start
+    distance = _compare(first, expected, tolerance)
+    # Does it write where it wrote, or hand out what it was given? The same memory says so, while the first is held.
+    second = run(*tensors)
+    held = {t.untyped_storage().data_ptr() for t in (*first, *tensors) if t.numel()}
+    overwrites = any(t.untyped_storage().data_ptr() in held for t in second if t.numel())
+    return BuiltForward(run=run, build_s=build_s, error=distance, overwrites=overwrites)
+
+
+def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float | None) -> float:
+    """Return the largest difference of any output, by its norm; refuse other shapes, types or numbers."""
+    if len(found) != len(expected):
+        raise BackendRefused(f"it returns {len(found)} tensors of {len(expected)}")
+    # By the tensor's norm, not value by value: a sum that cancels to almost nothing has no relative error to speak of.
+    worst = 0.0
+    for i, (own, right) in enumerate(zip(found, expected, strict=True)):
+        if own.shape != right.shape or own.dtype != right.dtype:
+            raise BackendRefused(
+                f"output {i} is {tuple(own.shape)} {own.dtype}, and {tuple(right.shape)} {right.dtype} on torch"
+            )
+        if not right.dtype.is_floating_point:
+            if not torch.equal(own, right):
+                raise BackendRefused(f"output {i} ({right.dtype}) has other values than on torch")
+            continue
+        most = tolerance
+        if most is None:
+            most = HALF_TOLERANCE if right.dtype.itemsize < 4 else TOLERANCE
+        # infinities and NaN where torch has them (a mask of least numbers) are compared as they are
+        wide, wanted = own.double(), right.double()
+        finite = wanted.isfinite()
+        if not torch.equal(wide.isfinite(), finite):
+            raise BackendRefused(f"output {i} is not finite where torch's is, or the other way round")
+        norm = float(wanted[finite].norm())
+        error = float((wide - wanted)[finite].norm()) / (norm or 1.0)
+        if not error <= most:
+            raise BackendRefused(f"output {i} differs by {error:.1e} of its norm, more than {most:.0e}")
+        worst = max(worst, error)
+    return worst
+
+
+def time_in_turn(runs: Mapping[str, Callable[[], object]], *, rounds: int = ROUNDS) -> dict[str, float]:
+    """Return the median microseconds of each call, made in turn: one round is one of each."""
+    # On one thread the process's CPU time is what it would take on a free core, whoever else has it.
+    clock = time.process_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else _clock
+    laps: dict[str, list[float]] = {name: [] for name in runs}
+    began = time.perf_counter()
+    for attempt in range(rounds + WARM_UPS):
+        for name, run in runs.items():
+            start = clock()
+            run()
+            if attempt >= WARM_UPS:
+                laps[name].append(clock() - start)
+        if attempt >= WARM_UPS + 2 and time.perf_counter() - began > BUDGET_S * len(runs):
+            break
+    return {name: statistics.median(own) * 1e6 for name, own in laps.items()}
+
+
+def _clock() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@torch.no_grad()
+def measure_backends(
+    code: ForwardCode, names: Sequence[str], *, log: BackendLog | None = None, rounds: int = ROUNDS
+) -> dict[str, BackendCost]:
+    """Return what each backend costs on a forward, torch's operators first.
+
+    Args:
+        names: of backends; torch is measured with them.
+        log: what it has is not measured again; None: all is measured, and kept nowhere.
+    """
+    names = list(dict.fromkeys((TORCH, *names)))
+    reason = code.refusal()
+    if reason:
+        refused = {name: BackendCost(backend=name, refused=reason) for name in names}
+        return {**refused, TORCH: BackendCost(backend=TORCH)}
+    costs: dict[str, BackendCost] = {}
+    for name in names:
+        known = log.find(code, name) if log is not None and not find_backend(name).missing() else None
+        if known is not None:
+            costs[name] = known
+    # The log has torch and openvino, new is inductor: it and torch are built and timed in turn, openvino is not built
+    # at all. Of torch the new time counts in this answer; the log keeps the old one.
+    todo = [name for name in names if name not in costs]
+    if not todo:
+        return {name: costs[name] for name in names}
+    expected = code.run(*code.examples)
+    built: dict[str, BuiltForward] = {}
+    for name in dict.fromkeys((TORCH, *todo)):  # torch is always timed beside what is new
+        try:
+            built[name] = build_checked(functools.partial(build_forward, name, code), code.examples, expected)
+        except BackendRefused as error:
+            costs[name] = BackendCost(backend=name, refused=str(error))
+    runs = {name: functools.partial(own, *code.examples) for name, own in built.items()}
+    times = time_in_turn(runs, rounds=rounds)
+    for name, own in built.items():
+        costs[name] = BackendCost(backend=name, us=times[name], build_s=own.build_s, error=own.error)
+    for name in todo if log is not None else ():
+        assert log is not None
+        if not find_backend(name).missing():
+            log.put(code, costs[name])
+    return {name: costs[name] for name in names}

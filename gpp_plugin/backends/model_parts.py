@@ -1,0 +1,119 @@
+"""Forwards of a model and of modules in it, captured in evaluation as stages are, to measure backends on.
+
+Source: this project
+Tests: tests/backends/test_backend_commands.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.backends.forward_code import ForwardCode
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.errors import ConfigError, nearest
+from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
+
+WHOLE = "(whole)"
+"""What the part is called that is the model itself."""
+
+
+def use_threads(count: int | None) -> int:
+    """Let torch, and so all backends, compute on so many threads; None: as many as it does. Returns how many."""
+    if count is not None:
+        torch.set_num_threads(count)
+    return torch.get_num_threads()
+
+
+@torch.no_grad()
+def part_codes(
+    model: nn.Module, batch: Mapping[str, Any], parts: Sequence[str] = (), *, outputs: Sequence[str] = ()
+) -> list[ForwardCode]:
+    """Return the forward of a model in evaluation, or of each of some modules of it, on a batch.
+
+    Args:
+        parts: paths of modules, like ``vision_model``; none: the whole model.
+        outputs: of the model, where it has no loss.
+
+    Raises:
+        ConfigError: a path names no module, or one that computes nothing.
+        CaptureError: the model cannot be captured.
+    """
+    captured = capture_model(model.eval(), batch, training=False, outputs=outputs)
+    graph = captured.op_graph
+    everything = [node.name for node in graph.nodes]
+    leaving = [name for name in (graph.loss, *graph.outputs.values()) if name is not None]
+    if not parts:
+        return [_Part(captured, model, batch).code(WHOLE, everything, leaving)]
+    codes = []
+    for path in parts:
+        # what a module made of inputs alone (masks) is replicated: computed again by whoever reads it
+        own = [
+            node.name
+            for node in graph.nodes
+            if (node.module == path or node.module.startswith(f"{path}.")) and not node.is_replicable
+        ]
+        if not own:
+            modules = sorted({node.module for node in graph.nodes if node.module})
+            raise ConfigError(
+                f"--part {path!r}: no module of the model computes anything by that name{nearest(path, modules)}"
+            )
+        inside = set(own)
+        read = {
+            name for node in graph.nodes if node.name not in inside for name in node.inputs if name in inside
+        }
+        tensors = {node.name for node in graph.nodes if node.output is not None}
+        made = [name for name in own if name in tensors and (name in read or name in leaving)]
+        codes.append(_Part(captured, model, batch).code(path, own, made))
+    return codes
+
+
+class _Part:
+    """Makes code of operators of a captured model, with the model's weights and values of a batch."""
+
+    def __init__(self, captured: CapturedGraph, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        self._captured = captured
+        self._weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._weights.update(model.named_buffers(remove_duplicate=False))
+        self._batch = batch
+
+    def code(self, name: str, nodes: Sequence[str], outputs: Sequence[str]) -> ForwardCode:
+        """Return the code of some operators."""
+        function = self._function(nodes, outputs)
+        module = function.module if function.choice is None else function.choice.module
+        assert module is not None, "it was generated"
+        return ForwardCode(
+            name=name,
+            module=module,
+            bound=function.bound,
+            parameters=self._parameters(function),
+            examples=(*self._inputs(function), *self._values(function.received)),
+        )
+
+    def _function(self, nodes: Sequence[str], outputs: Sequence[str]) -> StageFunction:
+        return build_stage_function(self._captured, nodes, outputs, ones=self._captured.analysis.unpadded)
+
+    def _parameters(self, function: StageFunction) -> tuple[Tensor, ...]:
+        return tuple(self._weights[name].detach() for name in function.tensors)
+
+    def _inputs(self, function: StageFunction) -> list[Tensor]:
+        return [self._batch[key] for key in function.batch_inputs]
+
+    def _values(self, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """Return what the operators before make of the batch."""
+        if not names:
+            return ()
+        # all operators that these depend on, and nothing behind them: a loss may be costly
+        known = {node.name: node for node in self._captured.op_graph.nodes}
+        needed, waiting = set(), list(names)
+        while waiting:
+            name = waiting.pop()
+            if name in known and name not in needed:
+                needed.add(name)
+                waiting += known[name].inputs
+        function = self._function([name for name in known if name in needed], names)
+        return function.call(*self._parameters(function), *self._inputs(function))

@@ -1,0 +1,291 @@
+"""The backends of a job: chosen together before the first mini-batch, built where a stage first runs, checked there.
+
+    choose        each forward-only stage is measured on its first rank, one rank after the other while the rest wait;
+                  every rank is told all choices
+    run           at each shape the first micro-batch runs on torch; the backend is built, must give the same, and
+                  takes over with the next one
+
+What is built holds copies of the weights: where these were written since (a checkpoint was loaded) it is built anew. A
+failure, or a result that differs, leaves the stage on torch at that shape, with one warning.
+
+Source: this project
+Tests: tests/backends/test_backends.py, tests/integrations/test_backend_training.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
+from gpp_plugin.backends.measured_backends import (
+    TORCH,
+    BackendLog,
+    BuiltForward,
+    build_checked,
+    build_forward,
+)
+from gpp_plugin.backends.place_forward import place_forward
+from gpp_plugin.backends.placed_forward import CuttableForward
+from gpp_plugin.errors import BackendRefused, ConfigError, nearest
+from gpp_plugin.extensions import BACKENDS, find_backend
+from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
+from gpp_plugin.runtime.stage_module import StageFunction
+
+logger = logging.getLogger(__name__)
+
+MOST_SHAPES = 8
+"""Shapes of a stage that are built for: building takes seconds, and a stage that meets many is better off on torch."""
+
+Asked = str | Sequence[str] | Mapping[str, str]
+"""``off``, ``auto``, a list of backends, or the backend of each stage: the value of ``graph_pipeline.backends``."""
+
+
+def backends_asked(asked: Asked, stage: str) -> tuple[str, ...]:
+    """Return the backends that a stage may run on beside torch; one that is given for it by name is taken as it is."""
+    if isinstance(asked, str):
+        usable = [name for name in BACKENDS.names() if not find_backend(name).missing()]
+        return () if asked == "off" else tuple(name for name in usable if name != TORCH)
+    if isinstance(asked, Mapping):
+        return (asked[stage],) if stage in asked else ()
+    return tuple(name for name in asked if name != TORCH)
+
+
+def check_asked(asked: Asked) -> None:
+    """Refuse backends whose packages are not there, before a model is captured.
+
+    Raises:
+        ConfigError: names the backend, and what to install.
+    """
+    named = () if isinstance(asked, str) else asked.values() if isinstance(asked, Mapping) else asked
+    for name in named:
+        reason = find_backend(name).missing()
+        if reason:
+            raise ConfigError(f"graph_pipeline.backends: backend {name!r} {reason}, or leave it out")
+
+
+def check_stages(asked: Asked, forward_only: Sequence[str], trained: Sequence[str]) -> None:
+    """Refuse stages that are none, or that train.
+
+    Raises:
+        ConfigError: names the stage.
+    """
+    for stage, backend in asked.items() if isinstance(asked, Mapping) else ():
+        if stage in forward_only or backend == TORCH and stage in trained:
+            continue
+        where = f"graph_pipeline.backends: {stage!r}: {backend!r}"
+        if stage in trained:
+            raise ConfigError(
+                f"{where}: the stage trains, and backends run stages without gradients alone; freeze its parameters "
+                "(requires_grad_(False)) or remove it"
+            )
+        known = (*forward_only, *trained)
+        raise ConfigError(f"{where}: no such stage{nearest(stage, known)}; stages are {', '.join(known)}")
+
+
+def choose_backend(
+    asked: Asked, stage: str, make_code: Callable[[], ForwardCode], log: BackendLog
+) -> StageBackend:
+    """Return what a stage runs on: what is given for it, or the fastest of what may be used, as measured.
+
+    Args:
+        make_code: the stage's code, made where it is measured.
+    """
+    names = backends_asked(asked, stage)
+    if isinstance(asked, Mapping) or not names:
+        return StageBackend(stage=stage, groups=(PlacedGroup(backend=names[0] if names else TORCH),))
+    return place_forward(make_code(), names, log=log)
+
+
+class BackendForward:
+    """A stage's forward on its backend; called as the stage's code is, and what the stage's code does first.
+
+    Args:
+        chosen: the stage's backends.
+        function: the stage's code; ``parameters`` are its first arguments.
+        built: what was built of the stage, here and in its other lanes.
+    """
+
+    def __init__(
+        self,
+        chosen: StageBackend,
+        function: StageFunction,
+        parameters: Sequence[Tensor],
+        built: BuiltOfStage,
+    ) -> None:
+        self._chosen = chosen
+        self._shared = built
+        self._function = function
+        self._parameters = tuple(parameters)
+        self._reads_weights = all(find_backend(group.backend).reads_weights for group in chosen.groups)
+        # by the version of the code (attention with or without masks), as long as the weights are these
+        self._built: dict[int, _Taken] = {}
+
+    @torch.no_grad()
+    def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
+        """Run the forward."""
+        version = self._module()
+        taken = self._built.get(id(version))
+        if taken is None or (taken.writes != self._writes() and not self._reads_weights):
+            return self._take_over(version, args)
+        if taken.forward is None:
+            return self._function.call(*args)
+        return taken.forward(*args[len(self._parameters) :])
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether the backend has taken over at any version of the code."""
+        return any(taken.forward is not None for taken in self._built.values())
+
+    def _module(self) -> torch.fx.GraphModule:
+        function = self._function
+        module = function.module if function.choice is None else function.choice.module
+        assert module is not None, "only generated code is given to backends"
+        return module
+
+    def _writes(self) -> int:
+        """Return how often the weights were written, and where they lie."""
+        return hash(tuple((tensor.data_ptr(), tensor._version) for tensor in self._parameters))
+
+    def _take_over(self, module: torch.fx.GraphModule, args: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run on torch, and let the backend take over from the next micro-batch if it gives the same."""
+        # 1st micro-batch   torch computes and its result goes on; the backend is built, runs twice, and is compared
+        # 2nd and later     the backend computes, or torch for good, at this shape and with these weights
+        tensors = args[len(self._parameters) :]
+        before = self._writes()
+        outputs = self._function.call(*args)
+        code = forward_code(self._chosen.stage, self._function, self._parameters, tensors)
+        forward: BuiltForward | None = None
+        try:
+            reason = code.refusal()
+            if reason:
+                raise BackendRefused(reason)
+            if self._writes() != before:
+                raise BackendRefused("it writes its buffers")
+            forward = self._shared.build(code, before, lambda: self._build(code), outputs)
+        except BackendRefused as error:
+            logger.warning(
+                "stage %s stays on torch instead of %s: %s", self._chosen.stage, self._chosen.backend, error
+            )
+        # the module is kept: another one made later may have its number
+        self._built[id(module)] = _Taken(module=module, forward=forward, writes=self._writes())
+        return outputs
+
+    def _build(self, code: ForwardCode) -> Callable[..., Sequence[Tensor]]:
+        groups = self._chosen.groups
+        if len(groups) == 1 and not groups[0].operators:
+            return build_forward(groups[0].backend, code)
+        forward = CuttableForward(code)
+        return forward.build(forward.groups(groups), build_forward)
+
+
+class BuiltOfStage:
+    """What was built of a stage, by operators and shapes: training and evaluation may run the same.
+
+    Args:
+        most: shapes that are built for.
+    """
+
+    def __init__(self, most: int = MOST_SHAPES) -> None:
+        self._most = most
+        self._built: dict[str, _Known] = {}
+
+    def build(
+        self,
+        code: ForwardCode,
+        writes: int,
+        build: Callable[[], ForwardRunner],
+        expected: Sequence[Tensor],
+    ) -> BuiltForward:
+        """Return code built with weights in this state, and checked; what is there already is checked again.
+
+        Raises:
+            BackendRefused: as of `build_checked`, or there are as many shapes as are built for.
+        """
+        key = code.signature
+        known = self._built.get(key)
+        if known is None and len(self._built) >= self._most:
+            raise BackendRefused(
+                f"it has met {self._most} shapes, each of which is built for anew; pad to a few lengths"
+            )
+
+        def again() -> ForwardRunner:
+            return known.forward.run if known is not None and known.holds(code, writes) else build()
+
+        # building may draw random numbers (examples, tuning): training must not notice
+        with torch.random.fork_rng(devices=[]):
+            found = build_checked(again, code.examples, expected)
+        self._built[key] = _Known(bound=code.bound, writes=writes, forward=found)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """Something built, and what is inside of it: constants, and weights as often written."""
+
+    bound: tuple[Tensor | int, ...]
+    writes: int
+    forward: BuiltForward
+
+    def holds(self, code: ForwardCode, writes: int) -> bool:
+        """Return whether it was built with the constants of this code, and with weights in this state."""
+        # sizes are part of the signature; constants of equal shapes (masks) may have other values
+        return self.writes == writes and all(
+            torch.equal(own, other)
+            for own, other in zip(self.bound, code.bound, strict=True)
+            if isinstance(own, Tensor) and isinstance(other, Tensor)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    module: torch.fx.GraphModule
+    forward: BuiltForward | None
+    writes: int
+
+
+def forward_code(
+    stage: str, function: StageFunction, parameters: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> ForwardCode:
+    """Return a stage's code as backends are given it, the version that is in use."""
+    module = function.module if function.choice is None else function.choice.module
+    assert module is not None, "only generated code is given to backends"
+    return ForwardCode(
+        name=stage,
+        module=module,
+        bound=function.bound,
+        parameters=tuple(parameters),
+        examples=tuple(tensor.detach() for tensor in tensors),
+    )
+
+
+class StageBackends:
+    """The backends of a job's stages, once they are chosen; makes the forwards of lanes.
+
+    Args:
+        choices: by the stage's name.
+    """
+
+    def __init__(self, choices: Mapping[str, StageBackend] | None = None) -> None:
+        self.choices = dict(choices or {})
+        self._built: dict[str, BuiltOfStage] = {}
+
+    def forward(
+        self, stage: str, function: StageFunction, parameters: Sequence[Tensor]
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """Return what runs a stage's forward at a shape; None: its code does.
+
+        Args:
+            parameters: none of them takes a gradient, or the stage stays as it is.
+        """
+        chosen = self.choices.get(stage)
+        if chosen is None or chosen.is_torch or function.module is None:
+            return None
+        if any(tensor.requires_grad for tensor in parameters):
+            return None
+        built = self._built.setdefault(stage, BuiltOfStage())
+        return BackendForward(chosen, function, parameters, built)

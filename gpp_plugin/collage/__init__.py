@@ -1,0 +1,1 @@
+"""Which backend runs which operators of a stage: patterns, candidates, placements; pure Python, measured by others."""

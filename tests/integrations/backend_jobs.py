@@ -1,0 +1,88 @@
+"""What each rank runs in the tests of backends: the same training on torch and with a frozen tower on a backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
+from gpp_plugin.backends.stage_backends import BackendForward
+from gpp_plugin.doors import Backend
+from gpp_plugin.extensions import BACKENDS
+from tests.integrations.ahead_jobs import STAGES
+from tests.integrations.engine_jobs import B, config_of, make_engine
+from tests.integrations.frozen_jobs import frozen_model
+
+LLAVA = "llava model.vision_tower"
+
+
+class Baked(Backend):
+    """Copies the weights when it builds; counts builds and runs; answers what it was asked last without computing.
+
+    So it is many times as fast as torch where it is measured, and computes each micro-batch of training.
+    """
+
+    def __init__(self) -> None:
+        self.num_built = self.num_run = 0
+
+    def build(self, code: ForwardCode) -> ForwardRunner:
+        """Return the frozen code, on weights of its own."""
+        self.num_built += 1
+        module = code.frozen
+        for name, held in list(module.named_buffers()):
+            setattr(module, name, held.clone())
+        last: list[Any] = [None, None]
+
+        def run(*tensors: Tensor) -> Any:
+            self.num_run += 1
+            if last[0] is None or any(a is not b for a, b in zip(last[0], tensors, strict=True)):
+                last[:] = tensors, [made + 1e-7 for made in module(*tensors)]
+            return [made.clone() for made in last[1]]
+
+        return run
+
+
+def train(asked: Any, *, profile_dir: str, num_steps: int = 4) -> dict[str, Any]:
+    """Train, load other weights into the tower in between, and evaluate."""
+    model, make_batch = frozen_model(LLAVA)
+    batches = [make_batch(B, seed) for seed in range(num_steps)]
+    block = {
+        "plan": {"stages": STAGES[LLAVA]},
+        "micro_batch_sizes": 2,
+        "backends": asked,
+        "profile_dir": profile_dir,
+        "verify": False,
+    }
+    baked = Baked()
+    with BACKENDS.lent("baked", baked):
+        torch.manual_seed(11)
+        engine = make_engine(model, batches[0], config_of(block=block))
+        losses = []
+        for step, batch in enumerate(batches):
+            if step == 2:  # as a checkpoint would
+                with torch.no_grad():
+                    for name, parameter in engine.module.named_parameters():
+                        if "vision_tower" in name:
+                            parameter.mul_(1.25)
+            losses.append(float(engine.train_batch(data_iter=iter([batch]))))
+        losses.append(float(engine.eval_batch(iter([make_batch(B, 99)]))))
+        lane = engine._lane.lanes[0]
+        (compiled,) = lane._executors.values()
+        call = compiled.compute._call
+        return {
+            "losses": losses,
+            "backends": {name: one.backend for name, one in engine.backends.items()},
+            "costs": {name: [c.backend for c in one.costs] for name, one in engine.backends.items()},
+            "notes": [note for note in engine.plan.notes if "runs on" in note],
+            "built": baked.num_built,
+            "run": baked.num_run,
+            "taken": isinstance(call, BackendForward) and call.is_taken,
+            "stage": engine.plan.stages[lane.stage_index].name,
+        }
+
+
+def train_all(cases: list[Any], profile_dir: str) -> list[dict[str, Any]]:
+    """Train once for each value of the key."""
+    return [train(asked, profile_dir=profile_dir) for asked in cases]

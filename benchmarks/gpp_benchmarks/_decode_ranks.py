@@ -63,7 +63,7 @@ def _measure(settings: dict[str, Any], kv_heads: int, group: dist.ProcessGroup) 
     )
     generator = torch.Generator().manual_seed(dist.get_rank())
     layer, module = SequenceLayer(peers), nn.Module()
-    module.num_key_value_groups = settings["heads"] // kv_heads  # type: ignore[assignment]
+    module.num_key_value_groups = settings["heads"] // kv_heads
 
     def states(positions: int) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (

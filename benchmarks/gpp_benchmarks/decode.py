@@ -87,7 +87,7 @@ def _row(args: argparse.Namespace, ranks: int, event: dict[str, Any]) -> dict[st
         "sent": event["elements"],
         "formula": formula,
         "sent_to_formula": event["elements"] / formula,
-        "gathered": gathered_elements(ranks, args.batch, width, args.heads),
+        "gathered": gathered_elements(ranks, args.batch, width, args.heads, kv_width),
         "tensor": tensor_elements(ranks, args.batch, width),
         "sent_to_tensor": event["elements"] / tensor_elements(ranks, args.batch, width),
         "printed": printed_elements(ranks, args.batch, width, args.heads),

@@ -614,7 +614,7 @@ class GraphPipelineEngine(PipelineSurface):
         None on a CPU without a limit, whose memory other processes share.
         """
         limit_gb, device = self.config.memory.limit_gb, self._setting.device
-        if limit_gb != "auto":
+        if isinstance(limit_gb, (int, float)):
             held = {
                 t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
                 for stage in self.rank_engine.stages

@@ -85,8 +85,9 @@ def generate_in_lane(model: nn.Module, number: int, arguments: dict[str, Any]) -
     return answers
 
 
-@pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart", "whisper", "llava"])
+@pytest.mark.parametrize(
+    ("name", "number"), [("gpt2", 2), ("llama", 3), ("t5", 3), ("bart", 2), ("whisper", 3), ("llava", 2)]
+)
 def test_a_lane_generates_what_one_process_does(name: str, number: int) -> None:
     """Greedy on three ranks, four beams on two; parameters are tied across ranks in most of these models."""
     model: Any = generating(name)[0].eval()

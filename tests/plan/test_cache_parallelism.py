@@ -21,7 +21,7 @@ def test_every_position_has_one_owner_and_rooms_suffice(block: int, ranks: int) 
 def test_in_equal_units_the_chapter_gains_nothing_and_sending_to_owners_does() -> None:
     n, b, e, h = 4, 512, 4096, 32
     assert cp.printed_elements(n, b, e, h) < cp.printed_tensor_elements(n, b, e)
-    assert cp.gathered_elements(n, b, e, h) == 6_316_032 > cp.tensor_elements(n, b, e) == 6_291_456
+    assert cp.gathered_elements(n, b, e, h, e) == 6_316_032 > cp.tensor_elements(n, b, e) == 6_291_456
     assert cp.sent_elements(n, b, e, h, e) / cp.tensor_elements(n, b, e) == pytest.approx(0.63, abs=0.005)
     assert cp.sent_elements(n, b, e, h, e // 4) / cp.tensor_elements(n, b, e) == pytest.approx(
         0.53, abs=0.006

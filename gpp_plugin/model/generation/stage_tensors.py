@@ -89,7 +89,7 @@ class StageTensor(Tensor):
         found = next(_stage_tensors((args, options)))
         return found.run.operate(func, args, options)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return where it lies, and its shape: most ranks know no more."""
         return f"StageTensor(shape={tuple(self.shape)}, dtype={self.dtype}, positions={self.holders})"
 

@@ -12,10 +12,10 @@ volumes are elements that leave one rank in one layer of one step.
 
 Deviations from the chapter. It gathers k and v on all ranks; here they go to one. Its volumes are of unlike units: as
 printed, the all-gather's is of one rank's own rows (a sum over what it sends to one peer), the all-reduces' of all
-rows times N. In equal units neither is smaller for plain attention:
+rows times N. In equal units neither is smaller for plain attention (K = E):
 
-                        printed                               corrected (K = E)
-    cache parallelism   (N-1) 3BE / N + (N-1) B(E + 2H) / 2   (N-1)/N B (4E + 2H)
+                        printed                               corrected
+    cache parallelism   (N-1) 3BE / N + (N-1) B(E + 2H) / 2   (N-1)/N B (2E + 2H + 2K)
     tensor parallelism  4 (N-1) B E                           (N-1)/N 4 B E
     here                                                      (N-1)/N B (2E + 2H + 2K/N)
 
@@ -68,13 +68,13 @@ def printed_tensor_elements(ranks: int, batch: int, width: int) -> float:
     return 4 * (ranks - 1) * batch * width
 
 
-def gathered_elements(ranks: int, batch: int, width: int, heads: int) -> float:
+def gathered_elements(ranks: int, batch: int, width: int, heads: int, kv_width: int) -> float:
     """Return the volume of the chapter's cache parallelism in the unit of `tensor_elements`.
 
-    >>> gathered_elements(4, 512, 4096, 32) / tensor_elements(4, 512, 4096)
+    >>> gathered_elements(4, 512, 4096, 32, 4096) / tensor_elements(4, 512, 4096)
     1.00390625
     """
-    return (ranks - 1) / ranks * batch * (4 * width + 2 * heads)
+    return (ranks - 1) / ranks * batch * (2 * width + 2 * kv_width + 2 * heads)
 
 
 def tensor_elements(ranks: int, batch: int, width: int) -> float:

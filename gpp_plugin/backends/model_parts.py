@@ -62,6 +62,7 @@ def part_codes(
             raise ConfigError(
                 f"--part {path!r}: no module of the model computes anything by that name{nearest(path, modules)}"
             )
+        # what leaves the module: tensors that operators outside of it read, and those that the model returns
         inside = set(own)
         read = {
             name for node in graph.nodes if node.name not in inside for name in node.inputs if name in inside
@@ -105,6 +106,7 @@ class _Part:
 
     def _values(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         """Return what the operators before make of the batch."""
+        # of visual_projection: pixels -> ... -> pooled, which is what it reads; the text tower and the loss do not run
         if not names:
             return ()
         # all operators that these depend on, and nothing behind them: a loss may be costly

@@ -94,7 +94,7 @@ def describe(chosen: StageBackend) -> str:
     """Return what a stage runs on, and why, in one line."""
     # Not measured (it was given by name):   stage vision runs on openvino
     # measured, and another won:             stage vision runs on openvino: a forward takes 5.10 ms, on torch 7.02 (...)
-    # measured, and torch won:               stage vision runs on torch: 7.02 ms a forward, the best other 1.03 x as fast
+    # measured, and torch won:               stage vision runs on torch: 7.02 ms a forward, the best other 1.03 x ...
     text = f"stage {chosen.stage} runs on {chosen.backend}"
     if chosen.us and chosen.torch_us:
         if chosen.is_torch:
@@ -119,8 +119,8 @@ def _code_of(
     device: torch.device,
 ) -> ForwardCode:
     """Return a stage's code with tensors like those that it will take: the sample batch's rows, or made up."""
-    # Time does not depend on values, and whether results are right is seen on a real micro-batch before the backend takes
-    # over; but token ids must be there to be looked up, so zeros stand for what is received as whole numbers.
+    # Time does not depend on values, and whether results are right is seen on a real micro-batch before the backend
+    # takes over; but token ids must be there to be looked up, so zeros stand for what is received as whole numbers.
     function = code.function
     tensors = [_example(code.inputs[key], batch.get(key), samples, device) for key in function.batch_inputs]
     tensors += [_example(code.tensors[name], None, samples, device) for name in function.received]

@@ -58,7 +58,9 @@ def part_codes(
             if (node.module == path or node.module.startswith(f"{path}.")) and not node.is_replicable
         ]
         if not own:
-            modules = sorted({node.module for node in graph.nodes if node.module})
+            # every module on the way to one that calls an operator: vision_model of vision_model.encoder.layers.0
+            paths = {node.module for node in graph.nodes if node.module}
+            modules = sorted({one.rsplit(".", n)[0] for one in paths for n in range(one.count(".") + 1)})
             raise ConfigError(
                 f"--part {path!r}: no module of the model computes anything by that name{nearest(path, modules)}"
             )

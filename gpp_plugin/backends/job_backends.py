@@ -64,12 +64,16 @@ def choose_backends(
             if lane.rank != plan.stages[index].ranks[0]:
                 return None
             code, weights = lane.lane_of(index).code_and_weights(batch)
+            # a unit's tensors are as they are; others may be described at another number of samples
+            samples = None if lane.units else plan.stages[index].local_batch_size
             if code.function.module is None:
                 torch_alone = (PlacedGroup(backend=TORCH),)
                 return StageBackend(
                     stage=stage, groups=torch_alone, notes=("a module of yours, run as it is",)
                 )
-            return choose_backend(asked, stage, lambda: _code_of(stage, code, weights, batch, device), log)
+            return choose_backend(
+                asked, stage, lambda: _code_of(stage, code, weights, batch, samples, device), log
+            )
 
         answers = exchange(choose, what=f"measuring backends of stage {stage!r}", group=group)
         found = next(answer for answer in answers if answer is not None)
@@ -88,6 +92,9 @@ def note_backends(plan: PipelinePlan, chosen: dict[str, StageBackend]) -> tuple[
 
 def describe(chosen: StageBackend) -> str:
     """Return what a stage runs on, and why, in one line."""
+    # Not measured (it was given by name):   stage vision runs on openvino
+    # measured, and another won:             stage vision runs on openvino: a forward takes 5.10 ms, on torch 7.02 (...)
+    # measured, and torch won:               stage vision runs on torch: 7.02 ms a forward, the best other 1.03 x ...
     text = f"stage {chosen.stage} runs on {chosen.backend}"
     if chosen.us and chosen.torch_us:
         if chosen.is_torch:
@@ -104,24 +111,32 @@ def describe(chosen: StageBackend) -> str:
 
 
 def _code_of(
-    stage: str, code: StageCode, weights: Sequence[Tensor], batch: Batch, device: torch.device
+    stage: str,
+    code: StageCode,
+    weights: Sequence[Tensor],
+    batch: Batch,
+    samples: int | None,
+    device: torch.device,
 ) -> ForwardCode:
     """Return a stage's code with tensors like those that it will take: the sample batch's rows, or made up."""
+    # Time does not depend on values, and whether results are right is seen on a real micro-batch before the backend
+    # takes over; but token ids must be there to be looked up, so zeros stand for what is received as whole numbers.
     function = code.function
-    tensors = [_example(code.inputs[key], batch.get(key), device) for key in function.batch_inputs]
-    tensors += [_example(code.tensors[name], None, device) for name in function.received]
+    tensors = [_example(code.inputs[key], batch.get(key), samples, device) for key in function.batch_inputs]
+    tensors += [_example(code.tensors[name], None, samples, device) for name in function.received]
     return forward_code(stage, function, weights, tensors)
 
 
-def _example(spec: TensorSpec, given: Any, device: torch.device) -> Tensor:
+def _example(spec: TensorSpec, given: Any, samples: int | None, device: torch.device) -> Tensor:
     """Return a tensor of a shape and type: the first rows of a given one, random numbers, or zeros."""
     dtype = getattr(torch, spec.dtype)
+    shape = spec.shape_for(spec.num_samples if samples is None else samples)
     if isinstance(given, Tensor) and not given.is_meta:
-        sizes = zip(given.shape, spec.shape, strict=False)
-        if given.ndim == len(spec.shape) and all(there >= wanted for there, wanted in sizes):
-            return given[tuple(slice(size) for size in spec.shape)].to(device, dtype).contiguous()
+        sizes = zip(given.shape, shape, strict=False)
+        if given.ndim == len(shape) and all(there >= wanted for there, wanted in sizes):
+            return given[tuple(slice(size) for size in shape)].to(device, dtype).contiguous()
     if dtype.is_floating_point:
         # a generator of its own: what training draws does not depend on what was measured
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(spec.shape, generator=generator).to(device, dtype)
-    return torch.zeros(spec.shape, dtype=dtype, device=device)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -151,6 +151,8 @@ def build_checked(
     build_s = time.perf_counter() - start
     distance = _compare(first, expected, tolerance)
     # Does it write where it wrote, or hand out what it was given? The same memory says so, while the first is held.
+    # A library that keeps its results in the request (OpenVINO) gives the same places again; one that passes an input
+    # on (a stage that only hands a tensor to another) gives the caller's.
     second = run(*tensors)
     held = {t.untyped_storage().data_ptr() for t in (*first, *tensors) if t.numel()}
     overwrites = any(t.untyped_storage().data_ptr() in held for t in second if t.numel())
@@ -192,6 +194,7 @@ def time_in_turn(runs: Mapping[str, Callable[[], object]], *, rounds: int = ROUN
     """Return the median microseconds of each call, made in turn: one round is one of each."""
     # On one thread the process's CPU time is what it would take on a free core, whoever else has it.
     clock = time.process_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else _clock
+    # torch a b torch a b ...: a core that slows down for a second slows all of them; the median leaves out the rest
     laps: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
     for attempt in range(rounds + WARM_UPS):

@@ -58,10 +58,13 @@ def part_codes(
             if (node.module == path or node.module.startswith(f"{path}.")) and not node.is_replicable
         ]
         if not own:
-            modules = sorted({node.module for node in graph.nodes if node.module})
+            # every module on the way to one that calls an operator: vision_model of vision_model.encoder.layers.0
+            paths = {node.module for node in graph.nodes if node.module}
+            modules = sorted({one.rsplit(".", n)[0] for one in paths for n in range(one.count(".") + 1)})
             raise ConfigError(
                 f"--part {path!r}: no module of the model computes anything by that name{nearest(path, modules)}"
             )
+        # what leaves the module: tensors that operators outside of it read, and those that the model returns
         inside = set(own)
         read = {
             name for node in graph.nodes if node.name not in inside for name in node.inputs if name in inside
@@ -105,6 +108,7 @@ class _Part:
 
     def _values(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         """Return what the operators before make of the batch."""
+        # of visual_projection: pixels -> ... -> pooled, which is what it reads; the text tower and the loss do not run
         if not names:
             return ()
         # all operators that these depend on, and nothing behind them: a loss may be costly

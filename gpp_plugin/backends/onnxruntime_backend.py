@@ -33,6 +33,7 @@ class OnnxRuntimeBackend(ExportedBackend):
         assert program is not None, "with dynamo it returns the program"
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
+        # operators one after the other, each on the rank's threads
         options.inter_op_num_threads = 1
         # a thread that spins for work takes the core of another rank
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

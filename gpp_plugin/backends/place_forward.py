@@ -45,6 +45,7 @@ def choose_single(
     Args:
         costs: torch's among them.
     """
+    # torch 100, a 97, b refused: a is 1.03 times as fast, which another day may be 0.98; torch costs no building
     usable = [cost for cost in costs if not cost.refused]
     torch_us = next(cost.us for cost in costs if cost.backend == TORCH)
     best = min(usable, key=lambda cost: cost.us)

@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     threads = use_threads(args.threads)
     with step("capture"):
         codes = _codes(args)
+    # Each part is one forward for itself, as a stage of its own would be: (whole) and vision_model share nothing.
     log = None if args.again else BackendLog()
     chosen = []
     for code in codes:
@@ -121,6 +122,8 @@ def one_ratio(torch_us: float, us: float) -> float | None:
 def format_backends(chosen: Sequence[StageBackend]) -> str:
     """Return the table of each part, and what would be chosen."""
     blocks = []
+    # The first cost is torch's, and the others are held against it; a refused one has no time, and its reason goes
+    # below the table, where there is room for it.
     for one in chosen:
         lines, refused = [], []
         for cost in one.costs:

@@ -96,6 +96,7 @@ EXPORT_TIMEOUT_S = 600.0
     "memory_report",
     "save_checkpoint",
     "load_checkpoint",
+    "resume",
     "save_pretrained",
     "gather_state_dict",
     "destroy",

@@ -327,6 +327,20 @@ class PipelineSurface:
             weights_only=load_module_only,
         )
 
+    def resume(self, load_dir: str | Path) -> dict[str, Any] | None:
+        """Go on from a directory's newest whole checkpoint; where it has none yet, do nothing; collective.
+
+        For scripts that are started again when a rank is gone, on as many ranks or on fewer. Every rank does what
+        rank 0 finds.
+
+        Returns:
+            The client state that was saved; None where there was no checkpoint.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole, or they are of another model or optimizer.
+        """
+        return self._files.resume(load_dir)
+
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
         self._files.export(save_directory)

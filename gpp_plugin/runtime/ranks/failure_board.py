@@ -33,6 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, GppError, first_line
+from gpp_plugin.runtime.ranks.agents_store import has_agents_store
 
 logger = logging.getLogger(__name__)
 
@@ -582,14 +583,13 @@ def open_board(
         if name not in ("call", "number", "doing"):
             setattr(HERE, name, value)
     if num_ranks > 1:
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         _board = FailureBoard(
             store,
             rank=rank,
             num_ranks=num_ranks,
             epoch=epoch,
             limit_s=limit_s,
-            holder=None if is_agents else 0,
+            holder=None if has_agents_store() else 0,
         )
         _watch_exit()
     return _board

@@ -202,6 +202,16 @@ class PipelineSurface:
         return None if self._last_step is None else self._last_step.grad_norm
 
     @property
+    def stage_grad_norms(self) -> dict[str, float]:
+        """Return, by stage, what it brings to the norm of the last step's gradient: squares add up to its square.
+
+        Of all stages; in mode async, where each steps alone, of this rank's. Of a stage whose gradient is not finite it
+        is not either.
+        """
+        norms = {} if self._last_step is None else self._last_step.stage_norms
+        return {self.plan.stages[index].name: norm for index, norm in norms.items()}
+
+    @property
     def loss_scale(self) -> float:
         """Return the loss scale in force."""
         return self.rank_engine.loss_scale

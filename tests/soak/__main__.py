@@ -9,8 +9,15 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-PARTS = {"faults": "tests.soak.rank_faults", "fuzz": "tests.soak.fuzz"}
-"""Name -> the module whose ``main(arguments)`` returns 0 where all is well."""
+PARTS = {
+    "faults": "tests.soak.rank_faults:main",
+    "saves": "tests.soak.rank_saves:main",
+    "malformed": "tests.soak.refusals:count_malformed",
+    "attempts": "tests.soak.refusals:count_attempts",
+    "endurance": "tests.soak.endurance:main",
+    "fuzz": "tests.soak.fuzz:main",
+}
+"""Name -> the function, of arguments, that returns 0 where all is well. The last one limits this process's memory."""
 
 
 def main() -> int:
@@ -22,7 +29,8 @@ def main() -> int:
     results = []
     for part in PARTS if name == "all" else [name]:
         print(f"{part}:", flush=True)
-        results.append(import_module(PARTS[part]).main(arguments))
+        module, function = PARTS[part].split(":")
+        results.append(getattr(import_module(module), function)(arguments))
     return max(results)
 
 

@@ -90,6 +90,6 @@ def did_not_come(
     where = os.environ.get("MASTER_ADDR", "the job's store")
     return CommTimeout(
         f"rank {rank} of {num_ranks} ranks waited {round(waited_s, 1):g} s for all to meet at {where}: {names} did not "
-        f"come{f' ({why})' if why else ''}; start every rank, with rank 0's host as MASTER_ADDR, and look at the output "
-        "of those that did not come"
+        f"come{f' ({why})' if why else ''}; start every rank, with rank 0's host as MASTER_ADDR, and look at the "
+        "output of those that did not come"
     )

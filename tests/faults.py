@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gpp_plugin.runtime.ranks import failure_board
+from gpp_plugin.runtime.ranks import whereabouts
 
 KINDS = ("kill", "TERM", "raise", "memory", "stop", "delay", "corrupt")
 DELAY_S = 3.0
@@ -85,7 +85,7 @@ def corrupt_next_task() -> None:
 
 def let_be() -> None:
     """Watch no more."""
-    failure_board.HERE.__class__ = failure_board.Whereabouts
+    whereabouts.HERE.__class__ = whereabouts.Whereabouts
 
 
 def inject(fault: Fault, *, rank: int) -> None:
@@ -95,7 +95,7 @@ def inject(fault: Fault, *, rank: int) -> None:
     watched, start = fault.at.split(":", 1)
     left = [fault.skip]
 
-    class Watched(failure_board.Whereabouts):
+    class Watched(whereabouts.Whereabouts):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
             if name == watched and value and str(value).startswith(start):
@@ -103,4 +103,4 @@ def inject(fault: Fault, *, rank: int) -> None:
                 if left[0] == -1:
                     fault.strike()
 
-    failure_board.HERE.__class__ = Watched
+    whereabouts.HERE.__class__ = Watched

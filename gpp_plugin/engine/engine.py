@@ -75,9 +75,9 @@ from gpp_plugin.runtime.lane import tied_stages
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import do_together
 from gpp_plugin.runtime.ranks.calls import watched_calls
-from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
+from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference

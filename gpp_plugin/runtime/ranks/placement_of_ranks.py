@@ -44,7 +44,7 @@ from gpp_plugin import errors
 from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.runtime.ranks.agents_store import did_not_come, has_agents_store, store_of_start
-from gpp_plugin.runtime.ranks.failure_board import mark_shared, open_board
+from gpp_plugin.runtime.ranks.job_board import mark_shared, open_board
 
 JOINING_TIMEOUT_S = 600.0
 """How long a rank waits for the others to start: they import torch from a shared disk, on many hosts."""

@@ -6,7 +6,7 @@
 Median and median distance do not move with a few spikes among the last ones, as mean and variance would. A range that
 is narrower than a hundredth of the median is taken for that: a loss that hardly moves is no alarm.
 
-Source: median absolute deviation, Hampel, JASA 69 (1974) 383; doi 10.1080/01621459.1974.10482962
+Source: median absolute deviation, Hampel, JASA 69 (1974) 383
 Tests: tests/integrations/test_repetition.py
 """
 

@@ -124,6 +124,8 @@ def judge(settings: SaveSettings, ended: list[Ended]) -> tuple[str, str]:
         return "", "a rank did not end"
     if settings.kind == "full disk" and any(each.code for each in ended):
         return "", f"a full disk ended the job: {[each.last_line for each in ended]}"
+    if not (Path(settings.directory) / "expected2.pt").exists():
+        return "", f"the job ended before its second save: {[each.last_line for each in ended]}"
     expected = {
         n: torch.load(Path(settings.directory) / f"expected{n}.pt", weights_only=True) for n in (1, 2)
     }

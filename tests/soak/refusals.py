@@ -56,7 +56,8 @@ def _count(table: dict[str, Any], arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="python -m tests.soak").parse_args(arguments)  # takes none
     counting = Counting()
     tests = [str(ROOT / name) for name in table["tests"]]
-    pytest.main([*tests, "-q", "-p", "no:terminal", "-p", "no:cacheprovider"], plugins=[counting])
+    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts="]
+    pytest.main([*tests, *quiet], plugins=[counting])
     for name, count in counting.passed.items():
         print(f"  {count:4d}  {name}")
     total = sum(counting.passed.values())

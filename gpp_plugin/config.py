@@ -194,6 +194,11 @@ class GraphPipelineConfig(_Block):
             an error; null goes on for ever. While a dynamic loss scale sinks (fp16) they are not counted.
         locate_nan: look at what every operator returns, and name the module and micro-batch in which a number that is
             not finite first appears; a step then takes several times as long.
+        repeat_steps: "suspicious" runs a mini-batch again before its step where the gradient's norm is far out of the
+            usual range of the last hundred steps, or not finite; a number n does so with every n-th step as well. A
+            rank that computes something else from the same inputs is named, and nothing is stepped. Checksums of what
+            every task is given and makes are kept for it, no sum over ranks begins before the last backward has ended,
+            and no frozen branch runs ahead.
         trace_path: where the measured timeline of each mini-batch is written, as a Chrome trace; `{step}` in the name
             makes one file a step; null writes none.
         seed: of the parameters of a model built on the meta device, of dropout and of shuffling.
@@ -250,6 +255,9 @@ class GraphPipelineConfig(_Block):
     )
     max_skipped_steps: Count | None = Field(default=20, description="null or a whole number of at least 1")
     locate_nan: bool = Field(default=False, description="true or false")
+    repeat_steps: Literal["off", "suspicious"] | Count = Field(
+        default="off", description='"off", "suspicious" or a number of steps of at least 1'
+    )
     trace_path: str | None = Field(default=None, description="null or a file name")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=0, description="a whole number from 0 to 2^63 - 1"
@@ -358,6 +366,7 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error))) from None
     _check_mode(config)
+    _check_repetition(config)
     _check_sharing(config)
     if config.locate_nan and config.backends != "off":
         raise ConfigError(
@@ -429,6 +438,19 @@ def _check_units(config: GraphPipelineConfig) -> None:
             raise ConfigError(
                 f"{BLOCK}.{key}: {show(value)} is not possible with {BLOCK}.units, of which every rank runs one whole "
                 f"unit at a time; give {' or '.join(map(show, allowed))}"
+            )
+
+
+def _check_repetition(config: GraphPipelineConfig) -> None:
+    """Refuse steps that are run twice where a mini-batch is not all that runs until its step."""
+    if config.repeat_steps == "off":
+        return
+    wrong = {"mode": (config.mode, "sync"), "look_ahead": (config.look_ahead, "auto", 0)}
+    for key, (value, *allowed) in wrong.items():
+        if value not in allowed:
+            raise ConfigError(
+                f"{BLOCK}.{key}: {show(value)} is not possible with {BLOCK}.repeat_steps, which runs a whole "
+                f"mini-batch again before its step; give {' or '.join(map(show, allowed))}"
             )
 
 

@@ -7,11 +7,13 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpp_plugin.launch import reserved_port
-from tests.fault_job import FaultSettings, train
+from tests.fault_job import train
 from tests.ranks import _CONTEXT
 
 
@@ -30,16 +32,23 @@ class Ended:
         return lines[-1] if lines else ""
 
 
-def run_job(settings: FaultSettings, num_ranks: int, *, limit_s: float = 120.0) -> list[Ended]:
+def run_job(
+    settings: Any, num_ranks: int, *, limit_s: float = 120.0, job: Callable[[Any], None] = train
+) -> list[Ended]:
     """Run the job, and return how each rank ended; those that live at the limit are killed.
 
     A rank that is stopped is killed when all others have ended.
+
+    Args:
+        settings: what ``job`` is called with on every rank; has a ``directory`` and a ``fault``.
     """
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(reserved_port())
         files = [Path(settings.directory) / f"rank{rank}.txt" for rank in range(num_ranks)]
         processes = [
-            _CONTEXT.Process(target=_run_rank, args=(settings, rank, num_ranks, port, str(file)), daemon=True)
+            _CONTEXT.Process(
+                target=_run_rank, args=(job, settings, rank, num_ranks, port, str(file)), daemon=True
+            )
             for rank, file in enumerate(files)
         ]
         for process in processes:
@@ -71,7 +80,9 @@ def run_job(settings: FaultSettings, num_ranks: int, *, limit_s: float = 120.0) 
     ]
 
 
-def _run_rank(settings: FaultSettings, rank: int, num_ranks: int, port: int, file: str) -> None:
+def _run_rank(
+    job: Callable[[Any], None], settings: Any, rank: int, num_ranks: int, port: int, file: str
+) -> None:
     """Run one rank as Python runs a script: what is not caught is printed, and what is to be done at the end is done."""
     out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
@@ -87,7 +98,7 @@ def _run_rank(settings: FaultSettings, rank: int, num_ranks: int, port: int, fil
     )
     code = 0
     try:
-        train(settings)
+        job(settings)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1

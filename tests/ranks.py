@@ -168,10 +168,10 @@ def open_test_board(*, limit_s: float) -> None:
     """Let the ranks of the default group know of each other's failures, as those of a job do; collective."""
     import torch.distributed as dist
 
-    from gpp_plugin.runtime.ranks import failure_board, placement_of_ranks
+    from gpp_plugin.runtime.ranks import job_board, placement_of_ranks
 
     placement_of_ranks.gather_placement("cpu")  # counts up the number of the board on all ranks
-    failure_board.open_board(
+    job_board.open_board(
         dist.distributed_c10d._get_default_store(),
         rank=dist.get_rank(),
         num_ranks=dist.get_world_size(),
@@ -188,7 +188,7 @@ def _drop_groups() -> None:
     import torch.distributed as dist
     from deepspeed.utils import groups as deepspeed_groups
 
-    from gpp_plugin.runtime.ranks.failure_board import close_board
+    from gpp_plugin.runtime.ranks.job_board import close_board
 
     close_board()
     gc.collect()

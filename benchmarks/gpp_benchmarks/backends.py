@@ -106,8 +106,10 @@ def _measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         except BackendRefused as error:
             costs[backend] = BackendCost(backend=backend, refused=str(error))
     times = time_in_turn(_runs(built, code), rounds=args.rounds)
-    for backend, own in built.items():
-        costs[backend] = BackendCost(backend=backend, us=times[backend], build_s=own.build_s, error=own.error)
+    for backend, made in built.items():
+        costs[backend] = BackendCost(
+            backend=backend, us=times[backend], build_s=made.build_s, error=made.error
+        )
     rows = [_row(name, cost, costs[TORCH].us, again.get(cost.backend, 0.0)) for cost in costs.values()]
     chosen = choose_single(name, list(costs.values()))
     best = min(built, key=lambda backend: times[backend])
@@ -245,7 +247,9 @@ class _Cell(nn.Module):
 
     def forward(self, before: Tensor, now: Tensor) -> Tensor:
         states = [before, now]
-        for i, (left, right) in enumerate(self.pairs):
+        for i, pair in enumerate(self.pairs):
+            assert isinstance(pair, nn.ModuleList)
+            left, right = pair
             states.append(left(states[i // 2]) + right(states[i // 2 + 1]))
         return self.join(torch.cat(states[-3:], dim=1))
 

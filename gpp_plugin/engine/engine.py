@@ -48,6 +48,8 @@ from gpp_plugin.engine.feed import (
     ranks_that_read,
 )
 from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
+from gpp_plugin.engine.guards.repetition import Repetition
+from gpp_plugin.engine.guards.task_digests import TaskDigests
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
 from gpp_plugin.engine.rank_engine import RankEngine
@@ -81,9 +83,9 @@ from gpp_plugin.runtime.lane import tied_stages
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import do_together
 from gpp_plugin.runtime.ranks.calls import watched_calls
-from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
+from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
@@ -106,6 +108,7 @@ EXPORT_TIMEOUT_S = 600.0
     "cache_report",
     "save_checkpoint",
     "load_checkpoint",
+    "resume",
     "save_pretrained",
     "gather_state_dict",
     "destroy",
@@ -163,6 +166,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._lanes = LaneMaker(source=source, config=config, setting=setting, forwards=self._backends)
         # By default where this engine loads the data itself: nobody sees then that it is loaded one call ahead.
         looks_ahead = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
+        looks_ahead = looks_ahead and config.repeat_steps == "off"
         self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
         modules = self._lanes.make_modules(self._lane, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference))
@@ -328,7 +332,12 @@ class GraphPipelineEngine(PipelineSurface):
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
         self._step = RankStep(stages, self._memory)
         is_alone = self.config.mode == "async"
-        hooks = [StepHooks(s, self._step.alone(s) if is_alone else self._step) for s in stages.stages]
+        self._repetition = self._make_repetition(stages)
+        before_sum = None if self._repetition is None else self._repetition.note_gradients
+        hooks = [
+            StepHooks(s, self._step.alone(s) if is_alone else self._step, before_sum=before_sum)
+            for s in stages.stages
+        ]
         self._lane.bind(modules, hooks, self._step if len(hooks) > 1 and not is_alone else None)
         self._choose_backends(sample_batch)
         self._evaluator = Evaluator(
@@ -343,6 +352,22 @@ class GraphPipelineEngine(PipelineSurface):
             meeting=self._meeting,
         )
         self._steps = self._make_steps(stages)
+
+    def _make_repetition(self, stages: RankEngine) -> Repetition | None:
+        """Return what runs steps twice, and let it watch this rank's lanes; None where the user asks for none."""
+        asked = self.config.repeat_steps
+        if asked == "off":
+            return None
+        digests = TaskDigests(self._setting.device, tolerance=torch.finfo(self._setting.dtype).eps ** 0.5)
+        for lane in self._lane.lanes:
+            lane.watch = digests.around
+        return Repetition(
+            every=asked if isinstance(asked, int) else None,
+            stages=stages,
+            digests=digests,
+            meeting=self._meeting,
+            step=self._step,
+        )
 
     def _make_steps(self, stages: RankEngine) -> StepStrategy:
         """Return what a call of `train_batch` does: a mode is nothing but this, its lanes, and its stages' rule."""
@@ -360,6 +385,7 @@ class GraphPipelineEngine(PipelineSurface):
         common: dict[str, Any] = dict(
             meeting=self._meeting,
             has_peers=self._setting.group is not None,
+            repetition=self._repetition,
         )
         if isinstance(lane, KeptAhead):
             reference = lane.lanes[0].reference

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gpp_plugin.config import CheckpointConfig
-from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
+from gpp_plugin.engine.checkpoints.load_checkpoint import has_checkpoint, load_checkpoint
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
 from gpp_plugin.engine.feed import TrainingData
 from gpp_plugin.engine.guards.agreement import agree_on_state
@@ -127,6 +127,12 @@ class PipelineFiles:
             self._data.restore(loaded.data)
         agree_on_state(self._stages.stages, tag=loaded.directory.name, group=self._setting.group)
         return str(loaded.directory), loaded.client_state
+
+    def resume(self, directory: str | Path) -> dict[str, Any] | None:
+        """Read the newest whole checkpoint and return its client state; None where there is none; as of `load`."""
+        if not has_checkpoint(self._stages.stages[0], Path(directory)):
+            return None
+        return self.load(directory, None, optimizer=True, scheduler=True, weights_only=False)[1]
 
     @shown_as("export the model")
     def export(self, directory: str | Path) -> None:

@@ -24,7 +24,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.data.unit_packing import PackedUnits
-from gpp_plugin.engine.data_position import GIVEN, from_json, to_json
+from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
+from gpp_plugin.engine.data_position import GIVEN
 from gpp_plugin.engine.row_loader import (
     Complete,
     RowLoader,
@@ -663,7 +664,7 @@ class TrainingData:
 
     def _given_position(self) -> Any:
         state = self._given_state() if self._state_before is None else self._state_before
-        return None if state is None else to_json(state)
+        return None if state is None else to_json(state, path="the loader's state", tensors=None)
 
     def _given_state(self) -> Any:
         """Return the state of the caller's loader or iterator, None where it has none."""
@@ -680,12 +681,8 @@ class TrainingData:
         """Return what ``make`` gives, None and a warning where it is nothing that can be written."""
         try:
             return make()
-        except ValueError as error:
-            logger.warning(
-                "the position in the data is not saved: %s; let state_dict() hold numbers, strings, tensors, lists and "
-                "dicts",
-                error,
-            )
+        except CheckpointError as error:
+            logger.warning("the position in the data is not saved: %s", error)
             return None
 
     def restore(self, position: Mapping[str, Any] | None) -> None:
@@ -736,7 +733,7 @@ class TrainingData:
                 )
             return False
         self._given.load_state_dict(
-            from_json(states[self._feed.rank if self._feed.rank < len(states) else 0])
+            from_json(states[self._feed.rank if self._feed.rank < len(states) else 0], tensor=None)
         )
         return True
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpp_plugin.engine.guards.spikes import WINDOW, Spikes
 from gpp_plugin.engine.setting import Monitor, Setting
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
@@ -100,6 +101,7 @@ class Metrics:
         self._phases = PhaseTimes()
         self._monitor = monitor if monitor is not None and monitor.enabled else None
         self._meeting = meeting
+        self._spikes = Spikes()
         self._flops = _FlopCount(reference, plan)
         name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else ""
         self._peak = peak_flops(name) if setting.dtype in (torch.bfloat16, torch.float16) else None
@@ -146,9 +148,15 @@ class Metrics:
         ranks = self._gather_phases() if is_printed and self.needs_events else None
         if not self._is_writer:
             return
+        spike = self._spikes.note(loss)
+        if spike is not None:
+            logger.warning(
+                "step %d: loss %.4g is a spike: %.1f deviations above the usual one of the last %d steps",
+                *(global_steps, loss, spike, WINDOW),
+            )
         tokens = sum(num_elements(unit).get(key, 0) for unit in units_of(batch) for key in TOKEN_KEYS)
         if self._monitor is not None:
-            self._write_events(loss, step, ranks, tokens, global_samples, seconds)
+            self._write_events(loss, step, spike, ranks, tokens, global_samples, seconds)
         # Kept for the mean of the next line only: a job that prints nothing keeps nothing.
         if self._steps_per_print:
             self._seconds.append(seconds)
@@ -168,6 +176,7 @@ class Metrics:
         self,
         loss: float,
         step: StepResult,
+        spike: float | None,
         ranks: Mapping[int, PhaseTimes] | None,
         tokens: int,
         global_samples: int,
@@ -180,6 +189,11 @@ class Metrics:
             values["Train/Samples/lr"] = step.learning_rates[0]
         if step.loss_scale != 1.0:
             values["Train/Samples/loss_scale"] = step.loss_scale
+        values["Train/Samples/grad_norm"] = step.grad_norm
+        for index, norm in step.stage_norms.items():
+            values[f"Train/GradNorm/{self._plan.stages[index].name}"] = norm
+        if spike is not None:
+            values["Train/Samples/loss_spike"] = spike
         values["Train/Throughput/samples_per_second"] = self._plan.mini_batch / seconds
         if tokens:
             values["Train/Throughput/tokens_per_second"] = tokens / seconds
@@ -198,7 +212,11 @@ class Metrics:
     ) -> None:
         """Log the mean of the steps since the last line."""
         mean = sum(self._seconds) / len(self._seconds)
-        parts = [f"{mean * 1e3:.1f} ms a step", f"{self._plan.mini_batch / mean:.1f} samples/s"]
+        parts = [
+            f"gradient norm {step.grad_norm:.3g}",
+            f"{mean * 1e3:.1f} ms a step",
+            f"{self._plan.mini_batch / mean:.1f} samples/s",
+        ]
         if self._num_tokens:
             parts.append(f"{self._num_tokens / sum(self._seconds):.0f} tokens/s")
         if self._flops.step:

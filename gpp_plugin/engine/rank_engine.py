@@ -116,22 +116,29 @@ class RankEngine:
     def _make_rule(self, steps_alone: bool) -> StepRule:
         """Return the rule of the rank's steps: of each stage after each of its micro-batches, or of all together."""
 
-        def update(stages: Sequence[StageEngine], group: Any, compare: Callable[[], None]) -> RankUpdate:
+        def update(
+            stages: Sequence[StageEngine], group: Any, agreeing: Sequence[int], compare: Callable[[], None]
+        ) -> RankUpdate:
             return RankUpdate(
                 [stage.update for stage in stages],
                 self._counters,
                 group=group,
+                agreeing=agreeing,
                 compare=compare,
                 samples=self.plan.mini_batch,
             )
 
         if not steps_alone:
-            return StepTogether(update(self.stages, self.groups.world, self._compare_duplicates))
+            every = range(len(self.plan.stages))
+            return StepTogether(update(self.stages, self.groups.world, every, self._compare_duplicates))
         # Alone, only the tensor ranks take part in the check; together, all ranks raise where one of them would.
         return StepAlone(
             {
                 stage.stage_index: update(
-                    [stage], self.groups.stage[stage.stage_index], stage.update.compare_duplicates
+                    [stage],
+                    self.groups.stage[stage.stage_index],
+                    [stage.stage_index],
+                    stage.update.compare_duplicates,
                 )
                 for stage in self.stages
             }
@@ -196,6 +203,14 @@ class RankEngine:
     def end_mini_batch(self) -> StepResult:
         """Return what the mini-batch's steps did; where the stage steps alone, advance schedule and counters."""
         return self._rule.end_mini_batch()
+
+    def hold_steps(self, asks: Callable[[float], bool] | None) -> None:
+        """Ask with the norm before each step whether it is to be held, on all ranks alike; None: take all.
+
+        Of stages that step together. A step that was held leaves gradients and weights; `step` takes it.
+        """
+        assert isinstance(self._rule, StepTogether), "no rank alone may hold a step"
+        self._rule.hold(asks)
 
     def zero_grad(self) -> None:
         """Forget the mini-batch's gradients."""

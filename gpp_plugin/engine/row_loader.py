@@ -41,13 +41,12 @@ from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
 from gpp_plugin.engine.data_position import (
     SAMPLES,
     STREAM,
     EpochPoint,
     StreamPoint,
-    from_json,
-    to_json,
 )
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError, RuntimeFailure, first_line
@@ -681,14 +680,14 @@ class RowLoader:
         """Return where the data are after ``trained`` mini-batches, of which a few more may be taken already.
 
         Raises:
-            ValueError: the stream's state cannot be written as JSON.
+            CheckpointError: the stream's state cannot be written as JSON.
         """
         passed = [point for point in self._points if point.mini_batches <= trained]
         point = passed[-1] if passed else self._begin
         units = self._share.units or 1
         common = {"mini_batches": trained, "list_size": self.loader.batch_size}
         if isinstance(point, StreamPoint):
-            state = to_json(point.state)
+            state = to_json(point.state, path="the stream's state", tensors=None)
             passes = point.passes if state is not None else 0  # without a state it is read from its beginning
             return {
                 **common, "kind": STREAM, "lists": trained * units, "passes": passes, "state": state
@@ -705,8 +704,8 @@ class RowLoader:
             "kind": SAMPLES,
             "lists": lists,
             "samples": len(cast(Any, self.loader.dataset)),
-            "generator": to_json(generator),
-            "sampler": to_json(sampler),
+            "generator": to_json(generator, path="generator", tensors=None),
+            "sampler": to_json(sampler, path="the sampler's state", tensors=None),
         }
 
     def restore(self, position: Mapping[str, Any], *, warns: bool) -> None:
@@ -723,7 +722,7 @@ class RowLoader:
             problem = self._problem_with(position, begin)
             if isinstance(begin, EpochPoint) and begin.sampler is not None:
                 cast(Any, self.loader.batch_sampler).load_state_dict(begin.sampler)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
             raise CheckpointError(
                 f"the checkpoint's position in training_data cannot be read ({type(error).__name__}: {error}); load "
                 "another tag"
@@ -743,15 +742,15 @@ class RowLoader:
         return EpochPoint(
             mini_batches=number,
             lists=lists if size is None or own is None else lists * int(size) // own,
-            generator=from_json(position["generator"]),
-            sampler=from_json(position["sampler"]),
+            generator=from_json(position["generator"], tensor=None),
+            sampler=from_json(position["sampler"], tensor=None),
         )
 
     def _stream_point(self, position: Mapping[str, Any]) -> StreamPoint:
         number = int(position["mini_batches"])
         if position["kind"] != STREAM:
             return StreamPoint(mini_batches=number)
-        state = from_json(position["state"])
+        state = from_json(position["state"], tensor=None)
         if state is not None and hasattr(self.loader.dataset, "load_state_dict"):
             return StreamPoint(mini_batches=number, passes=int(position["passes"]), state=state)
         size = self.loader.batch_size

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -222,12 +222,17 @@ class StepResult:
         overflow: the gradient was not finite, and no stage stepped.
         learning_rates: of every parameter group of the model, after the step.
         loss_scale: for the next mini-batch.
+        stage_norms: what each stage brings to the norm, by its index in the plan: their squares add up to its square.
+            Of all stages that it was agreed with; not finite where the stage's gradient is not.
+        is_held: it was not taken: whoever asked to look at its norm first takes it later, or does not.
     """
 
     grad_norm: float
     overflow: bool
     learning_rates: tuple[float, ...]
     loss_scale: float
+    stage_norms: Mapping[int, float] = field(default_factory=dict)
+    is_held: bool = False
 
 
 class StageUpdate:
@@ -250,6 +255,7 @@ class StageUpdate:
         self.gradients = gradients
         self.updater = updater
         self.clear = clear
+        self.stage_index = reductions.stage_index
         self.compare_duplicates = reductions.compare_duplicates
         self._reductions = reductions
         self._foreign = frozenset(foreign)
@@ -292,8 +298,13 @@ class RankUpdate:
     Args:
         stages: of this rank, in the plan's order.
         group: the ranks whose gradients make up the norm; they all take the same decision.
+        agreeing: the stages of the plan whose gradients these are.
         compare: checks, before the first update, that tensor ranks agree on what they hold alike; collective.
         samples: of a mini-batch.
+
+    Attributes:
+        holds: asked with the norm before a step is taken, if anybody is to look at it: True leaves gradients and
+            weights as they are. The same answer on every rank of the group.
     """
 
     def __init__(
@@ -302,10 +313,13 @@ class RankUpdate:
         counters: StepCounters,
         *,
         group: dist.ProcessGroup | int,
+        agreeing: Sequence[int],
         compare: Callable[[], None],
         samples: int,
     ) -> None:
         self._stages = tuple(stages)
+        self._agreeing = tuple(agreeing)
+        self.holds: Callable[[float], bool] | None = None
         self._counters = counters
         self._group = group
         self._compare: Callable[[], None] | None = compare
@@ -313,10 +327,10 @@ class RankUpdate:
         # of what is alike on all stages, one that trains speaks for the others
         self._speaker = next((s.updater for s in stages if s.updater.trained), stages[0].updater)
 
-    def run(self) -> tuple[float, bool]:
-        """Step the optimizers; return the gradient's norm, and whether it kept the step away.
+    def run(self) -> StepResult:
+        """Step the optimizers, unless the gradient is not finite, or somebody `holds` the step.
 
-        Collective over the group.
+        Collective over the group. Rates and loss scale are those of the step; a mini-batch that ends changes them.
 
         Raises:
             RuntimeFailure: gradients were not reduced.
@@ -328,36 +342,47 @@ class RankUpdate:
         for stage in self._stages:
             stage.finish()
         # Gradients carry the loss scale until they are stepped: fp16 would lose small ones if they were divided here.
-        norm = self._scaled_norm() / self._speaker.loss_scale
+        scale = self._speaker.loss_scale
+        squares = self._scaled_squares()
+        norm = _root(sum(squares)) / scale
         overflow = self._speaker.config.check_overflow and not math.isfinite(norm)
-        for stage in self._stages:
+        is_held = self.holds is not None and self.holds(norm)
+        for stage in () if is_held else self._stages:
             if not overflow:
                 stage.apply(norm)
             stage.clear()
-        return norm, overflow
+        return StepResult(
+            grad_norm=norm,
+            overflow=overflow,
+            learning_rates=self._speaker.rates(),
+            loss_scale=scale,
+            stage_norms={
+                index: _root(own) / scale for index, own in zip(self._agreeing, squares, strict=True)
+            },
+            is_held=is_held,
+        )
 
     @torch.no_grad()
-    def _scaled_norm(self) -> float:
-        """Return the L2 norm of the scaled gradient; not finite where any element is not.
+    def _scaled_squares(self) -> list[float]:
+        """Return the squared L2 norm of each stage's scaled gradient; not finite where any element is not.
 
         Data-parallel ranks share their parameters out; a tied one is its owner's, and one that the tensor ranks
-        hold alike is the first one's: every element is squared on one rank, and one number a rank is summed.
+        hold alike is the first one's: every element is squared on one rank, and one number a stage is summed.
         """
-        first, *others = [stage.squared_norm() for stage in self._stages]
-        total = sum(others, start=first)
-        all_reduce(total, group=self._group, what="the norm of the gradients")
-        # One read of the device a step: the norm, and with it what else the host does not know.
+        # stages 0 2 on this rank of four stages:  [s0, 0, s2, 0]
+        own = {stage.stage_index: stage.squared_norm() for stage in self._stages}
+        nothing = torch.zeros_like(next(iter(own.values())))
+        squares = torch.stack([own.get(index, nothing) for index in self._agreeing])
+        all_reduce(squares, group=self._group, what="the norm of the gradients")
+        # One read of the device a step: the norms, and with them what else the host does not know.
         asked = [(stage.gradients, stage.gradients.unknown()) for stage in self._stages]
         unknown = [(gradients, flags) for gradients, flags in asked if flags is not None]
-        if not unknown:
-            value = total.item()
-        else:
-            parts = [total.reshape(1), *(flags.to(total.dtype) for _, flags in unknown)]
-            value, *known = torch.cat(parts).tolist()
-            for gradients, flags in unknown:
-                gradients.learn(known[: len(flags)])
-                known = known[len(flags) :]
-        return math.sqrt(value) if value >= 0 else math.nan
+        read = torch.cat([squares, *(flags.to(squares.dtype) for _, flags in unknown)]).tolist()
+        known = read[len(squares) :]
+        for gradients, flags in unknown:
+            gradients.learn(known[: len(flags)])
+            known = known[len(flags) :]
+        return read[: len(squares)]
 
     def end_mini_batch(self, *, overflow: bool, has_stepped: bool) -> None:
         """Advance the learning rates where there was a step; count the mini-batch; choose the next loss scale."""
@@ -371,14 +396,18 @@ class RankUpdate:
                 stage.updater.advance_rates()
             stage.updater.count(self._counters, overflow=overflow)
 
-    def result(self, norm: float, overflow: bool) -> StepResult:
-        """Return what a step did."""
-        return StepResult(
-            grad_norm=math.inf if overflow else norm,
-            overflow=overflow,
+    def result(self, last: StepResult) -> StepResult:
+        """Return what a step did, with rates and loss scale as they are now."""
+        return replace(
+            last,
+            grad_norm=math.inf if last.overflow else last.grad_norm,
             learning_rates=self._speaker.rates(),
             loss_scale=self._speaker.loss_scale,
         )
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan
 
 
 class StepRule(Protocol):
@@ -411,10 +440,16 @@ class StepTogether:
 
     def step(self, stage: int | None = None) -> StepResult:
         """Take the step of all stages, or of none, whoever asks for it; collective over all ranks."""
-        norm, overflow = self._update.run()
-        self._update.end_mini_batch(overflow=overflow, has_stepped=not overflow)
-        self._last = self._update.result(norm, overflow)
+        result = self._update.run()
+        if result.is_held:
+            return result
+        self._update.end_mini_batch(overflow=result.overflow, has_stepped=not result.overflow)
+        self._last = self._update.result(result)
         return self._last
+
+    def hold(self, asks: Callable[[float], bool] | None) -> None:
+        """Ask with the norm of every step from now on whether it is to be held; None: take all."""
+        self._update.holds = asks
 
     def end_mini_batch(self) -> StepResult:
         """Return what the mini-batch's one step did."""
@@ -437,7 +472,7 @@ class StepAlone:
 
     def __init__(self, updates: Mapping[int, RankUpdate]) -> None:
         self._updates = dict(updates)
-        self._last_norms = dict.fromkeys(updates, 0.0)
+        self._last: dict[int, StepResult] = {}
         self._has_overflowed = False
 
     def step(self, stage: int | None = None) -> StepResult:
@@ -445,10 +480,9 @@ class StepAlone:
         if stage is None:
             (stage,) = self._updates
         update = self._updates[stage]
-        norm, overflow = update.run()
-        self._last_norms[stage] = norm
-        self._has_overflowed |= overflow
-        return update.result(norm, overflow)
+        self._last[stage] = result = update.run()
+        self._has_overflowed |= result.overflow
+        return update.result(result)
 
     def end_mini_batch(self) -> StepResult:
         """Advance schedule and counters; return whether an update was skipped, and the norm of the last ones.
@@ -460,4 +494,13 @@ class StepAlone:
         first.end_mini_batch(overflow=overflow, has_stepped=True)
         for update in others:
             update.follow(overflow=overflow, has_stepped=True)
-        return first.result(math.hypot(*self._last_norms.values()), overflow)
+        norms = {stage: norm for last in self._last.values() for stage, norm in last.stage_norms.items()}
+        return first.result(
+            StepResult(
+                grad_norm=math.hypot(*norms.values()),
+                overflow=overflow,
+                learning_rates=(),
+                loss_scale=1.0,
+                stage_norms=norms,
+            )
+        )

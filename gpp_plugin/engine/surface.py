@@ -202,6 +202,16 @@ class PipelineSurface:
         return None if self._last_step is None else self._last_step.grad_norm
 
     @property
+    def stage_grad_norms(self) -> dict[str, float]:
+        """Return, by stage, what it brings to the norm of the last step's gradient: squares add up to its square.
+
+        Of all stages; in mode async, where each steps alone, of this rank's. Of a stage whose gradient is not finite it
+        is not either.
+        """
+        norms = {} if self._last_step is None else self._last_step.stage_norms
+        return {self.plan.stages[index].name: norm for index, norm in norms.items()}
+
+    @property
     def loss_scale(self) -> float:
         """Return the loss scale in force."""
         return self.rank_engine.loss_scale
@@ -326,6 +336,20 @@ class PipelineSurface:
             scheduler=load_lr_scheduler_states,
             weights_only=load_module_only,
         )
+
+    def resume(self, load_dir: str | Path) -> dict[str, Any] | None:
+        """Go on from a directory's newest whole checkpoint; where it has none yet, do nothing; collective.
+
+        For scripts that are started again when a rank is gone, on as many ranks or on fewer. Every rank does what
+        rank 0 finds.
+
+        Returns:
+            The client state that was saved; None where there was no checkpoint.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole, or they are of another model or optimizer.
+        """
+        return self._files.resume(load_dir)
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""

@@ -30,7 +30,8 @@ from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, Windo
 from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
-from gpp_plugin.runtime.ranks.failure_board import HERE, is_broken_connection
+from gpp_plugin.runtime.ranks.job_board import is_broken_connection
+from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.recorder import Recorder
 
 

@@ -54,23 +54,32 @@ def save_and_die(directory: Path, tag: str, number: int, *, at: int, loses_power
 
 
 def _die_at(directory: Path, at: int, loses_power: bool) -> None:
-    """Let this process kill itself before the call number ``at`` to one of `CALLS` or to a file's ``write``."""
-    seen = 0
     synced: set[tuple[int, int]] = set()
-    sync = os.fsync
 
     def die() -> None:
         if loses_power:
-            _lose_unsynced(directory, synced)
+            lose_unsynced(directory, synced)
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
+
+    strike_at(at, die, note_synced=synced.add)
+
+
+def strike_at(at: int, strike: Callable[[], None], *, note_synced: Callable[[tuple[int, int]], None]) -> None:
+    """Call ``strike`` in this process before the call number ``at`` to one of `CALLS` or to a file's ``write``.
+
+    Args:
+        note_synced: is told each file that was brought to the disk, by its number and size.
+    """
+    seen = 0
+    sync = os.fsync
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def do(*args: Any, **options: Any) -> Any:
             nonlocal seen
             seen += 1
             if seen == at:
-                die()
+                strike()
             return call(*args, **options)
 
         return do
@@ -78,7 +87,7 @@ def _die_at(directory: Path, at: int, loses_power: bool) -> None:
     def noted(handle: int) -> None:
         sync(handle)
         found = os.fstat(handle)
-        synced.add((found.st_ino, found.st_size))
+        note_synced((found.st_ino, found.st_size))
 
     for name in CALLS:
         setattr(os, name, counted(noted if name == "fsync" else getattr(os, name)))
@@ -93,7 +102,7 @@ def _die_at(directory: Path, at: int, loses_power: bool) -> None:
     Path.open = open_counted  # type: ignore[method-assign]
 
 
-def _lose_unsynced(directory: Path, synced: set[tuple[int, int]]) -> None:
+def lose_unsynced(directory: Path, synced: set[tuple[int, int]]) -> None:
     """Cut every file of this save that was not brought to the disk as it is now: what a power cut may leave."""
     for path in directory.rglob("*"):
         found = path.stat()

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,11 +58,25 @@ def test_tensors_whose_paths_are_spelt_alike_stay_apart() -> None:
     assert torch.equal(found["a"]["b"], torch.ones(2)) and torch.equal(found["a.b"], torch.zeros(2))
 
 
+def test_tensors_in_place() -> None:
+    value = {
+        "tensor": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 3),
+        "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "others": [b"x", np.int64(7), torch.tensor(2.5)],
+    }
+    text = json.dumps(to_json(value, path="state", tensors=None), allow_nan=False)
+    found = from_json(json.loads(text), tensor=None)
+    assert torch.equal(found["tensor"], value["tensor"]) and found["empty"].shape == (0, 3)
+    assert found["array"].dtype == np.uint32 and found["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found["others"] == [b"x", 7, torch.tensor(2.5)]
+
+
 class Anything:
     """What would need pickle."""
 
 
-@pytest.mark.parametrize("value", [Anything(), Anything, len, b"bytes", {1, 2}, 1j, range(3)])
+@pytest.mark.parametrize("value", [Anything(), Anything, len, np.array([None]), {1, 2}, 1j, range(3)])
 def test_anything_else_is_refused_by_name(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"state\.best\.1 is a .*would run code when it is read"):
         to_json({"best": [0, value]}, path="state", tensors={})
@@ -75,7 +90,18 @@ def test_endless_states_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "plain", [{"$eval": "1"}, {"$tuple": 3}, {"$dict": [1]}, {"$scalar": ["object", 1]}, {"$float": "x"}]
+    "plain",
+    [
+        {"$eval": "1"},
+        {"$tuple": 3},
+        {"$dict": [1]},
+        {"$scalar": ["object", 1]},
+        {"$float": "x"},
+        {"$embedded": ["load", [], ""]},
+        {"$array": ["O", [1], "AAAAAAAAAAA="]},
+        {"$bytes": "?"},
+        {"$array": 3},
+    ],
 )
 def test_what_was_not_written_so_is_refused(plain: Any) -> None:
     with pytest.raises(CheckpointError):

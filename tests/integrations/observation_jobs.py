@@ -33,7 +33,8 @@ def observe(directory: str) -> dict[str, Any]:
         )
         engine = make_engine(model, make_batch(B, 0), config)
         steps(engine, [make_batch(B, seed) for seed in range(4)])
-        return {"lines": lines, "tokens": [make_batch(B, 0)["input_ids"].numel()]}
+        names = [stage.name for stage in engine.plan.stages]
+        return {"lines": lines, "stages": names, "tokens": [make_batch(B, 0)["input_ids"].numel()]}
     finally:
         logger.removeHandler(handler)
         logger.level = level

@@ -8,14 +8,12 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpp_plugin.data.unit_packing import pack
-from gpp_plugin.engine.data_position import from_json, to_json
 from gpp_plugin.engine.feed import Feed, TrainingData
 from gpp_plugin.engine.row_loader import RowLoader, Share, make_loader
 from gpp_plugin.errors import CheckpointError
@@ -248,31 +246,6 @@ def test_an_iterator_without_state_has_no_position() -> None:
     taken(data, 1)
     assert data.position() is None
     data.restore(None)
-
-
-def test_states_are_json() -> None:
-    value = {
-        "tensor": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
-        "empty": torch.zeros(0, 3),
-        "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
-        "nested": [(1, None, True), {3: b"x"}, {"$": 1}],
-        "not a number": float("nan"),
-        "numpy": np.int64(7),
-    }
-    found = from_json(json.loads(json.dumps(to_json(value), allow_nan=False)))
-    assert torch.equal(found["tensor"], value["tensor"]) and found["empty"].shape == (0, 3)
-    assert found["array"].dtype == np.uint32 and found["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert found["nested"] == value["nested"] and found["numpy"] == 7
-    assert found["not a number"] != found["not a number"]
-    with pytest.raises(ValueError, match="a object cannot be written"):
-        to_json({"x": object()})
-    for broken in (
-        {"$": "tensor", "dtype": "load", "shape": [], "base64": ""},
-        {"$": "code"},
-        {"$": "tuple"},
-    ):
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            from_json(broken)
 
 
 @pytest.mark.parametrize("kind", ["samples", "stream"])

@@ -44,6 +44,13 @@ def test_every_report_of_the_configuration(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path, "elapsed_time_ms_forward")) == 2, "a number a line of the log"
     assert min(rows_of(tmp_path, "tflops_per_rank")) > 0
     assert list(tmp_path.glob("board/*tfevents*"))
+    whole, *stages = (
+        rows_of(tmp_path, name)
+        for name in ("Samples_grad_norm", *map("GradNorm_{}".format, answers[0]["stages"]))
+    )
+    assert len(whole) == 4 and len(stages) == 2 and "gradient norm" in first
+    for norm, *own in zip(whole, *stages, strict=True):
+        assert sum(each**2 for each in own) == pytest.approx(norm**2) and min(own) > 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")

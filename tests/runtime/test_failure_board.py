@@ -10,13 +10,10 @@ import time
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
-from gpp_plugin.runtime.ranks import failure_board
-from gpp_plugin.runtime.ranks.failure_board import (
-    FailureBoard,
-    FirstFailure,
-    is_broken_connection,
-    mark_shared,
-)
+from gpp_plugin.runtime.ranks import job_board, rank_process
+from gpp_plugin.runtime.ranks.failure_board import FailureBoard
+from gpp_plugin.runtime.ranks.job_board import is_broken_connection, mark_shared
+from gpp_plugin.runtime.ranks.whereabouts import FirstFailure
 
 
 def make_boards(num_ranks: int) -> list[FailureBoard]:
@@ -72,9 +69,9 @@ def _sleep() -> None:
 def test_a_process_is_alive_stopped_or_dead() -> None:
     process = multiprocessing.get_context("fork").Process(target=_sleep)
     process.start()
-    found = failure_board._stat(process.pid or 0)
+    found = rank_process.stat_of(process.pid or 0)
     assert found is not None
-    seen = failure_board._Process("here", process.pid or 0, found[1])
+    seen = rank_process.RankProcess("here", process.pid or 0, found[1])
     states = [seen.state()]
     os.kill(process.pid or 0, signal.SIGSTOP)
     time.sleep(0.1)
@@ -87,26 +84,26 @@ def test_a_process_is_alive_stopped_or_dead() -> None:
     process.join()
     states.append(seen.state())
     assert states == ["alive", "stopped", "dead", "dead"]
-    assert failure_board._Process("here", os.getpid(), "another start").state() == "dead"
+    assert rank_process.RankProcess("here", os.getpid(), "another start").state() == "dead"
 
 
 def test_what_ranks_raise_together_is_nobody_s_failure(monkeypatch) -> None:
     boards = make_boards(2)
-    monkeypatch.setattr(failure_board, "_board", boards[1])
+    monkeypatch.setattr(job_board, "_board", boards[1])
     shared = ConfigError("no such stage")
     mark_shared(shared)
-    failure_board.name_cause(shared, is_fatal=True)
+    job_board.name_cause(shared, is_fatal=True)
     survived = ConfigError("no optimizer")
-    failure_board.name_cause(survived, is_fatal=False)
+    job_board.name_cause(survived, is_fatal=False)
     assert boards[1].first is None
     fatal = ValueError("boom")
-    failure_board.name_cause(fatal, is_fatal=True)
+    job_board.name_cause(fatal, is_fatal=True)
     assert boards[1].first is not None and boards[1].first.why == "ValueError: boom"
     assert str(fatal) == "boom"
     assert "rank 1 failed first" in fatal.__notes__[0]
     other = CommTimeout("nothing came")
-    monkeypatch.setattr(failure_board, "_board", boards[0])
-    failure_board.name_cause(other, is_fatal=True)
+    monkeypatch.setattr(job_board, "_board", boards[0])
+    job_board.name_cause(other, is_fatal=True)
     assert str(other) == f"nothing came; {boards[1].first}"
     close(boards)
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.runtime.ranks.calls import engine_call
-from gpp_plugin.runtime.ranks.failure_board import OUTSIDE
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.whereabouts import OUTSIDE
 from tests.ranks import open_test_board, run_kept_ranks
 
 WAYS: dict[str, Callable[[Meeting], object]] = {

@@ -18,6 +18,7 @@ Tests: tests/integrations/test_checkpoint.py, tests/integrations/test_resharding
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from gpp_plugin.engine.checkpoints import checkpoint_directory as places
 from gpp_plugin.engine.checkpoints.manifest import (
+    MANIFEST,
     STATE,
     STATE_TENSORS,
     WEIGHT,
@@ -128,6 +130,24 @@ def load_checkpoint(
 
 
 # ---- finding and checking --------------------------------------------------------------------------------
+
+
+def has_checkpoint(engine: StageEngine, directory: Path) -> bool:
+    """Return whether anything was ever saved there, whole now or not, as rank 0 finds it; collective over all ranks.
+
+    Raises:
+        CheckpointError: the directory cannot be read, or a link leads out of it.
+    """
+
+    def look() -> bool:
+        if engine.rank != 0:
+            return False
+        tags = places.tags_in(directory)
+        return os.path.lexists(directory / places.LATEST) or any(
+            os.path.lexists(places.directory_of(directory, tag) / MANIFEST) for tag in tags
+        )
+
+    return all_ranks(engine, look, doing=f"look for checkpoints in {directory}")[0]
 
 
 def _check_first_whole(

@@ -68,6 +68,9 @@ class StageGradients(Protocol):
     def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
         """Return this rank's share of the squared L2 norm, of all parameters but ``without``."""
 
+    def parts(self) -> list[Tensor]:
+        """Return what holds this rank's gradients now, before they are summed over ranks or afterwards."""
+
     def norms(self, names: Sequence[str]) -> Tensor:
         """Return the L2 norm of each gradient of ``names`` as this rank has it, in double precision on the host."""
 
@@ -193,6 +196,11 @@ class GradientStore:
     def held_bytes(self) -> int:
         """Return the bytes of all gradients held now."""
         return sum(buffer.num_bytes for buffer in self._buffers)
+
+    def parts(self) -> list[Tensor]:
+        """Return the buffers."""
+        self._take_up()
+        return [buffer.flat for buffer in self._buffers]
 
     def clear(self) -> None:
         """Forget all gradients."""

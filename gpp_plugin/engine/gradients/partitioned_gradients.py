@@ -201,6 +201,13 @@ class PartitionedGradients:
         made = [p.grad.nbytes for p in self.parameters.values() if p.grad is not None]
         return sum(made) + sum(partition.nbytes for partition in self.partitions)
 
+    def parts(self) -> list[Tensor]:
+        """Return the buffers; under ZeRO 2 what autograd has made since the last sum, and the partitions."""
+        for buffer in self._buffers:
+            buffer.take_up()
+        made = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return [buffer.flat for buffer in self._buffers] or [*made, *self.partitions]
+
     def clear(self) -> None:
         """Forget all gradients."""
         self.resting = frozenset()

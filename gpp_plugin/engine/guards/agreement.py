@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.ranks.agree import exchange
-from gpp_plugin.runtime.ranks.failure_board import mark_shared
+from gpp_plugin.runtime.ranks.job_board import mark_shared
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from gpp_plugin import errors
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.serialize import dumps, loads
-from gpp_plugin.runtime.ranks.failure_board import HERE, mark_shared, name_of
+from gpp_plugin.runtime.ranks.job_board import mark_shared
 from gpp_plugin.runtime.ranks.waiting import all_reduce, gather_objects, own_name, tell_bytes
+from gpp_plugin.runtime.ranks.whereabouts import HERE, name_of
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from gpp_plugin.runtime.ranks.failure_board import HERE, name_cause
+from gpp_plugin.runtime.ranks.job_board import name_cause
+from gpp_plugin.runtime.ranks.whereabouts import HERE
 
 C = TypeVar("C", bound=type)
 

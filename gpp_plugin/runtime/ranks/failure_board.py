@@ -16,31 +16,30 @@ Tests: tests/runtime/test_failure_board.py, tests/integrations/test_faults.py
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
-import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from gpp_plugin.errors import CommTimeout, GppError, first_line
-
-logger = logging.getLogger(__name__)
+from gpp_plugin.runtime.ranks.rank_process import RankProcess
+from gpp_plugin.runtime.ranks.whereabouts import (
+    HERE,
+    SILENT_S,
+    FirstFailure,
+    SeenRank,
+    describe_error,
+    failure_of,
+    place_of,
+)
 
 BEAT_S = 0.5
 """Between two signs of life of a rank."""
-
-SILENT_S = 4.0
-"""After how long without a beat a rank of another host is taken to be gone or stopped."""
 
 SETTLING_S = 2.0
 """How long a rank whose wait broke off looks for the cause: the rank that failed may be writing it."""
@@ -53,172 +52,6 @@ ENDING_S = 8.0
 
 LINGERING_S = 3.0
 """How long the store's rank stays, at most, until the others have read who failed."""
-
-OUTSIDE = "outside of the engine's calls"
-
-
-# ---- where a rank is ---------------------------------------------------------------------------------------------
-
-
-class Whereabouts:
-    """What this process does now; read by the thread that tells the others.
-
-    Attributes:
-        stage: of this rank, once it is known.
-        call: what the user called (``train_batch``); empty between calls.
-        number: how many calls there were.
-        doing: what part of it (``capture``).
-        instruction: of the rank's program, while it runs.
-        waits_for: what the other ranks are waited for; empty while this rank works.
-        last_error: what the last call raised that the job may survive.
-    """
-
-    def __init__(self) -> None:
-        self.stage = ""
-        self.call = ""
-        self.number = 0
-        self.doing = ""
-        self.instruction: Any = None
-        self.waits_for = ""
-        self.last_error = ""
-
-    @contextlib.contextmanager
-    def during(self, doing: str) -> Iterator[None]:
-        """Say what part of a call a block is."""
-        before, self.doing = self.doing, doing
-        try:
-            yield
-        finally:
-            self.doing = before
-
-    def facts(self) -> dict[str, Any]:
-        """Return what others are told."""
-        instruction = self.instruction  # another thread may set it to None meanwhile
-        return {
-            "stage": self.stage,
-            "call": self.call,
-            "number": self.number,
-            "doing": self.doing,
-            "at": "" if instruction is None else str(instruction),
-            "waits_for": self.waits_for,
-            "last_error": self.last_error,
-        }
-
-
-HERE = Whereabouts()
-"""A process is one rank of one job."""
-
-
-def place_of(facts: Mapping[str, Any]) -> str:
-    """Return where a rank is, in words.
-
-    >>> place_of({"call": "train_batch", "at": "2F0"}), place_of({"call": "", "last_error": "StopIteration"})
-    ('in train_batch at 2F0', "outside of the engine's calls (its last call raised StopIteration)")
-    """
-    if not facts.get("call"):
-        raised = facts.get("last_error")
-        return OUTSIDE + (f" (its last call raised {raised})" if raised else "")
-    place = f"in {facts['call']}"
-    if facts.get("at"):
-        place += f" at {facts['at']}"
-    elif facts.get("doing"):
-        place += f", {facts['doing']}"
-    return place + (f", waiting for {facts['waits_for']}" if facts.get("waits_for") else "")
-
-
-def name_of(rank: int, stage: str) -> str:
-    """Return a rank with its stage, for errors."""
-    return f"rank {rank} (stage {stage!r})" if stage else f"rank {rank}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstFailure:
-    """The first failure of a job.
-
-    Args:
-        where: `place_of` the rank.
-        why: one line.
-    """
-
-    rank: int
-    stage: str
-    where: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{name_of(self.rank, self.stage)} failed first, {self.where}: {self.why}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenRank:
-    """What is known of another rank.
-
-    Args:
-        state: ``alive``, ``dead``, ``ended`` as it should, ``stopped``, or ``silent``: of another host, not heard of.
-        facts: as of `Whereabouts.facts`, at its last beat; empty where it was never heard of.
-    """
-
-    rank: int
-    state: str
-    facts: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Return the rank with its stage."""
-        return name_of(self.rank, self.facts.get("stage", ""))
-
-    @property
-    def why(self) -> str:
-        """Return what is wrong with it, as a failure's reason."""
-        return {
-            "dead": "its process is gone without a word (killed, out of memory, or ended by a signal)",
-            "ended": "its process has ended",
-            "stopped": "its process is stopped (SIGSTOP, or a debugger)",
-            "silent": f"nothing was heard of it for {SILENT_S:g} s (killed, stopped, or its host is gone)",
-        }.get(self.state, "it did not come")
-
-
-# ---- processes ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """A process as others of its host find it; ``space`` tells hosts, and containers' numbers of processes, apart."""
-
-    space: str
-    pid: int
-    start: str
-
-    @classmethod
-    def own(cls) -> _Process:
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            space = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-        except OSError:  # no such files: others know this rank by its beats alone
-            space = ""
-        state = _stat(os.getpid())
-        return cls(space, os.getpid(), "" if state is None else state[1])
-
-    def state(self) -> str:
-        """Return ``alive``, ``stopped`` or ``dead``; of a process on this host."""
-        found = _stat(self.pid)
-        if found is None or found[1] != self.start or found[0] in "ZX":
-            return "dead"
-        return "stopped" if found[0] in "Tt" else "alive"
-
-
-def _stat(pid: int) -> tuple[str, str] | None:
-    """Return a process's state and when it was started; None where it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    # pid (name, which may hold blanks and brackets) state ppid ...: the start is the 22nd field, the state the third
-    fields = text.rpartition(")")[2].split()
-    return fields[0], fields[19]
-
-
-# ---- the board ---------------------------------------------------------------------------------------------------
 
 
 class FailureBoard:
@@ -250,14 +83,14 @@ class FailureBoard:
         self._store = _connection(store)
         self._prefix = f"gpp_plugin/board/{epoch}"
         self._number = 0
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, RankProcess] = {}
         self._holders_facts: Mapping[str, Any] = {}
         self._has_store = True
         self._holder_has_left = False
         self._stopped_since: dict[int, float] = {}
         self._stuck_since: tuple[int, float] | None = None
         self._closing = threading.Event()
-        own = _Process.own()
+        own = RankProcess.own()
         self._own_space = own.space
         self._set(f"process/{rank}", [own.space, own.pid, own.start])
         self._beat()
@@ -307,7 +140,7 @@ class FailureBoard:
                 rank=self.rank,
                 stage=HERE.stage,
                 where=place_of(HERE.facts() | {"waits_for": ""}),
-                why=_why(error),
+                why=describe_error(error),
             )
         )
 
@@ -328,7 +161,7 @@ class FailureBoard:
             if self.first is None and has_settled:
                 lost = [seen for seen in self.look() if seen.state != "alive"]
                 if lost:
-                    self.post(_failure_of(lost[0]))
+                    self.post(failure_of(lost[0]))
                 return
             if self.first is None:
                 time.sleep(0.1)
@@ -443,7 +276,7 @@ class FailureBoard:
             since = self._stopped_since.setdefault(rank, time.monotonic())
             if self.first is None and HERE.call and time.monotonic() - since > self.limit_s + SLACK_S:
                 facts = self._holders_facts if self._is_holder_quiet() else self._facts_of(rank)[1]
-                self.post(_failure_of(SeenRank(rank=rank, state="stopped", facts=facts)))
+                self.post(failure_of(SeenRank(rank=rank, state="stopped", facts=facts)))
 
     def _end_if_stuck(self) -> None:
         """End this process where a rank has failed and this one does not come out of a wait that is torch's own.
@@ -498,7 +331,7 @@ class FailureBoard:
             if self._has("first"):
                 self._read_first()
                 return
-            self.post(_failure_of(SeenRank(rank=rank, state="dead", facts=self._facts_of(rank)[1])))
+            self.post(failure_of(SeenRank(rank=rank, state="dead", facts=self._facts_of(rank)[1])))
             return
 
     def _lose_store(self, state: str = "dead") -> None:
@@ -507,7 +340,7 @@ class FailureBoard:
             assert self._holder is not None
             state = "ended" if self._holder_has_left else state
             lost = SeenRank(rank=self._holder, state=state, facts=self._holders_facts)
-            self.first = _failure_of(lost)
+            self.first = failure_of(lost)
 
     # ---- the store -----------------------------------------------------------------------------
 
@@ -540,22 +373,13 @@ class FailureBoard:
             try:
                 if self._has(f"process/{rank}"):
                     told = json.loads(self._store.get(f"{self._prefix}/process/{rank}"))
-                    self._processes[rank] = _Process(*told)
+                    self._processes[rank] = RankProcess(*told)
             except RuntimeError:
                 return ""
         return self._state_of(rank)
 
 
 _FIELDS = ("rank", "stage", "where", "why")
-
-
-def _failure_of(seen: SeenRank) -> FirstFailure:
-    return FirstFailure(
-        rank=seen.rank,
-        stage=seen.facts.get("stage", ""),
-        where=f"last heard of {place_of(seen.facts)}" if seen.facts else "never heard of",
-        why=seen.why,
-    )
 
 
 def _connection(store: dist.Store) -> dist.Store:
@@ -565,153 +389,3 @@ def _connection(store: dist.Store) -> dist.Store:
     except (AttributeError, RuntimeError, NotImplementedError):
         return store
     return own
-
-
-# ---- the job's ---------------------------------------------------------------------------------------------------
-
-_board: FailureBoard | None = None
-
-
-def open_board(
-    store: dist.Store, *, rank: int, num_ranks: int, epoch: int, limit_s: float
-) -> FailureBoard | None:
-    """Make the board of a job that begins; the one of a job before it is closed. None for a job of one rank."""
-    global _board
-    close_board()
-    for name, value in vars(Whereabouts()).items():
-        if name not in ("call", "number", "doing"):
-            setattr(HERE, name, value)
-    if num_ranks > 1:
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        _board = FailureBoard(
-            store,
-            rank=rank,
-            num_ranks=num_ranks,
-            epoch=epoch,
-            limit_s=limit_s,
-            holder=None if is_agents else 0,
-        )
-        _watch_exit()
-    return _board
-
-
-def job_board() -> FailureBoard | None:
-    """Return the board of this process's job; None where it has one rank, or none was made."""
-    return _board
-
-
-def close_board() -> None:
-    """Close the job's board, if there is one."""
-    global _board
-    if _board is not None:
-        _board.close()
-    _board = None
-
-
-def is_broken_connection(error: BaseException) -> bool:
-    """Return whether an error, or what it came of, says that another rank did not answer or is gone."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, CommTimeout | dist.DistNetworkError | dist.DistBackendError):
-            return True
-        text = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(sign in text for sign in _SIGNS):
-            return True
-        seen = seen.__cause__
-    return False
-
-
-_SIGNS = (
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "connection refused",
-    "timed out waiting",
-    "operation timed out",
-    "gloo/transport",
-)
-"""Of gloo's messages; its exceptions are RuntimeErrors."""
-
-_SHARED = "_gpp_plugin_raised_on_all_ranks"
-
-
-def mark_shared(error: BaseException) -> None:
-    """Note that all ranks raise this error together: none of them has failed before the others."""
-    setattr(error, _SHARED, True)
-
-
-def is_shared(error: BaseException) -> bool:
-    """Return whether `mark_shared` was called for the error."""
-    return bool(getattr(error, _SHARED, False))
-
-
-def name_cause(error: BaseException, *, is_fatal: bool) -> None:
-    """Add to an error who failed first; where it was this rank, tell the others.
-
-    Args:
-        is_fatal: the job cannot go on after it.
-    """
-    board = _board
-    if board is None or is_shared(error):
-        return
-    if is_broken_connection(error):
-        first = board.find()
-    elif is_fatal:
-        first = board.post_error(error)
-    else:
-        return
-    if first is not None and first.rank == board.rank:
-        error.add_note(f"{first}")
-    elif first is not None and not _says(error, first):
-        if isinstance(error, GppError):
-            error.args = (f"{error}; {first}",)
-        else:
-            error.add_note(f"{first}")
-    board.linger()
-
-
-def _says(error: BaseException, first: FirstFailure) -> bool:
-    """Return whether an error says who failed first, or is what every rank raises for itself."""
-    return str(first) in str(error) or first.why == _why(error)
-
-
-def _why(error: BaseException) -> str:
-    kind, text = type(error).__name__, first_line(error)
-    return f"{kind}: {text}" if text else kind
-
-
-_watched = False
-
-
-def _watch_exit() -> None:
-    """Let what ends this process be known to the others, and its last line be what the job failed of."""
-    global _watched
-    if _watched:
-        return
-    _watched = True
-    atexit.register(_leave)
-    os.register_at_fork(after_in_child=_forget)
-    hook = sys.excepthook
-
-    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        board = _board
-        if board is not None and not is_shared(error):
-            with contextlib.suppress(Exception):
-                name_cause(error, is_fatal=True)
-        hook(kind, error, trace)
-        if board is not None and board.first is not None:
-            sys.stderr.write(f"gpp_plugin: {board.first}\n")
-
-    sys.excepthook = excepthook
-
-
-def _leave() -> None:
-    if _board is not None:
-        _board.linger()
-        _board.leave()
-
-
-def _forget() -> None:
-    """Let a forked process, which has no thread and must not use the connection, know nothing of the board."""
-    global _board
-    _board = None

@@ -43,7 +43,8 @@ import torch.distributed as dist
 from gpp_plugin import errors
 from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
 from gpp_plugin.launch import reserved_port
-from gpp_plugin.runtime.ranks.failure_board import mark_shared, open_board
+from gpp_plugin.runtime.ranks.agents_store import did_not_come, has_agents_store, store_of_start
+from gpp_plugin.runtime.ranks.job_board import mark_shared, open_board
 
 JOINING_TIMEOUT_S = 600.0
 """How long a rank waits for the others to start: they import torch from a shared disk, on many hosts."""
@@ -391,13 +392,12 @@ def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
     own, size, where, port = (
         os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(
+        store: dist.Store = dist.TCPStore(
             where,
             int(port),
             int(size),
-            own == "0" and not has_agent,
+            own == "0" and not has_agents_store(),
             datetime.timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
@@ -408,6 +408,8 @@ def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
             f"{first_line(error)}; start every rank, on rank 0's host as MASTER_ADDR, and look for a firewall between "
             "the hosts"
         ) from error
+    if has_agents_store():
+        store = store_of_start(store, rank=int(own), num_ranks=int(size), timeout_s=timeout_s)
     return store, int(own), int(size)
 
 
@@ -477,12 +479,12 @@ def _hear_all(
             there = [r for r in range(num_ranks) if _has(store, _key(call, r))]
             absent = [r for r in range(num_ranks) if r not in there] if there else [0]  # it holds the store
             _leave_together(store, call, rank=rank, ranks=there, timeout_s=min(timeout_s, 3.0))
-            names = " and ".join(f"rank {r}" for r in absent) or f"rank {other}"
-            where = os.environ.get("MASTER_ADDR", "the job's store")
-            raise CommTimeout(
-                f"rank {rank} of {num_ranks} ranks waited {round(time.monotonic() - started, 1):g} s for all to meet "
-                f"at {where}: {names} did not come ({first_line(error)}); start every rank, with rank 0's host as "
-                "MASTER_ADDR, and look at the output of those that did not come"
+            raise did_not_come(
+                absent or [other],
+                rank=rank,
+                num_ranks=num_ranks,
+                waited_s=time.monotonic() - started,
+                why=first_line(error),
             ) from error
         told.append(json.loads(store.get(_key(call, other))))
     return told

@@ -22,14 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.errors import CommTimeout, first_line
-from gpp_plugin.runtime.ranks.failure_board import (
-    HERE,
-    FailureBoard,
-    FirstFailure,
-    SeenRank,
-    job_board,
-    place_of,
-)
+from gpp_plugin.runtime.ranks.failure_board import FailureBoard
+from gpp_plugin.runtime.ranks.job_board import job_board
+from gpp_plugin.runtime.ranks.whereabouts import HERE, FirstFailure, SeenRank, place_of
 
 SLICE_S = 1.0
 """After how long a wait looks whether a rank has failed; one that ends sooner looks at nothing."""

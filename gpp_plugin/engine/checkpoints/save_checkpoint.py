@@ -289,6 +289,7 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._failure: list[str] = []
         self._doing = ""
+        self._temporary = Path()
 
     @property
     def is_busy(self) -> bool:
@@ -302,6 +303,7 @@ class BackgroundSave:
         prepared.files.files = copies
         self._failure = []
         self._doing = f"write {prepared.directory / prepared.tag}"
+        self._temporary = prepared.temporary
         self._thread = threading.Thread(
             target=self._run, args=(prepared, rank, num_ranks), name="gpp-checkpoint", daemon=False
         )
@@ -321,6 +323,8 @@ class BackgroundSave:
         told = all_ranks(engine, lambda: list(self._failure), doing=self._doing)
         failures = [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
         if failures:
+            if engine.rank == 0:  # now that no rank writes there any more
+                places.abandon(self._temporary)
             raise CheckpointError(f"the ranks could not {self._doing}: {'; '.join(failures)}")
 
     def _run(self, prepared: _Prepared, rank: int, num_ranks: int) -> None:
@@ -337,8 +341,6 @@ class BackgroundSave:
             self._failure.append(f"{type(error).__name__}: {error}")
             with contextlib.suppress(OSError):  # a full disk has room for an empty file
                 (prepared.temporary / _FAILED.format(rank=rank)).touch()
-        if self._failure and rank == 0:
-            places.abandon(prepared.temporary)
 
     def _await_parts(self, temporary: Path, num_ranks: int) -> list[WrittenPart]:
         """Return what all ranks have written, when they have, and remove the files that say so."""

@@ -7,6 +7,7 @@ import pytest
 from gpp_plugin.cli import main
 from gpp_plugin.commands.compare_command import format_comparison, remarks, speed_ups
 from gpp_plugin.compare.compare_run import ModeResult, result_rows
+from tests.tiers import long
 
 QUICK = ["--devices", "2", "--stages", "2", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
 
@@ -156,7 +157,7 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
     ]
 
 
-@pytest.mark.slow
+@long
 def test_more_stages_than_ranks_are_trained_and_stock_has_one_a_rank(capsys):
     options = ["--devices", "2", "--stages", "4", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
     options += ["--steps", "1", "--warm-up", "0", "--modes", "stock,graph", "--json"]

@@ -17,6 +17,7 @@ from tests.gpu.test_many_gpus import diamond_on
 from tests.gpu.watched_job import JobFailed, run_job, run_program
 from tests.ranks import run_kept_ranks
 from tests.runtime.test_equality import job
+from tests.tiers import long
 
 # ---- the watchdog -------------------------------------------------------------------------------------------
 
@@ -140,6 +141,7 @@ def test_equality(dry: Lab) -> None:
     ]  # fmt: skip
 
 
+@long
 def test_memory(dry: Lab) -> None:
     checks.less_memory(dry, 1)
     checks.capped_memory(dry, 2, zero=1)
@@ -151,6 +153,7 @@ def test_steps_that_are_looked_at(dry: Lab) -> None:
     checks.captured_over_eager(dry, rounds=1)
 
 
+@long
 def test_other_ways_to_run(dry: Lab) -> None:
     checks.evaluation(dry, 2, sizes=(4, 1))
     checks.mode_async(dry, 2, num_batches=4)

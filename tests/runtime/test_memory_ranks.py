@@ -8,6 +8,7 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.runtime import jobs
+from tests.tiers import some
 
 WHOLE: dict[str, Any] = {"num_sliced": 0, "joins_last_slice": False, "schedule": "1f1b"}
 SLICED: dict[str, Any] = WHOLE | {"num_sliced": 2}
@@ -44,9 +45,10 @@ def job_pair(name: str, *, bf16: bool, overrides: dict[int, dict[str, Any]]) -> 
 
 
 def test_swapping_and_recomputing_stages_train_as_without() -> None:
-    pairs = [job_pair(**what) for what in ALL.values()]
+    names = some(ALL, every=2)
+    pairs = [job_pair(**ALL[name]) for name in names]
     per_rank = run_ranks(jobs.train, 3, [job for pair in pairs for job in pair], timeout_s=400)
-    for index, what in enumerate(ALL):
+    for index, what in enumerate(names):
         for rank, answers in enumerate(per_rank):
             plain, ours = answers[2 * index : 2 * index + 2]
             assert all(ours["has_memory"]) and not any(plain["has_memory"])

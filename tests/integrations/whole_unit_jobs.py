@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from gpp_benchmarks.zoo._entries import IMAGE, IMAGE_END, IMAGE_START, build_model
 from gpp_benchmarks.zoo._vision_language import MODELS
-from gpp_plugin.runtime.unit_lane import AheadUnitLane
+from gpp_plugin.runtime.kept_lanes import KeptAhead
 from tests.integrations.engine_jobs import config_of, make_engine
 from tests.reading_models import OneByOne, Reader, reader_batch
 from tests.runtime.jobs import make_config, use_device
@@ -280,6 +280,6 @@ def train_frozen(look_ahead: int) -> dict[str, Any]:
     for _ in steps:
         losses.append(float(engine.train_batch(stream)))
         gradients.append({key: value.clone() for key, value in engine.gradients.items()})
-        looked.append(isinstance(engine._lane.lanes[0], AheadUnitLane) and engine._lane.lanes[0].is_ahead)
+        looked.append(isinstance(engine._lane, KeptAhead) and engine._lane.is_ahead)
     engine.destroy()
     return {"losses": losses, "gradients": gradients, "looked": looked}

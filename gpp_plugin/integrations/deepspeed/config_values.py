@@ -58,6 +58,8 @@ _VALUES: dict[tuple[str, ...], Any] = {
     ("scheduler", "params", "warmup_max_lr"): _Magnitude,
 }
 """What a key's value must be where it is given."""
+_PER_GROUP = frozenset({("scheduler", "params", "warmup_min_lr"), ("scheduler", "params", "warmup_max_lr")})
+"""What may also be a list, a value for each parameter group."""
 
 _OBJECTS = (
     "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
@@ -135,6 +137,8 @@ def _wrong(config: Mapping[str, Any], path: tuple[str, ...], kind: Any) -> str |
             return None
     if value == _AUTO and len(path) > 1 and path not in _READ_HERE:
         return None
+    if path in _PER_GROUP and isinstance(value, list):
+        kind = tuple[kind, ...]
     try:
         reader_of(kind)(value)
     except WrongLeaf as error:

@@ -19,6 +19,7 @@ import torch
 
 from gpp_plugin.launch import reserved_port
 from tests.ranks import run_kept_ranks
+from tests.tiers import long
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 16
@@ -84,6 +85,7 @@ def go_on(directory: str) -> list[float]:
 
 
 @pytest.mark.slow
+@long
 def test_a_job_that_loses_a_host_goes_on_without_it(tmp_path: Path) -> None:
     saved, kept, log = tmp_path / "saved", tmp_path / "kept", tmp_path / "log.txt"
     with reserved_port() as port:

@@ -14,7 +14,7 @@ from tests.models import build
 from tests.ranks import run_kept_ranks, run_ranks
 from tests.reference import gradient_errors, loss_of, train_reference, units_of
 from tests.runtime.odd_models import build_odd
-from tests.tiers import some
+from tests.tiers import long, some
 
 
 @pytest.mark.parametrize("zero", some([2, 0, 1], every=3))
@@ -45,6 +45,7 @@ def test_clipping_groups_and_schedule_equal_torch(zero: int, tmp_path: Path) -> 
     assert list(tmp_path.glob("board/*tfevents*")), "the tensorboard monitor wrote nothing"
 
 
+@long
 def test_bf16_trains_within_its_rounding() -> None:
     answers = run_kept_ranks(jobs.train_in_precision, 4, "bf16")
     for name in ("t5", "clip"):

@@ -53,7 +53,7 @@ def both(kind: str, stages: str, ranks: int, **options: Any) -> list[dict[int, d
             ),
             (CLIP, "clip, the text tower on both ranks", 2, {"zero": 2}),
         ],
-        every=3,
+        every=4,
     ),
 )
 def test_bits_are_the_same_on_a_callers_iterator(

@@ -48,7 +48,7 @@ def train_alone(case: str, clipping: float) -> tuple[list[float], dict[str, Any]
     return losses, gradients, first_norm, model
 
 
-@pytest.mark.parametrize(("case", "num_ranks", "zero", "options"), some(CASES, every=2))
+@pytest.mark.parametrize(("case", "num_ranks", "zero", "options"), some(CASES, every=3))
 def test_a_rank_of_several_stages_trains_as_one_process(
     case: str, num_ranks: int, zero: int, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from tests.tiers import some
                 "tokens",
             ),
         ],
-        every=2,
+        every=3,
     ),
 )
 def test_losses_and_gradients_equal_one_process(

@@ -55,7 +55,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", sorted(JOBS))
+@pytest.mark.parametrize("num_ranks", some(sorted(JOBS), every=2))
 def test_units_train_as_in_one_process(num_ranks: int) -> None:
     tasks = JOBS[num_ranks]
     per_rank = run_kept_ranks(whole_unit_jobs.train, num_ranks, tasks, timeout_s=150)
@@ -129,7 +129,7 @@ def plain_family(name: str, loss_mean: str) -> tuple[Any, ...]:
             ("qwen2_5_vl", 3, {"stages": 3}, "units"),
             ("llava_next", 1, {}, "tokens"),
         ],
-        every=3,
+        every=4,
     ),
 )
 def test_families_train_on_unlike_images_and_lengths(

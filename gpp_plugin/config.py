@@ -27,6 +27,7 @@ from gpp_plugin.extensions import (
     PLANNERS,
     SCHEDULES,
     TRANSPORTS,
+    named_backends,
     planner_granularity,
 )
 from gpp_plugin.ir.samples import nearest_divisors
@@ -311,8 +312,7 @@ class GraphPipelineConfig(_Block):
     @field_validator("backends")
     @classmethod
     def _are_backends(cls, given: Any) -> Any:
-        names = () if isinstance(given, str) else given.values() if isinstance(given, dict) else given
-        for name in names:
+        for name in named_backends(given):
             if name not in BACKENDS:
                 raise ValueError("no such backend")
             BACKENDS.check(name)
@@ -635,8 +635,7 @@ def _wrong_backends(path: str, value: Any) -> str:
     names = BACKENDS.names()
     if isinstance(value, str) and value in names:
         return f"{path}: {show(value)} is not valid; give a list: {show([value])}"
-    given = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
-    wrong = next((name for name in given if isinstance(name, str) and name not in BACKENDS), None)
+    wrong = next((n for n in named_backends(value) if isinstance(n, str) and n not in BACKENDS), None)
     if wrong is not None:
         return f"{path}: no backend {show(wrong)}{nearest(wrong, names)}; give one of {', '.join(names)}"
     hint = nearest(value, (*BACKEND_WORDS, *names)) if isinstance(value, str) else ""

@@ -20,7 +20,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -315,6 +315,12 @@ def find_backend(name: str) -> Backend:
     """Return the backend called ``name``; see `Door.load`."""
     backend: Backend = BACKENDS.load(name)
     return backend
+
+
+def named_backends(asked: Any) -> list[Any]:
+    """Return the backends that a value of the key ``backends`` names: those of a list, or of an object's stages."""
+    values = asked.values() if isinstance(asked, Mapping) else asked
+    return [] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)
 
 
 def planner_granularity(name: str) -> str:

@@ -32,8 +32,9 @@ from gpp_plugin.backends.measured_backends import (
 from gpp_plugin.backends.place_forward import place_forward
 from gpp_plugin.backends.placed_forward import CuttableForward
 from gpp_plugin.errors import BackendRefused, ConfigError, nearest
-from gpp_plugin.extensions import BACKENDS, find_backend
+from gpp_plugin.extensions import BACKENDS, find_backend, named_backends
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
+from gpp_plugin.runtime.random_streams import kept_streams
 from gpp_plugin.runtime.stage_module import StageFunction
 
 logger = logging.getLogger(__name__)
@@ -61,8 +62,7 @@ def check_asked(asked: Asked) -> None:
     Raises:
         ConfigError: names the backend, and what to install.
     """
-    named = () if isinstance(asked, str) else asked.values() if isinstance(asked, Mapping) else asked
-    for name in named:
+    for name in named_backends(asked):
         reason = find_backend(name).missing()
         if reason:
             raise ConfigError(f"graph_pipeline.backends: backend {name!r} {reason}, or leave it out")
@@ -128,9 +128,9 @@ class BackendForward:
     @torch.no_grad()
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """Run the forward."""
-        version = self._module()
+        version = _module_of(self._function)
         taken = self._built.get(id(version))
-        if taken is None or (taken.writes != self._writes() and not self._reads_weights):
+        if taken is None or (not self._reads_weights and taken.writes != self._writes()):
             return self._take_over(version, args)
         if taken.forward is None:
             return self._function.call(*args)
@@ -140,12 +140,6 @@ class BackendForward:
     def is_taken(self) -> bool:
         """Return whether the backend has taken over at any version of the code."""
         return any(taken.forward is not None for taken in self._built.values())
-
-    def _module(self) -> torch.fx.GraphModule:
-        function = self._function
-        module = function.module if function.choice is None else function.choice.module
-        assert module is not None, "only generated code is given to backends"
-        return module
 
     def _writes(self) -> int:
         """Return how often the weights were written, and where they lie."""
@@ -217,7 +211,7 @@ class BuiltOfStage:
             return known.forward.run if known is not None and known.holds(code, writes) else build()
 
         # building may draw random numbers (examples, tuning): training must not notice
-        with torch.random.fork_rng(devices=[]):
+        with kept_streams(expected[0].device):
             found = build_checked(again, code.examples, expected)
         self._built[key] = _Known(bound=code.bound, writes=writes, forward=found)
         return found
@@ -252,15 +246,20 @@ def forward_code(
     stage: str, function: StageFunction, parameters: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> ForwardCode:
     """Return a stage's code as backends are given it, the version that is in use."""
-    module = function.module if function.choice is None else function.choice.module
-    assert module is not None, "only generated code is given to backends"
     return ForwardCode(
         name=stage,
-        module=module,
+        module=_module_of(function),
         bound=function.bound,
         parameters=tuple(parameters),
         examples=tuple(tensor.detach() for tensor in tensors),
     )
+
+
+def _module_of(function: StageFunction) -> torch.fx.GraphModule:
+    """Return the version of a stage's code that is in use (attention with or without masks)."""
+    module = function.module if function.choice is None else function.choice.module
+    assert module is not None, "only generated code is given to backends"
+    return module
 
 
 class StageBackends:

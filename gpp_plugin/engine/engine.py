@@ -54,7 +54,14 @@ from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.row_loader import inputs_of, make_row_loader
-from gpp_plugin.engine.setting import EngineModel, Framework, Monitor, Setting, TextGenerator
+from gpp_plugin.engine.setting import (
+    NOTHING_GENERATED,
+    EngineModel,
+    Framework,
+    Monitor,
+    Setting,
+    TextGenerator,
+)
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
 from gpp_plugin.engine.surface import PipelineSurface
 from gpp_plugin.engine.training_steps import (
@@ -80,6 +87,7 @@ from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.kept_lanes import KeptAhead, KeptWindows
 from gpp_plugin.runtime.lane import tied_stages
+from gpp_plugin.runtime.memory.counting import storage_bytes
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import do_together
 from gpp_plugin.runtime.ranks.calls import watched_calls
@@ -641,12 +649,12 @@ class GraphPipelineEngine(PipelineSurface):
         """
         limit_gb, device = self.config.memory.limit_gb, self._setting.device
         if isinstance(limit_gb, (int, float)):
-            held = {
-                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            held = storage_bytes(
+                tensor
                 for stage in self.rank_engine.stages
-                for t in (*stage.weight_tensors(), *stage.optimizer_tensors())
-            }
-            return int(limit_gb * 1e9) - sum(held.values())
+                for tensor in (*stage.weight_tensors(), *stage.optimizer_tensors())
+            )
+            return int(limit_gb * 1e9) - held
         if device.type != "cuda":
             return None
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -659,9 +667,7 @@ class GraphPipelineEngine(PipelineSurface):
             ConfigError: nothing has been generated.
         """
         if self._generator is None:
-            raise ConfigError(
-                "engine.cache_report: nothing has been generated yet; call engine.generate() first"
-            )
+            raise ConfigError(NOTHING_GENERATED)
         return self._generator.cache_report()
 
     # ---- memory --------------------------------------------------------------------------------

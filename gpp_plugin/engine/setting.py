@@ -134,6 +134,9 @@ class EngineModel(Protocol):
         """Let go of process groups; the model trains no more."""
 
 
+NOTHING_GENERATED = "engine.cache_report: nothing has been generated yet; call engine.generate() first"
+
+
 class TextGenerator(Protocol):
     """What runs the `generate` of a model on the stages of a plan; collective over all ranks."""
 

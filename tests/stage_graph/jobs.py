@@ -120,6 +120,7 @@ def run_in_double(
         "counts": result.memory,
         "differences": [] if result.memory is None else differences(plan, own, result.memory),
         "memory": plan.stages[own].memory,
+        "saves": sum(m.recomputed_bytes + m.swapped_bytes for s in plan.stages if (m := s.memory)),
         "needs": {s.name: s.memory_bytes for s in plan.stages},
         "stages": [(s.name, s.ranks, s.micro_batch_size, s.schedule, s.num_sliced) for s in plan.stages],
     }

@@ -33,7 +33,7 @@ class Spikes:
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
 
-    def look(self, value: float) -> float | None:
+    def _look(self, value: float) -> float | None:
         """Return how many deviations a number is above the usual ones, where that makes it a spike; else None."""
         if len(self._last) < LEAST or not math.isfinite(value):
             return None
@@ -43,8 +43,8 @@ class Spikes:
         return above if above > SPIKE else None
 
     def note(self, value: float) -> float | None:
-        """Do so, and take the number for one of the last; those that are not finite are left out."""
-        found = self.look(value)
+        """Take a number for one of the last, unless it is not finite; return its deviations if it is a spike."""
+        found = self._look(value)
         if math.isfinite(value):
             self._last.append(value)
         return found

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpp_plugin.config import GenerateConfig
 from gpp_plugin.engine.guards.agreement import agree, describe_tensor
-from gpp_plugin.engine.setting import Setting
+from gpp_plugin.engine.setting import NOTHING_GENERATED, Setting
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations.huggingface.generate_calls import (
     SilentStreamer,
@@ -257,9 +257,7 @@ class Generator:
         )
         told = self._meeting.gather((own, self._caches is not None), "a report of caches")
         if not any(is_there for _, is_there in told):
-            raise ConfigError(
-                "engine.cache_report: nothing has been generated yet; call engine.generate() first"
-            )
+            raise ConfigError(NOTHING_GENERATED)
         return CacheReport(cache=self._cache, ranks=tuple(each for each, _ in told))
 
     def _counted(
@@ -451,20 +449,16 @@ class _Outcome:
 
 def _named(failure: Exception | None, rank: int) -> Exception | None:
     """Return what a module of this rank raised, as all ranks raise it; None where it was another rank's."""
-    if failure is None:
-        return None
-    error = ConfigError(f"engine.generate: rank {rank}: {type(failure).__name__}: {failure}")
-    error.__cause__ = failure
-    return error
+    return None if failure is None else _refused(failure, where=f"rank {rank}: ")
 
 
 def _stopped() -> RuntimeFailure:
     return RuntimeFailure("engine.generate: another rank of this one's lane failed; see its error")
 
 
-def _refused(failure: Exception) -> ConfigError:
-    """Return what `generate` itself refuses, on all ranks alike."""
-    error = ConfigError(f"engine.generate: {type(failure).__name__}: {failure}")
+def _refused(failure: Exception, *, where: str = "") -> ConfigError:
+    """Return what all ranks raise: by default what `generate` itself refuses on all of them alike."""
+    error = ConfigError(f"engine.generate: {where}{type(failure).__name__}: {failure}")
     error.__cause__ = failure
     return error
 

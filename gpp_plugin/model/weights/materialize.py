@@ -32,6 +32,7 @@ from gpp_plugin.integrations.huggingface.hf_weights import (
 )
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
 from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.runtime.memory.counting import storage_bytes
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 
 Finish = Callable[[str, Tensor], Tensor]
@@ -139,12 +140,7 @@ def release_parameters(model: nn.Module, keep: Iterable[str] = ()) -> int:
 
 def resident_bytes(model: nn.Module) -> int:
     """Return the bytes of all real parameters and buffers of a module, shared storages once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for _, _, tensor, _ in _slots(model)
-        if not tensor.is_meta
-    }
-    return sum(storages.values())
+    return storage_bytes(tensor for _, _, tensor, _ in _slots(model) if not tensor.is_meta)
 
 
 # ---- reading and replacing a module's tensors ---------------------------------------------------------------

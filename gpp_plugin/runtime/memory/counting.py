@@ -26,6 +26,11 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors, those that several share once."""
+    return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
 class HeldTogether:
     """Adds up what the stages of one rank hold: a storage that one handed to another counts once.
 

@@ -199,6 +199,8 @@ class AutogradCompute:
         versions: of the parameters, where they are updated between a micro-batch's forward and its backward.
         reduces_in: the micro-batch in whose backward, the mini-batch's last, gradients may be summed over the stage's
             ranks; None: in none.
+        splitter: of backwards in two parts; one for all the code of a stage, whose graphs at other lengths have the
+            same structure. None: one of its own.
     """
 
     def __init__(
@@ -214,6 +216,7 @@ class AutogradCompute:
         keeper: StageKeeper | None = None,
         versions: WeightVersions | None = None,
         reduces_in: int | None = None,
+        splitter: BackwardSplitter | None = None,
     ) -> None:
         self.received = function.received
         self.outputs = function.outputs
@@ -230,7 +233,7 @@ class AutogradCompute:
         self._leaves = tuple(function.received.index(name) for name in self.gradient_inputs)
         self._kept: dict[int, list[_Part]] = {}
         self._pending: dict[int, PendingWeights] = {}
-        self._splitter = BackwardSplitter()
+        self._splitter = splitter or BackwardSplitter()
         self._planned_keeper = self._keeper = keeper
         self._versions = versions
         self._reduces_in = reduces_in

@@ -47,6 +47,7 @@ from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
 from gpp_plugin.runtime.messages.routes import Routes
 from gpp_plugin.runtime.messages.transport import Channel, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
+from gpp_plugin.runtime.split import BackwardSplitter
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageForwards, StageSource
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -263,6 +264,7 @@ class Lane:
         self._has_warned = False
         self._host_link: SwapLink | None = None
         self._known_saves = KnownSaves()
+        self._splitter = BackwardSplitter()
         self._input_link = InputLink(device)
 
     @property
@@ -458,6 +460,7 @@ class Lane:
             keeper=self._make_keeper(prepared, gradients, stage) if is_trained else None,
             versions=versions,
             reduces_in=self._reduces_in(),
+            splitter=self._splitter,
         )
 
     def _with_forwards(self, prepared: _Prepared, parameters: Sequence[Tensor]) -> _Prepared:

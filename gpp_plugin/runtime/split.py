@@ -23,6 +23,7 @@ Tests: tests/runtime/test_split.py
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,15 +79,19 @@ class PendingWeights:
         self.gradients += known
 
 
-class BackwardSplitter:
-    """Splits the backwards of graphs that one piece of code makes.
+MAX_PLANS = 32
+"""Plans that a splitter keeps: a stage has one structure a pattern of inputs, a half, a choice of attention."""
 
-    A plan is made once for each structure of a graph: which operator follows which, and which end at leaves. Graphs
-    are compared whole, so that a plan is never followed in another graph.
+
+class BackwardSplitter:
+    """Splits the backwards of graphs that the code of one stage makes.
+
+    A plan is made once for each structure of a graph: which operator follows which, and which end at leaves. Lengths
+    do not change it. Graphs are compared whole, so that a plan is never followed in another graph.
     """
 
     def __init__(self) -> None:
-        self._plans: list[SplitPlan] = []
+        self._plans: deque[SplitPlan] = deque(maxlen=MAX_PLANS)
 
     def split(
         self, roots: Sequence[Tensor | GradientEdge], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
@@ -138,7 +143,7 @@ class BackwardSplitter:
             if nodes is not None:
                 return plan, nodes
         plan, nodes = plan_split(roots, ends)
-        self._plans.append(plan)
+        self._plans.appendleft(plan)
         return plan, nodes
 
 

@@ -123,31 +123,44 @@ def purpose_of(key: str) -> str:
     return "processes" if "process" in parts else "beats"
 
 
-class Residual(nn.Module):
-    """One layer of the chain; float32 [batch, `WIDTH`]."""
+class Layer(nn.Module):
+    """One stage of the chain; float32 [batch, `WIDTH`]."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output."""
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output of its one input, by whatever name."""
+        (hidden,) = inputs.values()
         return hidden + torch.tanh(self.linear(hidden))
 
 
-class Chain(nn.Module):
-    """A layer a stage and a squared loss: the smallest model of so many stages."""
+class LastLayer(Layer):
+    """The last stage, and a squared loss."""
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Residual() for _ in range(num_layers)])
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        return super().forward(**inputs).square().mean()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss; ``x`` is float32 [batch, `WIDTH`]."""
-        hidden = x
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden.square().mean()
+
+def chain(num_stages: int, degree: int) -> Any:
+    """Return the smallest graph of so many stages, each on its own ranks; nothing is traced, which takes seconds."""
+    import gpp_plugin
+
+    graph = gpp_plugin.StageGraph(name="chain")
+    for stage in range(num_stages):
+        is_last = stage == num_stages - 1
+        kind = LastLayer if is_last else Layer
+        graph.stage(
+            f"layer{stage}",
+            lambda context, kind=kind: kind(),
+            inputs=[f"hidden{stage}"],
+            outputs=["loss" if is_last else f"hidden{stage + 1}"],
+            ranks=list(range(stage * degree, (stage + 1) * degree)),
+            micro_batch_size=degree,
+        )
+    return graph
 
 
 def start_rank(rank: int, settings: dict[str, Any], port: int, folder: Path) -> None:
@@ -195,21 +208,15 @@ def _train(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     vars(dist).update(TCPStore=counted_store, new_group=counted_group)
     started = time.perf_counter()
     torch.manual_seed(0)
-    model = Chain(settings["num_stages"])
     mini_batch = 2 * settings["degree"]
     config = {
         "train_batch_size": mini_batch,
         "train_micro_batch_size_per_gpu": settings["degree"],
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        "graph_pipeline": {
-            "stages": settings["num_stages"],
-            "data_parallel": settings["degree"],
-            "micro_batch_sizes": settings["degree"],
-            "comm_timeout_s": settings["timeout_s"],
-            "verify": False,
-        },
+        "graph_pipeline": {"comm_timeout_s": settings["timeout_s"], "verify": False},
     }
-    data = [{"x": row} for row in torch.randn(4 * mini_batch, WIDTH)]
+    data = [{"hidden0": row} for row in torch.randn(4 * mini_batch, WIDTH)]
+    model = chain(settings["num_stages"], settings["degree"])
     engine, _, _, _ = deepspeed.initialize(model=model, config=config, training_data=data)
     ready_s = time.perf_counter() - started
     counted = {name: dict(count) for name, count in counts.items()}

@@ -7,7 +7,8 @@ A start on CPUs, as `runtime/ranks` and `engine/stage_groups.py` have it:
     groups      gloo: a group's members write an address each and read those of the members that they connect to
 
 Three groups are of all ranks (the default one, agreements, the stages' world) and two more for messages; then one of
-the rank alone, and for each stage one of its ranks. A rank outside of a group passes its making by, without a request.
+the rank alone, and for each stage one of its ranks. A graph of stages has three more for each (`StageContext`): of its
+ranks, and twice of each of them alone. A rank outside of a group passes its making by, without a request.
 
 `WAYS` are what ranks did before and do now. Meshed, a group's member connects to all others and reads from each what it
 wrote, 8 bytes for each rank: n x n requests and n x n x 8 n bytes a group. Of a group that connects when it is used, a
@@ -42,7 +43,7 @@ class Job:
     """A job to start: a chain of stages, each on as many ranks.
 
     Args:
-        num_stages: of the chain; ranks are theirs in equal parts, in the order of the stages.
+        num_stages: of the chain, a graph of modules; ranks are theirs in equal parts, in the order of the stages.
         ranks_a_host: processes of one machine.
     """
 
@@ -135,8 +136,10 @@ def is_meshed(job: Job, *, way: str) -> bool:
 
 def groups_of_rank(job: Job) -> tuple[int, int]:
     """Return how many groups a rank makes or passes, and of how many of them it is a member."""
-    others = OF_ALL_RANKS + FOR_MESSAGES + 1  # and the rank alone
-    return others + job.num_stages, others + 1
+    # Of a rank alone there are three, which nobody else goes through; a stage of one rank is told of as the others are,
+    # but for its first group.
+    of_stages = job.num_stages if job.degree > 1 else 1
+    return OF_ALL_RANKS + FOR_MESSAGES + 3 + job.num_stages + of_stages, OF_ALL_RANKS + FOR_MESSAGES + 5
 
 
 def all_group_requests(job: Job, *, way: str) -> Requests:
@@ -152,8 +155,8 @@ def all_group_requests(job: Job, *, way: str) -> Requests:
     for made, times in (
         (whole, OF_ALL_RANKS),
         (messages, FOR_MESSAGES),
-        (stage, job.num_stages),
-        (alone, n),
+        (stage, 2 * job.num_stages),
+        (alone, 3 * n),
     ):
         for _ in range(times):
             total += made
@@ -169,8 +172,8 @@ def sockets_of_rank(job: Job, *, way: str) -> int:
     """Return how many connections of groups a rank has at most."""
     n = job.num_ranks
     if is_meshed(job, way=way):
-        return (OF_ALL_RANKS + FOR_MESSAGES) * (n - 1) + job.degree - 1
-    return OF_ALL_RANKS * tree_peers(n) + FOR_MESSAGES * message_peers(job) + tree_peers(job.degree)
+        return (OF_ALL_RANKS + FOR_MESSAGES) * (n - 1) + 2 * (job.degree - 1)
+    return OF_ALL_RANKS * tree_peers(n) + FOR_MESSAGES * message_peers(job) + 2 * tree_peers(job.degree)
 
 
 def channel_turns(job: Job, *, way: str) -> int:

@@ -33,12 +33,12 @@ def test_what_started_ranks_count_is_what_the_model_says() -> None:
     assert counted["processes_requests"] >= model["processes_requests"]
 
 
-def test_meshed_groups_are_counted_as_eight_ranks_did() -> None:
-    # counted in a start of eight ranks in eight stages: 91 requests of groups a rank, 9,044 bytes read
-    job = Job(num_ranks=8, num_stages=8, ranks_a_host=8)
+def test_meshed_groups_are_counted_as_three_ranks_did() -> None:
+    # counted in a start of three ranks in three stages: 50 requests of groups a rank, 3,480 bytes read
+    job = Job(num_ranks=3, num_stages=3, ranks_a_host=3)
     groups = all_group_requests(job, way=WAYS[1])
-    assert (groups.requests, groups.read, groups.written) == (8 * 91, 8 * 9044, 8 * 1414)
-    assert placement_requests(job, way=WAYS[1]).requests == 4 + 7 * 3
+    assert (groups.requests, groups.read, groups.written) == (3 * 50, 3 * 3480, 3 * 1700)
+    assert placement_requests(job, way=WAYS[1]).requests == 4 + 2 * 3
 
 
 @pytest.mark.parametrize(("words", "why"), [(["--ranks", "1"], "1 ranks"), (["--stages", "5"], "divide")])

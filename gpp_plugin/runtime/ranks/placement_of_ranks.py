@@ -22,6 +22,7 @@ Tests: tests/runtime/test_placement_of_ranks.py
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import datetime
@@ -508,16 +509,18 @@ def _hear_all(
 
 def _get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
     """Return the values of some keys, in one request where the store can."""
-    return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    can: bool = store.has_extended_api()  # type: ignore[attr-defined]
+    return store.multi_get(keys) if can else [store.get(key) for key in keys]
 
 
-def _packed(told: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return what ranks have told in few bytes: those of one host tell the same but for their numbers."""
+def _packed(told: Sequence[Mapping[str, Any]]) -> str:
+    """Return what ranks have told in few characters: those of one host tell the same but for their numbers."""
     texts = [json.dumps({**each, "local_rank": None}) for each in told]
     distinct = list(dict.fromkeys(texts))
     position = {text: index for index, text in enumerate(distinct)}
     ranks = [[position[text], each.get("local_rank")] for text, each in zip(texts, told, strict=True)]
-    return zlib.compress(json.dumps([[json.loads(text) for text in distinct], ranks]).encode())
+    body = json.dumps([[json.loads(text) for text in distinct], ranks])
+    return base64.b85encode(zlib.compress(body.encode())).decode()
 
 
 def packed_facts(told: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
@@ -527,7 +530,7 @@ def packed_facts(told: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
 
 def _unpacked(body: bytes) -> list[dict[str, Any]]:
     """Return what `_packed` was given."""
-    distinct, ranks = json.loads(zlib.decompress(body))
+    distinct, ranks = json.loads(zlib.decompress(base64.b85decode(body)))
     return [{**distinct[index], "local_rank": local} for index, local in ranks]
 
 

@@ -11,13 +11,16 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpp_plugin import __version__
 from gpp_plugin.commands.command_parser import CommandParser, Paragraphs
 from gpp_plugin.commands.streams import prepare_streams, run_while_read
 from gpp_plugin.errors import ConfigError, DeviceMissing, GppError
 from gpp_plugin.report.printable import printable_lines
+
+if TYPE_CHECKING:
+    from gpp_plugin.report.rows_chart import RowsChart
 
 Runner = Callable[[argparse.Namespace], dict[str, Any]]
 BENCHMARKS = "gpp_benchmarks"
@@ -90,6 +93,7 @@ EXTRAS = {
     "sklearn": "demo",
     "megatron": "megatron",
     "tensorboard": "report",
+    "matplotlib": "plots",
 }
 """What brings a module that gpp works without: ``pip install gpp_plugin[...]``."""
 
@@ -224,22 +228,38 @@ def _add_benches(
         )
         if name in filled:
             runner = _fill(sub, _bench_module(name))
-            columns = getattr(sys.modules[_bench_module(name)], "TABLE", None)
-            runners["bench"] = _bench_runner(runner, columns)
+            module = sys.modules[_bench_module(name)]
+            chart = getattr(module, "CHART", None)
+            if chart is not None:
+                sub.add_argument(
+                    "--figure", metavar="FILE", help="draw the rows into a .png, .svg or .pdf (extra plots)"
+                )
+            runners["bench"] = _bench_runner(runner, getattr(module, "TABLE", None), chart)
 
 
-def _bench_runner(run: Runner, columns: Sequence[str] | None) -> Runner:
-    """Return what runs a benchmark, and prints its rows in these columns where it has no table of its own (None)."""
+def _bench_runner(run: Runner, columns: Sequence[str] | None, chart: RowsChart | None) -> Runner:
+    """Return what runs a benchmark.
+
+    Args:
+        columns: of the table of its rows; None: it prints one of its own.
+        chart: how `--figure` draws its rows; None: it has no such option.
+    """
 
     def run_and_show(args: argparse.Namespace) -> dict[str, Any]:
         from gpp_plugin.report.progress import step
+        from gpp_plugin.report.rows_chart import check_figure, draw_rows
 
+        asked = None if chart is None else args.figure
+        path = None if asked is None else check_figure(asked)
         with step(f"bench {args.bench}"):
             result = run(args)
         if columns is not None:
             from gpp_plugin.report.rows_text import format_rows
 
             print(format_rows(result["rows"], columns))
+        if path is not None and chart is not None:
+            draw_rows(result["rows"], chart, path, title=f"gpp bench {args.bench}")
+            print(f"figure: {path}")
         return {"bench": args.bench, **result}
 
     return run_and_show

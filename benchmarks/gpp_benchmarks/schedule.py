@@ -33,12 +33,16 @@ from gpp_benchmarks._emulated_graphs import (
 )
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.report.rows_chart import BARS, RowsChart
 
 PARTS = ("chain", "graphs", "slicing", "zero-bubble", "interleaved", "colocated")
 MICRO_BATCHES_PER_STAGE = 2
 GRAPH_RANKS = 8
 TABLE = ()
 """The table that is printed has every column (`gpp_plugin.report.rows_text`)."""
+CHART = RowsChart(
+    kind=BARS, x=("graph", "ranks"), y="iteration_ms", series=("runtime",), y_label="ms a mini-batch"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.report.rows_chart import LINES, RowsChart
 
 PLANNERS = ("graphpipe", "auto", "uniform", "pipedream", "autopipe", "piper", "dapple")
 WITHOUT_SEARCH = ("uniform",)
@@ -44,6 +45,15 @@ TABLE = (
     "status",
 )
 """Columns of the table that is printed (`gpp_plugin.report.rows_text`)."""
+CHART = RowsChart(
+    kind=LINES,
+    x=("devices",),
+    y="cpu_seconds",
+    series=("planner",),
+    panels=("model",),
+    y_label="seconds of search",
+    is_log=True,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

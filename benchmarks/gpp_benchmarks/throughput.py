@@ -42,6 +42,7 @@ from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
+from gpp_plugin.report.rows_chart import LINES, RowsChart
 from gpp_plugin.report.units import format_table
 
 OURS = ("graphpipe", "auto")
@@ -62,6 +63,14 @@ PAPER_AT_EQUAL_MICRO_BATCH = (1.12, 1.40)
 SIZES_OF_FIGURE_7 = (1, 2, 4, 8, 16)
 BEHIND = 0.995
 """Ratios below it are said to be behind."""
+CHART = RowsChart(
+    kind=LINES,
+    x=("devices",),
+    y="throughput",
+    series=("planner",),
+    panels=("figure", "model"),
+    y_label="samples a second",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.runtime.ranks.calls import engine_call
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.waiting import wait_for
 from gpp_plugin.runtime.ranks.whereabouts import OUTSIDE
 from tests.ranks import open_test_board, run_kept_ranks
 
@@ -92,3 +93,28 @@ def test_a_rank_that_misses_a_meeting_is_told_of_by_who_waits_at_which() -> None
             )
             assert text.startswith(expected), (way, text)
             assert f"rank 1 failed first, {OUTSIDE}: it did not come to {occasions[way]}" in text
+
+
+class LateWork:
+    """A collective that ends between a wait that came to its end and the question whether it has ended."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.waits = error, 0
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, limit: object = None) -> None:
+        self.waits += 1
+        if self.waits == 1 or self.error:
+            raise RuntimeError(self.error or "Operation timed out!")
+
+
+def test_what_ends_just_after_a_wait_has_ended_well() -> None:
+    work = LateWork()
+    wait_for(work, what="a sum", who="rank 0", group=None, limit_s=5.0)  # type: ignore[arg-type]
+    assert work.waits == 2
+    late = LateWork("Operation timed out!")  # of the group's own limit
+    with pytest.raises(CommTimeout, match="broke off .Operation timed out!"):
+        wait_for(late, what="a sum", who="rank 0", group=None, limit_s=5.0)  # type: ignore[arg-type]
+    assert late.waits == 2

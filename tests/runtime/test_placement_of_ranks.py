@@ -2,7 +2,9 @@
 launcher's variables."""
 
 import datetime
+import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,3 +208,32 @@ def test_a_rank_that_does_not_come_is_named():
         CommTimeout, match=r"rank 0 of 2 ranks waited 0.2 s for all to meet at .*: rank 1 did not come"
     ):
         placement_of_ranks._gather(store, "cpu", rank=0, num_ranks=2, timeout_s=0.2)
+
+
+class CountedStore(dist.HashStore):
+    """A store that counts what Python asks of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.requests = 0
+
+    def __getattribute__(self, name):
+        if name in ("set", "get", "multi_get", "wait"):
+            self.requests += 1
+        return super().__getattribute__(name)
+
+
+def test_ranks_hear_of_all_through_rank_zero():
+    store, num_ranks = CountedStore(), 12
+    facts = [
+        {"host": f"h{rank // 4}", "local_rank": rank % 4, "devices": ["a", "b"], "names": ["x", "x"]}
+        for rank in range(num_ranks)
+    ]
+
+    def hear(rank):
+        store.set(placement_of_ranks._key(1, rank), json.dumps(facts[rank]))
+        return placement_of_ranks._hear_all(store, 1, rank=rank, num_ranks=num_ranks, timeout_s=30.0)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        assert list(pool.map(hear, range(num_ranks))) == [facts] * num_ranks
+    assert store.requests <= 3 * num_ranks + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,7 +60,16 @@ def tensors_of(seed: int, size: int) -> list[Tensor]:
 
 
 def make(timeout_s: float = 30.0) -> Transport:
-    return make_transport(device=torch.device("cpu"), channels=[], timeout_s=timeout_s)
+    return make_transport(device=torch.device("cpu"), channels=[(0, 1), (1, 0)], timeout_s=timeout_s)
+
+
+def exchange_unmeshed(size: int) -> bool:
+    """As `exchange`, in groups as a job of many ranks has them."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    try:
+        return exchange(size)
+    finally:
+        del os.environ["TORCH_GLOO_LAZY_INIT"]
 
 
 def exchange(size: int) -> bool:
@@ -92,6 +103,10 @@ def exchange(size: int) -> bool:
 @pytest.mark.parametrize("size", [8, PACKED_BYTES], ids=["as one", "one by one"])
 def test_messages_of_several_tensors_arrive_both_ways(size: int) -> None:
     assert run_kept_ranks(exchange, 2, size, timeout_s=60) == [True, True]
+
+
+def test_ranks_of_a_large_job_connect_before_the_first_message() -> None:
+    assert run_kept_ranks(exchange_unmeshed, 2, 8, timeout_s=60) == [True, True]
 
 
 def wait_in_vain() -> str:

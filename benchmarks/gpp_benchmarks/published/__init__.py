@@ -20,12 +20,16 @@ from gpp_benchmarks.published._language_models import language_model_rows
 from gpp_benchmarks.published._optimus import optimus_rows
 from gpp_benchmarks.published._rows import FITTED, Row, count_within, format_rows
 from gpp_benchmarks.published._zero_bubble import zero_bubble_rows
+from gpp_plugin.report.rows_chart import PAIRS, RowsChart
 
 SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "zero-bubble": zero_bubble_rows,
     "optimus": optimus_rows,
     "models": language_model_rows,
 }
+CHART = RowsChart(
+    kind=PAIRS, x=("published",), y="ours", series=("source",), panels=("unit",), y_label="ours"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

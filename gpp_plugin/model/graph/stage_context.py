@@ -127,7 +127,11 @@ def _own_group(
         return None
     found = None
     for ranks in members:
-        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if len(ranks) == 1 and rank not in ranks:
+            continue  # a rank's own is its own affair: of many ranks nobody goes through all of them
+        group = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=len(ranks) == 1
+        )
         if rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             found = group

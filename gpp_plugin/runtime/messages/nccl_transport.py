@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gpp_plugin.doors import Channel
 from gpp_plugin.ir.program import Message
+from gpp_plugin.runtime.messages.opening_order import opening_order
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.messages.wires import Wire
 
@@ -88,9 +89,8 @@ class NcclTransport:
     def open(self, channels: Collection[Channel]) -> None:
         """Make the communicators of those channels that have none; collective over all ranks."""
         # Each is used once: NCCL makes it then, where the hosts of both ranks wait for each other, which no program's
-        # order allows for. Every rank goes through the channels in one order, so whoever waits for another at one of
-        # them waits for somebody who stands at an earlier one: no circle.
-        for channel in sorted(set(channels) - self._opened):
+        # order allows for: hence one order on all ranks, in which those of other ranks are opened meanwhile.
+        for channel in opening_order(set(channels) - self._opened):
             source, target = channel
             group: Any = dist.new_group(
                 sorted(channel),

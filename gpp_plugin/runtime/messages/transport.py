@@ -20,14 +20,18 @@ from torch import Tensor
 from gpp_plugin.doors import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
+from gpp_plugin.runtime.messages.opening_order import opening_order
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
-from gpp_plugin.runtime.messages.sockets import widened_sockets
+from gpp_plugin.runtime.messages.sockets import are_meshed, widened_sockets
 from gpp_plugin.runtime.messages.wires import Wire
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 
 MAX_TENSORS_PER_EDGE = 4096
 
 PACKED_BYTES = 1 << 15
+
+_OPENING_TAG = 1 << 30
+"""Of the byte that connects two ranks: higher than any of `_tag`."""
 
 
 class GlooTransport:
@@ -49,6 +53,7 @@ class GlooTransport:
 
     def __init__(self, *, groups: Mapping[Direction, dist.ProcessGroup], timeout_s: float) -> None:
         self._groups = groups
+        self._opened: set[Channel] = set()
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
     def bind_send(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
@@ -89,7 +94,23 @@ class GlooTransport:
         return post_packed if _is_packed(wires) else post
 
     def open(self, channels: Collection[Channel]) -> None:
-        """Do nothing: the groups serve all pairs of ranks."""
+        """Connect the pairs of ranks that have none of these channels yet; collective over the pairs.
+
+        Nothing is to be done where groups connect all pairs when they are made (`connect_when_used`).
+        """
+        if are_meshed():
+            return
+        # Connected now, a byte in each group, and with wide buffers: not in a step, where one end would wait.
+        own = dist.get_rank()
+        pairs = {(min(channel), max(channel)) for channel in channels} - self._opened
+        self._opened |= pairs
+        with widened_sockets():
+            for first, second in opening_order(pairs):
+                if own not in (first, second):
+                    continue
+                for group in self._groups.values():
+                    call, peer = (group.send, second) if own == first else (group.recv, first)
+                    call([torch.zeros(1, dtype=torch.uint8)], peer, _OPENING_TAG).wait(self._timeout)
 
     def close(self) -> None:
         """Let go of the process groups."""
@@ -135,7 +156,7 @@ def make_transport(
     # Every rank makes every group, in one order: creating a group is collective over the job, also for who is not in
     # it.
     #
-    #     gloo   2 groups of all ranks, tags tell messages apart
+    #     gloo   2 groups of all ranks, tags tell messages apart; of many ranks only those that have channels connect
     #     NCCL   a communicator of two ranks a channel; only its ranks keep it
     if backend == "nccl":
         transport = NcclTransport(device=device, timeout_s=launch_timeout_s or timeout_s)
@@ -144,7 +165,9 @@ def make_transport(
     timeout = datetime.timedelta(seconds=timeout_s)
     with widened_sockets():
         groups = {d: dist.new_group(None, timeout=timeout, backend="gloo") for d in Direction}
-    return GlooTransport(groups=groups, timeout_s=timeout_s)
+    made = GlooTransport(groups=groups, timeout_s=timeout_s)
+    made.open(channels)
+    return made
 
 
 class NativeTransports(TransportFactory):

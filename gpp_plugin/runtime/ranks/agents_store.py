@@ -18,13 +18,17 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Container
 
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout
 
 LOOKS_S = 0.05
-"""Between two looks at what the others have written."""
+"""Between two looks at what the others have written, in a job of few ranks."""
+
+LOOKS_A_SECOND = 2000
+"""Of all ranks together, at most: the store, one thread, has other work while ranks start."""
 
 _PREFIX = "gpp_plugin/start"
 
@@ -43,11 +47,12 @@ def store_of_start(store: dist.Store, *, rank: int, num_ranks: int, timeout_s: f
     started = time.monotonic()
     own = secrets.token_hex(8)
     name = own if rank == 0 else ""
+    answers: dict[int, str] = {}
     if rank == 0:
         store.set(f"{_PREFIX}/call", name)
     while time.monotonic() - started < timeout_s:
         if rank == 0:
-            answers = _answers(store, name, num_ranks)
+            answers |= _answers(store, name, num_ranks, known=answers)
             if len(answers) == num_ranks - 1:
                 store.set(f"{_PREFIX}/go/{name}", json.dumps(list(answers.values())))
                 return dist.PrefixStore(name, store)
@@ -58,15 +63,16 @@ def store_of_start(store: dist.Store, *, rank: int, num_ranks: int, timeout_s: f
                 store.set(f"{_PREFIX}/answer/{rank}", f"{name} {own}")
             if name and own in _get(store, f"go/{name}"):
                 return dist.PrefixStore(name, store)
-        time.sleep(LOOKS_S)
+        time.sleep(max(LOOKS_S, num_ranks / LOOKS_A_SECOND))
     here = {0} | set(_answers(store, name, num_ranks)) if name else set()
     absent = [other for other in range(num_ranks) if other not in here] or [0]
     raise did_not_come(absent, rank=rank, num_ranks=num_ranks, waited_s=timeout_s)
 
 
-def _answers(store: dist.Store, name: str, num_ranks: int) -> dict[int, str]:
-    """Return the words of the other ranks that have answered to a name."""
-    told = {rank: _get(store, f"answer/{rank}").split() for rank in range(1, num_ranks)}
+def _answers(store: dist.Store, name: str, num_ranks: int, known: Container[int] = ()) -> dict[int, str]:
+    """Return the words of the other ranks that have answered to a name, but for those whose answer is known."""
+    unknown = [rank for rank in range(1, num_ranks) if rank not in known]
+    told = {rank: _get(store, f"answer/{rank}").split() for rank in unknown}
     return {rank: words[1] for rank, words in told.items() if words[:1] == [name]}
 
 

@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -62,6 +62,7 @@ class FailureBoard:
         epoch: tells boards of one store apart.
         limit_s: how long a wait for ranks that give no sign of work may take.
         holder: the rank whose process holds the store; None: another process does.
+        neighbours: the ranks of this rank's host, whose processes it looks after; None: all, where nobody has told.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class FailureBoard:
         epoch: int,
         limit_s: float,
         holder: int | None = 0,
+        neighbours: Collection[int] | None = None,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
@@ -80,6 +82,9 @@ class FailureBoard:
         self.first: FirstFailure | None = None
         """What the thread has found on the board, or this rank has."""
         self._holder = holder
+        # Looking up the processes of all ranks would be two requests a pair of ranks, and of other hosts' nothing is
+        # to be seen from here.
+        self._neighbours = frozenset(range(num_ranks) if neighbours is None else neighbours)
         self._store = _connection(store)
         self._prefix = f"gpp_plugin/board/{epoch}"
         self._number = 0
@@ -325,7 +330,7 @@ class FailureBoard:
 
     def _look_for_deaths(self) -> None:
         """Write who of this host is gone without having said so."""
-        for rank in range(self.num_ranks):
+        for rank in sorted(self._neighbours):
             if rank == self.rank or self._local_state(rank) != "dead" or self._has(f"left/{rank}"):
                 continue
             if self._has("first"):
@@ -369,7 +374,7 @@ class FailureBoard:
 
     def _local_state(self, rank: int) -> str:
         """Return the state of a rank's process; empty where it is on another host, or not known yet."""
-        if rank not in self._processes:
+        if rank not in self._processes and rank in self._neighbours:
             try:
                 if self._has(f"process/{rank}"):
                     told = json.loads(self._store.get(f"{self._prefix}/process/{rank}"))

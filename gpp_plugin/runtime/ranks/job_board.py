@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import os
 import sys
+from collections.abc import Collection
 from types import TracebackType
 
 import torch.distributed as dist
@@ -27,9 +28,19 @@ _board: FailureBoard | None = None
 
 
 def open_board(
-    store: dist.Store, *, rank: int, num_ranks: int, epoch: int, limit_s: float
+    store: dist.Store,
+    *,
+    rank: int,
+    num_ranks: int,
+    epoch: int,
+    limit_s: float,
+    neighbours: Collection[int] | None = None,
 ) -> FailureBoard | None:
-    """Make the board of a job that begins; the one of a job before it is closed. None for a job of one rank."""
+    """Make the board of a job that begins; the one of a job before it is closed. None for a job of one rank.
+
+    Args:
+        neighbours: the ranks of this rank's host (`FailureBoard`).
+    """
     global _board
     close_board()
     for name, value in vars(Whereabouts()).items():
@@ -43,6 +54,7 @@ def open_board(
             epoch=epoch,
             limit_s=limit_s,
             holder=None if has_agents_store() else 0,
+            neighbours=neighbours,
         )
         _watch_exit()
     return _board

@@ -22,6 +22,7 @@ Tests: tests/runtime/test_placement_of_ranks.py
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import datetime
@@ -31,6 +32,7 @@ import os
 import re
 import socket
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +45,7 @@ import torch.distributed as dist
 from gpp_plugin import errors
 from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
 from gpp_plugin.launch import reserved_port
+from gpp_plugin.runtime.messages.sockets import connect_when_used
 from gpp_plugin.runtime.ranks.agents_store import did_not_come, has_agents_store, store_of_start
 from gpp_plugin.runtime.ranks.job_board import mark_shared, open_board
 
@@ -370,6 +373,7 @@ def join_ranks(
                 os.environ["MASTER_PORT"] = str(stack.enter_context(reserved_port()))
             store, rank, num_ranks = _find_store(timeout_s)
         placement = _gather(store, device_type, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s)
+        connect_when_used(num_ranks)
         dist.init_process_group(
             placement.backend,
             store=dist.PrefixStore("default_pg", store),
@@ -380,7 +384,14 @@ def join_ranks(
     os.environ.setdefault("LOCAL_RANK", str(placement.own_local_rank))
     if placement.own_place.index is not None:
         torch.cuda.set_device(placement.own_device)
-    open_board(store, rank=rank, num_ranks=num_ranks, epoch=_last_call, limit_s=limit_s)
+    open_board(
+        store,
+        rank=rank,
+        num_ranks=num_ranks,
+        epoch=_last_call,
+        limit_s=limit_s,
+        neighbours=next(ranks for ranks in placement.hosts if rank in ranks),
+    )
     return placement
 
 
@@ -469,25 +480,58 @@ def _hear_all(
     Raises:
         CommTimeout: a rank has not; says which.
     """
-    told = []
+    # Rank 0 reads what each has told, and writes it down once for all: n + 1 values are written and 2 n read. If every
+    # rank read every other's, the store would answer n x n times, two million requests for 1,024 ranks.
+    #
+    #     rank 1, 2   place/1/1, place/1/2 ──► rank 0 ── place/1/all ──► all
     started = time.monotonic()
-    for other in range(num_ranks):
-        rest = max(started + timeout_s - time.monotonic(), 0.001)
-        try:
-            store.wait([_key(call, other)], datetime.timedelta(seconds=rest))
-        except RuntimeError as error:
-            there = [r for r in range(num_ranks) if _has(store, _key(call, r))]
-            absent = [r for r in range(num_ranks) if r not in there] if there else [0]  # it holds the store
-            _leave_together(store, call, rank=rank, ranks=there, timeout_s=min(timeout_s, 3.0))
-            raise did_not_come(
-                absent or [other],
-                rank=rank,
-                num_ranks=num_ranks,
-                waited_s=time.monotonic() - started,
-                why=first_line(error),
-            ) from error
-        told.append(json.loads(store.get(_key(call, other))))
-    return told
+    limit = datetime.timedelta(seconds=timeout_s)
+    keys = [_key(call, other) for other in range(num_ranks)]
+    try:
+        if rank == 0:
+            store.wait(keys, limit)
+            told = [json.loads(each) for each in _get_all(store, keys)]
+            store.set(_key_of_all(call), _packed(told))
+            return told
+        store.wait([_key_of_all(call)], limit)
+        return _unpacked(store.get(_key_of_all(call)))
+    except RuntimeError as error:
+        waited_s = time.monotonic() - started
+        there = [other for other in range(num_ranks) if _has(store, keys[other])]
+        absent = (
+            [other for other in range(num_ranks) if other not in there] if there else [0]
+        )  # it holds the store
+        _leave_together(store, call, rank=rank, ranks=there, timeout_s=min(timeout_s, 3.0))
+        raise did_not_come(
+            absent or [0], rank=rank, num_ranks=num_ranks, waited_s=waited_s, why=first_line(error)
+        ) from error
+
+
+def _get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
+    """Return the values of some keys, in one request where the store can."""
+    can: bool = store.has_extended_api()  # type: ignore[attr-defined]
+    return store.multi_get(keys) if can else [store.get(key) for key in keys]
+
+
+def _packed(told: Sequence[Mapping[str, Any]]) -> str:
+    """Return what ranks have told in few characters: those of one host tell the same but for their numbers."""
+    texts = [json.dumps({**each, "local_rank": None}) for each in told]
+    distinct = list(dict.fromkeys(texts))
+    position = {text: index for index, text in enumerate(distinct)}
+    ranks = [[position[text], each.get("local_rank")] for text, each in zip(texts, told, strict=True)]
+    body = json.dumps([[json.loads(text) for text in distinct], ranks])
+    return base64.b85encode(zlib.compress(body.encode())).decode()
+
+
+def packed_facts(told: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
+    """Return how many bytes each rank writes that tells this of itself, and how many rank 0 writes of all of them."""
+    return [len(json.dumps(each)) for each in told], len(_packed(told))
+
+
+def _unpacked(body: bytes) -> list[dict[str, Any]]:
+    """Return what `_packed` was given."""
+    distinct, ranks = json.loads(zlib.decompress(base64.b85decode(body)))
+    return [{**distinct[index], "local_rank": local} for index, local in ranks]
 
 
 def _has(store: dist.Store, key: str) -> bool:
@@ -548,6 +592,10 @@ def _leave_together(
 
 def _key(call: int, rank: int) -> str:
     return f"gpp_plugin/place/{call}/{rank}"
+
+
+def _key_of_all(call: int) -> str:
+    return f"gpp_plugin/place/{call}/all"
 
 
 def _look(device_type: str, local_rank: int | None) -> SeenByRank:

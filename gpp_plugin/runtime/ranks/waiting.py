@@ -64,6 +64,7 @@ def wait_for(
         limit_s = min(most_s or board.limit_s, board.limit_s) if board is not None else most_s
     started = time.monotonic()
     failed_at: float | None = None
+    has_ended = False
     HERE.waits_for = what
     try:
         while True:
@@ -78,7 +79,13 @@ def wait_for(
                 return
             except RuntimeError as error:
                 waited = time.monotonic() - started
-                if work.is_completed() or "timed out!" not in str(error):
+                is_late = "timed out!" in str(error)
+                if is_late and not has_ended and work.is_completed():
+                    has_ended = (
+                        True  # between the two calls, by itself or by an error: asked again it says which
+                    )
+                    continue
+                if has_ended or not is_late:
                     first = None if board is None else board.find() or _reason_to_stop(board, group, what)
                     broken = f"the connection to another rank broke off ({first_line(error)[:120]})"
                     raise _lost(what, who, waited, limit_s, first or broken) from error

@@ -22,8 +22,6 @@ from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.report.plan_text import format_ranks
 
 MINI_BATCH, UNIT = 32, 4
-SETTLING = 2
-"""Steps at the beginning of a run that are not timed: shapes are compiled, backends built."""
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4}
 WAYS = ("torch", "same stages", "stages cut again")
 
@@ -37,14 +35,14 @@ def main() -> None:
     batches = [llava_batch(MINI_BATCH, seed) for seed in range(settings["steps"])]
     rank = 0
     plan: dict[str, Any] | None = None
-    for number in range(settings["rounds"]):
+    for number in range(settings["turns"]):
         for way in WAYS:
             block = _block(way, settings, plan)
-            found, own_plan = train(copy.deepcopy(model), batches, block)
+            found, own_plan = train(copy.deepcopy(model), batches, block, settling=settings["settling"])
             plan = own_plan if plan is None else plan
             rank = found.pop("rank")
             if rank == 0:
-                emit_event(way=way, round=number, **found)
+                emit_event(way=way, turn=number, **found)
     if rank == 0:
         emit_event(way="eager", losses=train_alone(copy.deepcopy(model), batches))
     end_rank()
@@ -61,7 +59,7 @@ def _block(way: str, settings: Mapping[str, Any], plan: dict[str, Any] | None) -
 
 
 def train(
-    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], block: Mapping[str, Any]
+    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], block: Mapping[str, Any], *, settling: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train on this rank and the others; return what is told of the run, and its plan; collective."""
     import deepspeed
@@ -88,7 +86,7 @@ def train(
         slowest = took[:1].clone()
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         dist.all_reduce(took)
-        if number >= SETTLING:
+        if number >= settling:
             step_ms.append(float(slowest[0]))
             busy_ms.append(float(took[1]))
     plan = engine.plan

@@ -1,6 +1,6 @@
 """Training behind a frozen tower that runs on torch, or on a backend: the rows of `gpp bench backends --training`.
 
-Three ways of the same ten steps on 4 ranks, each run twice in turn:
+Three ways of the same ten steps on 4 ranks, run in turn:
 
     torch             "backends": "off"
     same stages       the stages of the first, the tower on the fastest backend
@@ -21,12 +21,15 @@ from gpp_plugin.launch import run_ranks
 from gpp_plugin.report.units import fill_text, format_table
 
 NUM_RANKS = 4
-ROUNDS = 2
+SETTLING = 2
+"""Steps at the beginning of a run that are not timed: shapes are compiled, backends built."""
 TIMEOUT_S = 1800.0
 TOLERANCE = 1e-5
 
 
-def train_behind_towers(towers: Sequence[str], *, backends: Sequence[str], num_steps: int) -> dict[str, Any]:
+def train_behind_towers(
+    towers: Sequence[str], *, backends: Sequence[str], num_steps: int, turns: int
+) -> dict[str, Any]:
     """Return a row a tower and way; prints a table for each tower.
 
     Raises:
@@ -38,7 +41,7 @@ def train_behind_towers(towers: Sequence[str], *, backends: Sequence[str], num_s
             settings = {"tower": tower, "backends": list(backends), "steps": num_steps, "folder": folder}
             events = run_ranks(
                 "gpp_benchmarks._backend_ranks",
-                [json.dumps({**settings, "rounds": ROUNDS})],
+                [json.dumps({**settings, "turns": turns, "settling": SETTLING})],
                 num_ranks=NUM_RANKS,
                 timeout_s=TIMEOUT_S,
                 environment={"OMP_NUM_THREADS": "1"},

@@ -124,7 +124,7 @@ def plan_with_backends(
     """
     frozen = blocks_without_gradients(graph)
     found = {index: measure(plan, index) for index in sorted(forward_only_stages(plan))}
-    before = _timed(plan, costs, found)
+    before = _timed(plan, costs, {index: one for index, one in found.items() if share_of(one) != 1.0})
     if plan_again is None:
         return before
     shares = {

@@ -6,14 +6,18 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import fx
 
 from gpp_plugin.backends.forward_code import ForwardCode
 from gpp_plugin.doors import Backend
-from gpp_plugin.errors import BackendRefused
+
+_REGISTRY = "torch.onnx._internal.exporter._registration"
+"""Logs, with each export, every operator of torchvision where that is not installed; to the real standard error."""
 
 
 class ExportedBackend(Backend):
@@ -50,23 +54,35 @@ class ExportedBackend(Backend):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Let a converter say nothing but its error: what it prints and warns of is of no use beside a table."""
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        yield
+    registry = logging.getLogger(_REGISTRY)
+    was_disabled, registry.disabled = registry.disabled, True
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        registry.disabled = was_disabled
 
 
 @torch.no_grad()
-def exported(code: ForwardCode) -> torch.export.ExportedProgram:
-    """Return the frozen code as converters read it.
+def exported(code: ForwardCode) -> tuple[torch.export.ExportedProgram, tuple[int, ...]]:
+    """Return the frozen code as converters read it, and which of the tensors that change it takes.
 
-    Raises:
-        BackendRefused: a tensor that it is given is not read by any operator.
+    Converters leave out what no operator reads (the mask of a batch that is not padded), some and not others: here all
+    of it is left out, so that a backend is given what is read.
     """
-    unread = [node.name for node in code.frozen.graph.nodes if node.op == "placeholder" and not node.users]
-    if unread:
-        raise BackendRefused(f"tensor {unread[0]} of stage {code.name!r} is read by no operator")
-    return torch.export.export(code.frozen, code.examples, strict=False)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(code.frozen.graph, {}))
+    read = []
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        if node.users:
+            read.append(index)
+        else:
+            graph.erase_node(node)
+    module = fx.GraphModule(code.frozen, graph).eval()  # the same weights
+    examples = tuple(code.examples[index] for index in read)
+    return torch.export.export(module, examples, strict=False), tuple(read)

@@ -6,8 +6,9 @@ Tests: tests/integrations/test_backend_training.py
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def choose_backends(
                     stage=stage, groups=torch_alone, notes=("a module of yours, run as it is",)
                 )
             return choose_backend(
-                asked, stage, lambda: _code_of(stage, code, weights, batch, samples, device), log
+                asked, stage, lambda: code_of_stage(stage, code, weights, batch, samples, device), log
             )
 
         answers = exchange(choose, what=f"measuring backends of stage {stage!r}", group=group)
@@ -85,9 +86,16 @@ def choose_backends(
     return chosen
 
 
-def note_backends(plan: PipelinePlan, chosen: dict[str, StageBackend]) -> tuple[str, ...]:
-    """Return the plan's notes, with what its stages run on."""
-    return (*plan.notes, *(describe(one) for one in chosen.values() if not one.is_torch))
+def with_backends(plan: PipelinePlan, chosen: Mapping[str, StageBackend]) -> PipelinePlan:
+    """Return the plan with what its stages run on, and a line for each in its notes."""
+    # what a saved plan ran on elsewhere says nothing of this job
+    taken = {name: one for name, one in chosen.items() if not one.is_torch}
+    stages = tuple(
+        dataclasses.replace(stage, backend=taken[stage.name].backend if stage.name in taken else "")
+        for stage in plan.stages
+    )
+    notes = (*plan.notes, *map(describe, taken.values()))
+    return dataclasses.replace(plan, stages=stages, notes=notes)
 
 
 def describe(chosen: StageBackend) -> str:
@@ -110,7 +118,7 @@ def describe(chosen: StageBackend) -> str:
     return "; ".join((text, *chosen.notes))
 
 
-def _code_of(
+def code_of_stage(
     stage: str,
     code: StageCode,
     weights: Sequence[Tensor],
@@ -118,7 +126,11 @@ def _code_of(
     samples: int | None,
     device: torch.device,
 ) -> ForwardCode:
-    """Return a stage's code with tensors like those that it will take: the sample batch's rows, or made up."""
+    """Return a stage's code with tensors like those that it will take: the sample batch's rows, or made up.
+
+    Args:
+        samples: of a micro-batch on one rank; None: as many as each tensor was described with.
+    """
     # Time does not depend on values, and whether results are right is seen on a real micro-batch before the backend
     # takes over; but token ids must be there to be looked up, so zeros stand for what is received as whole numbers.
     function = code.function

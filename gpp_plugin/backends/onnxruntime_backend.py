@@ -29,7 +29,8 @@ class OnnxRuntimeBackend(ExportedBackend):
         if held >= MOST_BYTES:
             raise BackendRefused(f"stage {code.name!r} holds {held} bytes, and a model may hold {MOST_BYTES}")
         with quiet():
-            program = torch.onnx.export(exported(code), dynamo=True, optimize=True, verbose=False)
+            traced, read = exported(code)
+            program = torch.onnx.export(traced, dynamo=True, optimize=True, verbose=False)
         assert program is not None, "with dynamo it returns the program"
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
@@ -42,11 +43,14 @@ class OnnxRuntimeBackend(ExportedBackend):
             program.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         names = [given.name for given in session.get_inputs()]
-        if len(names) != len(code.examples):
-            raise BackendRefused(f"{len(names)} inputs are left of {len(code.examples)}")
+        if len(names) != len(read):
+            raise BackendRefused(f"{len(names)} inputs are left of {len(read)}")
 
         def run(*tensors: Tensor) -> Sequence[Tensor]:
-            given = {n: t.detach().contiguous().numpy() for n, t in zip(names, tensors, strict=True)}
+            given = {
+                name: tensors[index].detach().contiguous().numpy()
+                for name, index in zip(names, read, strict=True)
+            }
             return [torch.from_numpy(array) for array in session.run(None, given)]
 
         return run

@@ -23,20 +23,21 @@ class OpenVinoBackend(ExportedBackend):
         import openvino
 
         with quiet():
-            model = openvino.convert_model(exported(code))
+            traced, read = exported(code)
+            model = openvino.convert_model(traced)
         settings = {
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "NUM_STREAMS": 1,
             "INFERENCE_PRECISION_HINT": "f32",  # by default some processors get half precision
         }
         compiled = openvino.Core().compile_model(model, "CPU", settings)
-        if len(compiled.inputs) != len(code.examples):
-            raise BackendRefused(f"{len(compiled.inputs)} inputs are left of {len(code.examples)}")
+        if len(compiled.inputs) != len(read):
+            raise BackendRefused(f"{len(compiled.inputs)} inputs are left of {len(read)}")
         request = compiled.create_infer_request()
         count = len(compiled.outputs)
 
         def run(*tensors: Tensor) -> Sequence[Tensor]:
-            given = [tensor.detach().contiguous().numpy() for tensor in tensors]
+            given = [tensors[index].detach().contiguous().numpy() for index in read]
             # what it returns lies in the request, which the next call writes: copied by whoever keeps it
             found = request.infer(given, share_inputs=True, share_outputs=True)
             return [torch.from_numpy(found[i]) for i in range(count)]

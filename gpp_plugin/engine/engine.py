@@ -21,7 +21,6 @@ Neither this file nor a part knows a framework: what of one is needed is a `Fram
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.backends.job_backends import choose_backends, note_backends
+from gpp_plugin.backends.job_backends import choose_backends, with_backends
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import StageBackends, check_asked
 from gpp_plugin.capture.tracing.sample_batches import is_counted, resize_batch
@@ -203,8 +202,7 @@ class GraphPipelineEngine(PipelineSurface):
             keeping=config.checkpoint,
         )
         super().__init__(reference=reference, stages=stages, files=files, ds_config=ds_config)
-        if self.backends:
-            self.plan = dataclasses.replace(plan, notes=note_backends(plan, self.backends))
+        self.plan = with_backends(plan, self.backends)
 
     # ---- construction --------------------------------------------------------------------------
 

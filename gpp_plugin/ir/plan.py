@@ -46,6 +46,8 @@ class Stage:
         memory: what it swaps and recomputes; None: nothing. ``backward_us`` contains what that adds.
         tensor: tensor-parallel size: the ranks of one data position compute the same samples together, with
             collectives inside each task. Stages made of captured blocks have 1.
+        backend: what its forward runs on where that is not torch (`openvino`, of a mix `openvino + torch`); a stage
+            without gradients alone has one.
     """
 
     name: str
@@ -67,6 +69,12 @@ class Stage:
     gradient_bytes: Bytes = 0
     memory: MemoryPlan | None = None
     tensor: Count = 1
+    backend: str = ""
+
+    @property
+    def forward_label(self) -> str:
+        """Return the stage's name, and what its forward runs on where that is not torch: ``vision on openvino``."""
+        return f"{self.name} on {self.backend}" if self.backend else self.name
 
     @property
     def degree(self) -> int:

@@ -188,6 +188,8 @@ class Profile:
         tied: parameters that several blocks share, in the costs of each.
         modules: what those blocks keep that are users' own modules.
         inputs: of the mini-batch that is planned for; empty where that is not known.
+        backends: blocks that no gradient passes -> how many times what it takes on torch their forward takes on the
+            backend it was measured on; a stage of such blocks alone takes that, one that trains does not.
         growth: tensors kept for backward, and results on edges -> how many times larger than in the BlockGraph they are
             at the lengths that memory is planned for; those of one size are missing.
     """
@@ -201,6 +203,7 @@ class Profile:
     modules: tuple[ModuleMemory, ...] = ()
     inputs: tuple[InputCost, ...] = ()
     growth: dict[str, Factor] = field(default_factory=dict)
+    backends: dict[str, Factor] = field(default_factory=dict)
 
     def check(self, blocks: Iterable[str] | None = None) -> None:
         """Refuse costs that no planner may count on: values out of range, blocks that repeat or are missing.

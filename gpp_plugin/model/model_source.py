@@ -6,6 +6,7 @@ evaluation and checkpoints know no difference.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import find_schedule
@@ -30,6 +32,7 @@ from gpp_plugin.ir.length_costs import LengthCosts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.model.backend_planning import StageTrials, plan_with_backends
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
 from gpp_plugin.model.graph.given_module import GivenModule
@@ -46,12 +49,14 @@ from gpp_plugin.model.preparation import (
     cut_part,
     look_at_devices,
     plan_profiled,
+    plan_request,
     with_batch,
     with_memory_explained,
 )
 from gpp_plugin.model.weights.given_export import save_stages
 from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.model.weights.module_holder import ModuleHolder
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
 from gpp_plugin.plan.given.fixed_stages import FixedStage
 from gpp_plugin.plan.given.tied_blocks import join_tied_blocks
@@ -174,6 +179,7 @@ class ModelSource:
         def make_plan() -> PipelinePlan:
             with step("plan") as tell, searching(tell.note), with_memory_explained(config, machines):
                 plan = self._plan(job, reference, costs, least=least, found=machines)
+            plan = self._with_backends(plan, job, reference, costs, sample_batch, least=least, found=machines)
             _refuse_split(plan, costs)
             return plan
 
@@ -198,24 +204,85 @@ class ModelSource:
                 self._lengths = job.measure_lengths(costs, asked, cache_dir=config.profile_dir)
         return costs
 
+    def _with_backends(
+        self,
+        plan: PipelinePlan,
+        job: GraphJob,
+        reference: Reference,
+        costs: StageCosts,
+        sample_batch: Batch,
+        *,
+        least: int,
+        found: JobCluster | None,
+    ) -> PipelinePlan:
+        """Return the plan, cut again where what stages take on backends makes another one shorter; on rank 0.
+
+        Backends that are named for stages are not measured, and stages of a graph lie where the user put them: then
+        the plan stays as it is, as it does where the model computes on whole units of its own.
+        """
+        asked, whole = self._config.backends, job.whole
+        if asked == "off" or isinstance(asked, Mapping) or whole is None:
+            return plan
+        if job.takes_whole_units(whole.name) or self._config.units is not None:
+            return plan
+        part = job.owns[whole.name]
+        assert isinstance(part, CapturedPart), "a plain model is captured"
+        graph = reference.block_graph
+        profile = self._planned_profile(reference, costs)
+        request = plan_request(
+            graph, self._config, self._setting, profile, {}, smallest_local_batch=least, found=found
+        )
+        on_torch = CostModel(graph, profile, request.cluster, zero_stage=request.zero_stage)
+        log = BackendLog(self._config.profile_dir)
+        trials = StageTrials(part, reference, sample_batch, asked=asked, log=log)
+
+        def plan_again(shares: Mapping[str, float]) -> PipelinePlan:
+            with step("plan with backends") as tell, searching(tell.note):
+                return self._plan(job, reference, costs, least=least, found=found, shares=shares)
+
+        with step("measure backends"):
+            return plan_with_backends(
+                plan,
+                graph,
+                on_torch,
+                measure=trials.measure,
+                plan_again=plan_again if self._config.plan is None else None,
+            )
+
+    def _planned_profile(self, reference: Reference, costs: StageCosts) -> Profile:
+        """Return the costs that plans are made with: at the lengths that are planned for."""
+        graph = reference.block_graph
+        device = describe_device(self._setting.device, torch.get_num_threads())
+        profile = costs.profile(graph, device=device)
+        if (lengths := self._lengths) is None:
+            return profile
+        return planned_profile(
+            [profile_at(profile, lengths, one) for one in lengths.typical],
+            profile_at(profile, lengths, lengths.longest),
+        )
+
     def _plan(
-        self, job: GraphJob, reference: Reference, costs: StageCosts, *, least: int, found: JobCluster | None
+        self,
+        job: GraphJob,
+        reference: Reference,
+        costs: StageCosts,
+        *,
+        least: int,
+        found: JobCluster | None,
+        shares: Mapping[str, float] | None = None,
     ) -> PipelinePlan:
         """Return the plan; on rank 0.
 
         Args:
             least: the smallest number of samples that every stage can do.
             found: as of `plan_profiled`.
+            shares: `Profile.backends`; None: all on torch.
         """
         graph = reference.block_graph
         device = describe_device(self._setting.device, torch.get_num_threads())
-        profile = costs.profile(graph, device=device)
+        profile = dataclasses.replace(self._planned_profile(reference, costs), backends=dict(shares or {}))
         inputs: Sequence[TensorSpec] = reference.analysis.op_graph.inputs
         if (lengths := self._lengths) is not None:
-            profile = planned_profile(
-                [profile_at(profile, lengths, one) for one in lengths.typical],
-                profile_at(profile, lengths, lengths.longest),
-            )
             inputs = inputs_at(inputs, lengths, lengths.longest)
         pieces = None
         if job.whole is None:

@@ -34,7 +34,7 @@ def chrome_trace(timeline: Timeline, plan: PipelinePlan) -> dict[str, Any]:
     tracks: dict[int, int] = {}
     for rank in sorted({event.rank for event in timeline.events}):
         stages = plan.stages_of_rank(rank)
-        names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
+        names = ", ".join(f"{stage} {plan.stages[stage].forward_label}" for stage in stages)
         name = f"rank {rank}: stage{'s' * (len(stages) > 1)} {names}"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
@@ -153,6 +153,8 @@ def _event_args(event: Event, plan: PipelinePlan) -> dict[str, Any]:
         args["micro_batch"] = event.micro_batch
     if event.half is not None:
         args["half"] = event.half
+    if event.kind is EventKind.FORWARD and (backend := plan.stages[event.stage].backend):
+        args["backend"] = backend
     if event.edge >= 0:
         args["edge"] = event.edge
     return args

@@ -208,7 +208,10 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def _plan_data(plan: PipelinePlan, charts: Sequence[TimelineChart]) -> dict[str, Any]:
     return {
-        "stages": [{"name": stage.name, "size": stage.micro_batch_size} for stage in plan.stages],
+        "stages": [
+            {"name": stage.name, "size": stage.micro_batch_size, "forward": stage.forward_label}
+            for stage in plan.stages
+        ],
         "edges": [plan.edge_name(edge) for edge in range(len(plan.edges))],
         "charts": [
             {"duration": chart.duration_us, "rows": [_row_data(row, chart, plan) for row in chart.rows]}

@@ -134,7 +134,11 @@ def breakdown_table(parts: Sequence[MemoryBreakdown]) -> tuple[list[str], list[l
 def draw_stages(plan: PipelinePlan) -> str:
     """Return the stage graph as boxes and lines; an edge shows its forward bytes of a mini-batch."""
     boxes = [
-        [f"{index} {shorten_name(stage.name)}", format_ranks(stage)]
+        [
+            f"{index} {shorten_name(stage.name)}",
+            format_ranks(stage),
+            *([f"on {stage.backend}"] if stage.backend else []),
+        ]
         for index, stage in enumerate(plan.stages)
     ]
     return draw_graph(boxes, {pair: format_bytes(size) for pair, size in bytes_between(plan).items()})
@@ -158,7 +162,9 @@ def list_edges(plan: PipelinePlan) -> str:
             for edge in plan.edges
             if edge.dst == index
         ]
-        lines.append(f"{index} {stage.name}, {format_ranks(stage)} <- {', '.join(sources) or 'inputs only'}")
+        lines.append(
+            f"{index} {stage.forward_label}, {format_ranks(stage)} <- {', '.join(sources) or 'inputs only'}"
+        )
     return "\n".join(lines)
 
 
@@ -205,6 +211,9 @@ def stage_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
     ranks = {rank for stage in plan.stages for rank in stage.ranks}
     busiest = max((sum(loads[index] for index in plan.stages_of_rank(rank)) for rank in ranks), default=0.0)
     header = ["stage", "ranks", "micro-batches", "in flight", "fwd ms", "bwd ms", "load", "memory", "blocks"]
+    # a column of its own only where some stage's forward runs on something else than torch
+    has_backends = any(stage.backend for stage in plan.stages)
+    header += ["forward on"] if has_backends else []
     rows = []
     for index, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
         known = load > 0
@@ -219,6 +228,7 @@ def stage_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
                 f"{100 * load / busiest:.0f} %" if known else "-",
                 format_bytes(stage.memory_bytes) if stage.memory_bytes else "-",
                 str(len(stage.blocks)),
+                *([stage.backend or "torch"] if has_backends else []),
             ]
         )
     return header, rows

@@ -75,7 +75,7 @@ def chart_timeline(timeline: Timeline, plan: PipelinePlan, *, title: str) -> Tim
     rows = []
     for rank in sorted({event.rank for event in timeline.events}):
         stages = plan.stages_of_rank(rank)
-        names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
+        names = ", ".join(f"{stage} {plan.stages[stage].forward_label}" for stage in stages)
         events = sorted((e for e in timeline.events if e.rank == rank), key=lambda e: (e.start_us, e.end_us))
         limit = joined_breakdown([plan.memory[stage] for stage in stages]).limit if plan.memory else 0
         rows.append(
@@ -131,8 +131,9 @@ def event_text(event: Event, plan: PipelinePlan) -> str:
     took = f"{format_ms(event.end_us - event.start_us)} ms"
     if event.task is not None:
         half = f", half {event.half}" if event.half is not None else ""
+        of = stage.forward_label if event.kind is EventKind.FORWARD else stage.name
         return (
-            f"{event.task} {name} of {stage.name}, micro-batch {event.micro_batch}{half} of "
+            f"{event.task} {name} of {of}, micro-batch {event.micro_batch}{half} of "
             f"{stage.micro_batch_size} samples, {took}"
         )
     size = f", {format_bytes(event.bytes)}" if event.bytes else ""

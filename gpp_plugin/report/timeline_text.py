@@ -46,7 +46,8 @@ def format_timeline(
     # on 60 columns a name has at most 15 of them: "rank 12 vision_m…loss  0011aabb..  93 %"
     most = LABEL_WIDTH if screen is None else min(LABEL_WIDTH, max(screen // 4, 8))
     labels = {
-        (rank, stage): f"rank {rank} {shorten_name(plan.stages[stage].name, most)}" for rank, stage in rows
+        (rank, stage): f"rank {rank} {shorten_name(plan.stages[stage].forward_label, most)}"
+        for rank, stage in rows
     }
     label_width = max(map(len, labels.values()))
     if screen is not None:

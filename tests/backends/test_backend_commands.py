@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpp_benchmarks.backends import _ablated
 from gpp_plugin.backends.model_parts import WHOLE, part_codes
 from gpp_plugin.cli import main
 from gpp_plugin.commands.backends_command import format_backends, rows_of
@@ -49,7 +50,7 @@ def test_the_command_measures_the_whole_model_and_says_what_it_would_take(
 
 
 def test_the_benchmark_has_a_row_a_backend_and_one_for_auto(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--towers", "amoeba_like", "--backends", "torch", "--samples", "1", "--rounds", "1", "--json"]
+    asked = ["--models", "amoeba_like", "--backends", "torch", "--samples", "1", "--rounds", "1", "--json"]
     assert main(["bench", "backends", *asked]) == 0
     result = result_of(capsys)
     assert [(row["backend"], row["over_torch"] > 0) for row in result["rows"]] == [
@@ -57,6 +58,17 @@ def test_the_benchmark_has_a_row_a_backend_and_one_for_auto(capsys: pytest.Captu
         ("auto", True),
     ]
     assert result["rows"][1]["takes"] == "torch" and result["thesis"]
+    assert result["ablation"] == [] and result["is_monotone"]
+
+
+def test_the_ablation_takes_the_favourite_away_first_and_the_others_alone() -> None:
+    costs = [
+        BackendCost(backend="torch", us=10.0),
+        BackendCost(backend="b", us=7.0),
+        BackendCost(backend="a", us=5.0),
+        BackendCost(backend="c", refused="cannot"),
+    ]
+    assert _ablated("tower", costs) == {("a",): "b", ("a", "b"): "torch", ("b",): "a"}
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

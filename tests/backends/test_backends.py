@@ -127,6 +127,19 @@ def test_frozen_code_takes_what_changes_and_nothing_else(tower: ForwardCode) -> 
         assert torch.equal(own, right)
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_a_tensor_that_no_operator_reads_is_left_out(name: str) -> None:
+    """A mask of a batch that is not padded."""
+    require(name)
+    own = Graph((8, 4))
+    own.take(torch.ones(2, 4))
+    hidden = own.take(torch.randn(2, 4))
+    code = own.code(own.call(aten.relu.default, own.call(aten.linear.default, hidden, own.held[0])))
+    built = build_checked(lambda: build_forward(name, code), code.examples, code.run(*code.examples))
+    mask, other = torch.zeros(2, 4), torch.randn(2, 4)
+    torch.testing.assert_close(built(mask, other), code.run(mask, other))
+
+
 def test_the_signature_is_of_operators_and_shapes(tower: ForwardCode) -> None:
     assert make_tower(seed=5).signature == tower.signature != make_tower(samples=3).signature
 

@@ -44,16 +44,20 @@ class Baked(Backend):
         return run
 
 
-def train(asked: Any, *, profile_dir: str, num_steps: int = 4) -> dict[str, Any]:
-    """Train, load other weights into the tower in between, and evaluate."""
+def train(asked: Any, *, profile_dir: str, num_steps: int = 4, is_planned: bool = False) -> dict[str, Any]:
+    """Train, load other weights into the tower in between, and evaluate.
+
+    Args:
+        is_planned: stages are the planner's.
+    """
     model, make_batch = frozen_model(LLAVA)
     batches = [make_batch(B, seed) for seed in range(num_steps)]
     block = {
-        "plan": {"stages": STAGES[LLAVA]},
         "micro_batch_sizes": 2,
         "backends": asked,
         "profile_dir": profile_dir,
         "verify": False,
+        **({"stages": 2} if is_planned else {"plan": {"stages": STAGES[LLAVA]}}),
     }
     baked = Baked()
     with BACKENDS.lent("baked", baked):
@@ -70,12 +74,14 @@ def train(asked: Any, *, profile_dir: str, num_steps: int = 4) -> dict[str, Any]
         losses.append(float(engine.eval_batch(iter([make_batch(B, 99)]))))
         lane = engine._lane.lanes[0]
         (compiled,) = lane._executors.values()
-        call = compiled.compute._call
+        call = getattr(compiled.compute, "_call", None)
         return {
             "losses": losses,
             "backends": {name: one.backend for name, one in engine.backends.items()},
             "costs": {name: [c.backend for c in one.costs] for name, one in engine.backends.items()},
             "notes": [note for note in engine.plan.notes if "runs on" in note],
+            "planned": [note for note in engine.plan.notes if note.startswith("with backends")],
+            "forward_on": {stage.name: stage.backend for stage in engine.plan.stages},
             "built": baked.num_built,
             "run": baked.num_run,
             "taken": isinstance(call, BackendForward) and call.is_taken,
@@ -84,5 +90,6 @@ def train(asked: Any, *, profile_dir: str, num_steps: int = 4) -> dict[str, Any]
 
 
 def train_all(cases: list[Any], profile_dir: str) -> list[dict[str, Any]]:
-    """Train once for each value of the key."""
-    return [train(asked, profile_dir=profile_dir) for asked in cases]
+    """Train once for each value of the key, and once more where the planner cuts the stages."""
+    given = [train(asked, profile_dir=profile_dir) for asked in cases]
+    return [*given, train(["baked"], profile_dir=profile_dir, is_planned=True)]

@@ -30,7 +30,7 @@ def test_losses_are_those_of_torch_to_rounding_and_after_weights_changed(
     for both in others:
         for own, right in zip(both, off, strict=True):
             assert own["losses"] == pytest.approx(right["losses"], rel=1e-5)
-        vision, language = both
+    for vision, language in others[:-1]:
         assert vision["stage"] == "vision" and vision["taken"] and not language["taken"]
 
 
@@ -46,3 +46,14 @@ def test_what_was_measured_is_told_to_all_ranks_and_built_again_for_new_weights(
     # when it was measured, in training, for other weights, and where evaluation has other operators
     assert vision["built"] in (3, 4) and language["built"] == 0
     assert vision["run"] > 4 * 4, "it ran the micro-batches of four steps"
+
+
+def test_stages_are_cut_with_what_they_take_on_backends(answers: list[list[dict[str, Any]]]) -> None:
+    first, second = answers[-1]
+    assert first["planned"] == second["planned"] and first["forward_on"] == second["forward_on"]
+    (note,) = first["planned"]
+    assert note.startswith("with backends a step takes ") and " ms simulated, on torch " in note
+    assert set(first["forward_on"].values()) == {"", "baked"}
+    # of stages that are given the times alone are others
+    given = answers[1][0]
+    assert given["planned"] == [] and given["forward_on"] == {"vision": "baked", "language": ""}

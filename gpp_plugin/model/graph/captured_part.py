@@ -190,6 +190,19 @@ class CapturedPart:
         """Return where its code will run."""
         return self._device
 
+    def apart(self) -> CapturedPart:
+        """Return the part with what it has captured, to try stages of it, which leaves nothing behind in this one."""
+        twin = CapturedPart(
+            self.stage,
+            dtype=self._dtype,
+            device=self._device,
+            granularity=self.granularity,
+            called=self._called,
+            eager=self._eager,
+        )
+        twin._kept, twin._trials = self._kept, dict(self._trials)
+        return twin
+
     @property
     def called(self) -> dict[str, str]:
         """Return its parameters that other stages have too, as "<stage>.<name>" -> what the graph calls them."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,11 @@ class CostModel:
         self.kinds = distinct_devices(cluster.devices)
         self._kind_of = {device.speeds: kind for kind, device in enumerate(self.kinds)}
         self._speeds = DeviceSpeeds(graph, self.kinds) if len(self.kinds) > 1 else None
+        self._on_backends = (
+            np.array([profile.backends.get(block.name, 0.0) for block in graph.blocks])
+            if profile.backends
+            else None
+        )
         self._times: dict[tuple[float, int | None], tuple[Floats, Floats]] = {}
         self._static = np.stack(
             [
@@ -118,6 +124,9 @@ class CostModel:
     def block_times(self, local: float, kind: int | None = None) -> tuple[Floats, Floats]:
         """Return forward and backward microseconds of every block for ``local`` samples a rank.
 
+        A block that has a backend takes what it takes there: what it would take in a stage that trains, `stage_times`
+        says.
+
         Args:
             kind: of device; None: of each block the quickest.
         """
@@ -125,6 +134,8 @@ class CostModel:
         if found is None:
             forward = np.array([c.forward_us_for(local) for c in self._costs], dtype=float)
             backward = np.array([c.backward_us_for(local) for c in self._costs], dtype=float)
+            if self._on_backends is not None:
+                forward = np.where(self._on_backends > 0, forward * self._on_backends, forward)
             if self._speeds is not None:
                 kinds = range(len(self.kinds)) if kind is None else (kind,)
                 factor = np.min([self._speeds.factors(k, local) for k in kinds], axis=0)
@@ -162,11 +173,20 @@ class CostModel:
         if found is None:
             rows = list(blocks)
             each = [self.block_times(local, kind) for kind in kinds or (None,)]
+            # with a block that trains, or has no backend, the whole stage runs on torch
+            times = self._on_torch(rows)
             found = self._group_times[key] = (
-                max(float(forward[rows].sum()) for forward, _ in each),
+                max(float((forward[rows] * times).sum()) for forward, _ in each),
                 max(float(backward[rows].sum()) for _, backward in each),
             )
         return found
+
+    def _on_torch(self, rows: Sequence[int]) -> Any:
+        """Return by block of a stage how many times what `block_times` says its forward takes."""
+        # tower.0 at 0.5, tower.1 at 0.4, head without: {tower.0, tower.1} 1, {tower.1, head} (2.5, 1)
+        if self._on_backends is None or (own := self._on_backends[rows]).all():
+            return 1.0
+        return np.divide(1.0, own, out=np.ones_like(own), where=own > 0)
 
     def split_times(
         self, blocks: Sequence[int], local: float, ranks: Sequence[int] | None = None
@@ -210,6 +230,7 @@ class CostModel:
         """Return everything the profile says of a block but its name: equal keys, equal costs."""
         c = self._costs[block]
         return (
+            self._profile.backends.get(c.block),
             c.samples,
             c.forward_us,
             c.backward_us,

@@ -12,7 +12,8 @@ const task = bar => data.kinds[bar[2]].letter && bar[3] + data.kinds[bar[2]].let
 
 function describe(plan, bar) {
   const [, long, kind, stage, microBatch, half = -1, edge, size, peer] = bar, what = data.kinds[kind].name, name = task(bar);
-  if (name) return `${name} ${what} of ${plan.stages[stage].name}, micro-batch ${microBatch}${half >= 0 ? ", half " + half : ""} of ${plan.stages[stage].size} samples, ${format(long)}`;
+  const own = stage < 0 ? {} : plan.stages[stage], of = data.kinds[kind].letter === "F" ? own.forward : own.name;
+  if (name) return `${name} ${what} of ${of}, micro-batch ${microBatch}${half >= 0 ? ", half " + half : ""} of ${plan.stages[stage].size} samples, ${format(long)}`;
   if (edge < 0) return `${what} of ${plan.stages[stage].name}${size ? ", " + bytes(size) : ""}, ${format(long)}`;
   return `${what} on ${plan.edges[edge]}${peer >= 0 ? " with rank " + peer : ""}, micro-batch ${microBatch}${size ? ", " + bytes(size) : ""}, ${format(long)}`;
 }

@@ -1,0 +1,126 @@
+"""One rank of `gpp bench backends --training`: the same steps in each way, by turns; rank 0 tells of every run.
+
+python -m gpp_benchmarks._backend_ranks SETTINGS_JSON
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_benchmarks._backend_towers import FROZEN_TOWERS, llava_batch
+from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.launch import emit_event, end_rank
+from gpp_plugin.report.plan_text import format_ranks
+
+MINI_BATCH, UNIT = 32, 4
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4}
+WAYS = ("torch", "same stages", "stages cut again")
+
+
+def main() -> None:
+    """Train in each way, as often as the settings say, and on rank 0 alone as the model is."""
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = FROZEN_TOWERS[settings["tower"]]()
+    batches = [llava_batch(MINI_BATCH, seed) for seed in range(settings["steps"])]
+    rank = 0
+    plan: dict[str, Any] | None = None
+    for number in range(settings["turns"]):
+        for way in WAYS:
+            block = _block(way, settings, plan)
+            found, own_plan = train(copy.deepcopy(model), batches, block, settling=settings["settling"])
+            plan = own_plan if plan is None else plan
+            rank = found.pop("rank")
+            if rank == 0:
+                emit_event(way=way, turn=number, **found)
+    if rank == 0:
+        emit_event(way="eager", losses=train_alone(copy.deepcopy(model), batches))
+    end_rank()
+
+
+def _block(way: str, settings: Mapping[str, Any], plan: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the configuration of a way; ``plan`` is that of the first one."""
+    common = {"profile_dir": settings["folder"], "comm_timeout_s": 300}
+    if way == "torch":
+        return {**common, "backends": "off"}
+    if way == "same stages":
+        return {**common, "backends": settings["backends"], "plan": plan}
+    return {**common, "backends": settings["backends"]}
+
+
+def train(
+    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], block: Mapping[str, Any], *, settling: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train on this rank and the others; return what is told of the run, and its plan; collective."""
+    import deepspeed
+
+    import gpp_plugin
+
+    config = {
+        "train_batch_size": MINI_BATCH,
+        "train_micro_batch_size_per_gpu": UNIT,
+        "optimizer": {"type": "AdamW", "params": {**OPTIMIZER, "torch_adam": True}},
+        "steps_per_print": 10**9,
+        "graph_pipeline": dict(block),
+    }
+    start = time.perf_counter()
+    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
+    engine, *_ = deepspeed.initialize(model=wrapped, config=config)
+    started = time.perf_counter() - start
+    losses, step_ms, busy_ms = [], [], []
+    for number, batch in enumerate(batches):
+        dist.barrier()
+        began, busy = time.perf_counter(), time.process_time()
+        losses.append(float(engine.train_batch(data_iter=iter([batch]))))
+        took = torch.tensor([time.perf_counter() - began, time.process_time() - busy]) * 1e3
+        slowest = took[:1].clone()
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(took)
+        if number >= settling:
+            step_ms.append(float(slowest[0]))
+            busy_ms.append(float(took[1]))
+    plan = engine.plan
+    found = {
+        "rank": dist.get_rank(),
+        "losses": losses,
+        "step_ms": step_ms,
+        "busy_ms": busy_ms,
+        "start_s": started,
+        "simulated_us": plan.iteration_us,
+        "stages": ", ".join(f"{stage.forward_label} ({format_ranks(stage)})" for stage in plan.stages),
+        "notes": [note for note in plan.notes if "backends" in note or "runs on" in note],
+    }
+    engine.destroy()
+    return found, to_plain(plan)
+
+
+def train_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> list[float]:
+    """Return the losses of the model as it is, in one process: each the mean over loss units."""
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for first in range(0, MINI_BATCH, UNIT):
+            loss = model(**{key: value[first : first + UNIT] for key, value in batch.items()})["loss"]
+            (loss * UNIT / MINI_BATCH).backward()
+            total += float(loss) * UNIT / MINI_BATCH
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Training behind a frozen tower that runs on torch, or on a backend: the rows of `gpp bench backends --training`.
+
+Three ways of the same ten steps on 4 ranks, run in turn:
+
+    torch             "backends": "off"
+    same stages       the stages of the first, the tower on the fastest backend
+    stages cut again  "backends": "auto": measured, planned again with what the tower takes
+
+Losses are held against one process that trains the model as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpp_plugin.launch import run_ranks
+from gpp_plugin.report.units import fill_text, format_table
+
+NUM_RANKS = 4
+SETTLING = 2
+"""Steps at the beginning of a run that are not timed: shapes are compiled, backends built."""
+TIMEOUT_S = 1800.0
+TOLERANCE = 1e-5
+
+
+def train_behind_towers(
+    towers: Sequence[str], *, backends: Sequence[str], num_steps: int, turns: int
+) -> dict[str, Any]:
+    """Return a row a tower and way; prints a table for each tower.
+
+    Raises:
+        RuntimeFailure: a rank failed.
+    """
+    rows: list[dict[str, Any]] = []
+    for tower in towers:
+        with tempfile.TemporaryDirectory(prefix="gpp_backends_", ignore_cleanup_errors=True) as folder:
+            settings = {"tower": tower, "backends": list(backends), "steps": num_steps, "folder": folder}
+            events = run_ranks(
+                "gpp_benchmarks._backend_ranks",
+                [json.dumps({**settings, "turns": turns, "settling": SETTLING})],
+                num_ranks=NUM_RANKS,
+                timeout_s=TIMEOUT_S,
+                environment={"OMP_NUM_THREADS": "1"},
+            )
+            found = list(events)
+        own = _rows(tower, found)
+        print(_table(tower, own), flush=True)
+        rows += own
+    print(
+        fill_text(
+            "measured: median of all steps but the first two of a run; simulated: of the plan, for a processor a rank. "
+            "Where ranks share processors a step takes the work of all of them, which fewer ranks do not lessen"
+        )
+    )
+    return {"rows": rows, "ok": all(row["loss_error"] <= TOLERANCE for row in rows)}
+
+
+def _rows(tower: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    eager = next(event["losses"] for event in events if event["way"] == "eager")
+    ways: dict[str, list[Mapping[str, Any]]] = {}
+    for event in events:
+        if event["way"] != "eager":
+            ways.setdefault(event["way"], []).append(event)
+    rows = []
+    for way, runs in ways.items():
+        errors = [abs(a / b - 1) for run in runs for a, b in zip(run["losses"], eager, strict=True)]
+        first = runs[0]
+        rows.append(
+            {
+                "tower": tower,
+                "way": way,
+                "measured_ms": statistics.median(ms for run in runs for ms in run["step_ms"]),
+                "busy_ms": statistics.median(ms for run in runs for ms in run["busy_ms"]),
+                "simulated_ms": first["simulated_us"] / 1e3,
+                "loss_error": max(errors),
+                "start_s": first["start_s"],
+                "stages": first["stages"],
+                "notes": first["notes"],
+            }
+        )
+    return rows
+
+
+def _table(tower: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        [
+            row["way"],
+            f"{row['measured_ms']:.1f}",
+            f"{row['busy_ms']:.1f}",
+            f"{row['simulated_ms']:.1f}",
+            f"{row['loss_error']:.0e}",
+            f"{row['start_s']:.1f}",
+        ]
+        for row in rows
+    ]
+    header = [f"behind {tower}", "ms a step", "ms of processors", "simulated", "loss error", "s to start"]
+    texts = [fill_text(f"{row['way']}: {row['stages']}", indent="  ") for row in rows]
+    texts += [fill_text(f"- {note}", indent="  ") for row in rows for note in row["notes"]]
+    return "\n".join([format_table(header, lines), *texts, ""])

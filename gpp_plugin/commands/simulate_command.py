@@ -1,4 +1,4 @@
-"""`gpp simulate`: predicts the timeline of a plan, task by task and message by message."""
+"""`gpp simulate`: predicts the timeline of a plan, task by task and message by message; or decoding, without a plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_ahead, simulate_async
+from gpp_plugin.commands.decode_options import add_decode_options, run_decode
 from gpp_plugin.commands.width import add_width, axis_of
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -20,13 +21,14 @@ from gpp_plugin.report.units import format_ms
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gpp simulate`."""
-    parser.add_argument("plan", type=Path, help="a plan, as gpp plan writes it")
+    parser.add_argument("plan", type=Path, nargs="?", help="a plan, as gpp plan writes it")
     parser.add_argument(
         "--cluster",
         help=f"links messages take: a file, or one of {', '.join(cluster_names())} (they take no time)",
     )
     parser.add_argument("--out", type=Path, help="write the timeline there")
     add_width(parser)
+    add_decode_options(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -35,6 +37,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         GppError: the plan cannot be read, has no predicted times, or its schedule is unsafe.
     """
+    if args.decode:
+        if args.plan is not None or args.cluster is not None or args.out is not None:
+            raise ConfigError("--decode simulates no plan; leave PLAN, --cluster and --out out")
+        return run_decode(args)
+    if args.plan is None:
+        raise ConfigError("give a plan, as gpp plan writes it, or --decode")
+    if args.figure or args.set:
+        raise ConfigError("--figure and --set go with --decode")
     plan = load_plan(args.plan)
     # All zeros would simulate to an empty picture; a plan written by hand may lack times.
     if not any(stage.forward_us for stage in plan.stages):

@@ -100,3 +100,28 @@ def test_digit_readers_train_alike_on_all_ranks(name):
     (loss, share, _), (other_loss, other_share, _) = run_kept_ranks(read_digits, 2, name, config)
     assert loss == other_loss and 0.5 < loss < 10.0  # of 34 words: log(34) is 3.5, and T5 begins further off
     assert share == other_share and 0.0 <= share <= 0.5
+
+
+def test_the_slurm_script_starts_a_torchrun_a_node(tmp_path):
+    for name, text in (("scontrol", "printf 'n7\\nn8\\n'"), ("srun", 'echo "$OMP_NUM_THREADS|$*"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "JOB_NODELIST": "n[7-8]",
+        "JOB_NUM_NODES": 2,
+        "JOB_ID": 123456,
+        "GPUS_ON_NODE": 8,
+        "CPUS_PER_TASK": 64,
+    }
+    environment = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+    command = ["bash", str(ROOT / "examples" / "several_nodes.sbatch")]
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        [*command, "train.py", "--steps", "2"], env={**environment, **path}, capture_output=True, text=True
+    )
+    assert done.stderr == "" and done.stdout.strip() == (
+        "8|--kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 123456 "
+        "--rdzv-endpoint n7:23456 --tee 3 train.py --steps 2"
+    )
+    assert subprocess.run(command, env=environment | path, capture_output=True).returncode == 2
+    assert subprocess.run(["bash", "-n", str(ROOT / "examples" / "two_nodes_here.sh")]).returncode == 0

@@ -211,7 +211,7 @@ def _train(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     mini_batch = 2 * settings["degree"]
     config = {
         "train_batch_size": mini_batch,
-        "train_micro_batch_size_per_gpu": settings["degree"],
+        "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
         "graph_pipeline": {"comm_timeout_s": settings["timeout_s"], "verify": False},
     }

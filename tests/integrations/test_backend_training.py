@@ -53,7 +53,8 @@ def test_stages_are_cut_with_what_they_take_on_backends(answers: list[list[dict[
     assert first["planned"] == second["planned"] and first["forward_on"] == second["forward_on"]
     (note,) = first["planned"]
     assert note.startswith("with backends a step takes ") and " ms simulated, on torch " in note
-    assert set(first["forward_on"].values()) == {"", "baked"}
+    # where the tower lies best with blocks that train, their stage runs on torch
+    assert set(first["forward_on"].values()) <= {"", "baked"}
     # of stages that are given the times alone are others
     given = answers[1][0]
     assert given["planned"] == [] and given["forward_on"] == {"vision": "baked", "language": ""}

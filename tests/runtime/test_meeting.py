@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.runtime.ranks.calls import engine_call
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.waiting import wait_for
 from gpp_plugin.runtime.ranks.whereabouts import OUTSIDE
 from tests.ranks import open_test_board, run_kept_ranks
 
@@ -92,3 +94,24 @@ def test_a_rank_that_misses_a_meeting_is_told_of_by_who_waits_at_which() -> None
             )
             assert text.startswith(expected), (way, text)
             assert f"rank 1 failed first, {OUTSIDE}: it did not come to {occasions[way]}" in text
+
+
+class Late:
+    """A collective that ends right after a look of a wait has timed out."""
+
+    def __init__(self, ends: str) -> None:
+        self.says = ["Operation timed out!", ends]
+
+    def wait(self, timeout: object) -> None:
+        if text := self.says.pop(0):
+            raise RuntimeError(text)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_what_comes_while_a_look_times_out_has_come() -> None:
+    group: Any = None
+    wait_for(Late(""), what="it", who="rank 0", group=group, limit_s=5)
+    with pytest.raises(CommTimeout, match="closed by peer"):
+        wait_for(Late("Connection closed by peer"), what="it", who="rank 0", group=group, limit_s=5)

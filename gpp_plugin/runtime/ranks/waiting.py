@@ -64,6 +64,7 @@ def wait_for(
         limit_s = min(most_s or board.limit_s, board.limit_s) if board is not None else most_s
     started = time.monotonic()
     failed_at: float | None = None
+    is_over = False
     HERE.waits_for = what
     try:
         while True:
@@ -78,7 +79,11 @@ def wait_for(
                 return
             except RuntimeError as error:
                 waited = time.monotonic() - started
-                if work.is_completed() or "timed out!" not in str(error):
+                is_slice = "timed out!" in str(error)
+                if is_slice and not is_over and work.is_completed():
+                    is_over = True  # it came while this was raised: the next look says how it ended
+                    continue
+                if work.is_completed() or not is_slice:
                     first = None if board is None else board.find() or _reason_to_stop(board, group, what)
                     broken = f"the connection to another rank broke off ({first_line(error)[:120]})"
                     raise _lost(what, who, waited, limit_s, first or broken) from error

@@ -60,12 +60,13 @@ def main() -> None:
     one_ms = _ms_a_token(lambda: generate(alone, ids[:1]), settings["tokens"])
     plain_ms = _ms_a_token(lambda: plain(ids[:1]), settings["tokens"])
     found = {}
+    ways: dict[str, Callable[[], Tensor]] = {
+        "one batch": lambda: generate(alone, ids),
+        "one after the other": in_turn,
+        "in turns": lambda: generate(parted, ids),
+    }
     with _emulated(model, settings["row_ms"] / 1e3):
-        for way, make in (
-            ("one batch", lambda: generate(alone, ids)),
-            ("one after the other", in_turn),
-            ("in turns", lambda: generate(parted, ids)),
-        ):
+        for way, make in ways.items():
             dist.barrier()
             start = time.perf_counter()
             made = make()
@@ -136,14 +137,14 @@ def _generator(model: nn.Module, group: dist.ProcessGroup, micro_batches: int) -
 
 
 @contextlib.contextmanager
-def _emulated(model: nn.Module, row_s: float) -> Iterator[None]:
+def _emulated(model: Any, row_s: float) -> Iterator[None]:
     """Let each layer take a time for every sequence, on the rank that computes it: elsewhere it sees no values."""
 
     def compute(module: nn.Module, args: Any) -> None:
         if type(args[0]) is Tensor:
             time.sleep(row_s * args[0].shape[0])
 
-    hooks = [layer.input_layernorm.register_forward_pre_hook(compute) for layer in model.model.layers]  # type: ignore[union-attr]
+    hooks = [layer.input_layernorm.register_forward_pre_hook(compute) for layer in model.model.layers]
     try:
         yield
     finally:

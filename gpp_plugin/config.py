@@ -132,17 +132,23 @@ class CheckpointConfig(_Block):
 
 
 class GenerateConfig(_Block):
-    """How `engine.generate` keeps the keys and values of attention.
+    """How `engine.generate` keeps the keys and values of attention, and keeps stages busy.
 
     Args:
         cache: where those of a sequence lie: "data" on the rank that decodes it; "sequence" on all data-parallel ranks
             of each stage, cut along the sequence (Cache Parallelism), for decoders that attend to all positions. "auto"
             is "data", but "sequence" where whole caches would not fit into ``memory.limit_gb``, or what CUDA has free.
         block: neighbouring positions that lie on one rank, with "sequence".
+        micro_batches: in so many parts of the prompts stages generate in turns, so that one computes while others wait
+            for its tokens; the tokens stay the same. "auto" is one for each stage's rank, but at most one a prompt.
+            Where caches are cut along the sequence it is one.
     """
 
     cache: CacheKind = Field(default="auto", description=_one_of(CacheKind))
     block: Count = Field(default=16, description="a whole number of at least 1")
+    micro_batches: Count | Literal["auto"] = Field(
+        default=1, description='a whole number of at least 1, or "auto"'
+    )
 
 
 class GraphPipelineConfig(_Block):
@@ -216,7 +222,8 @@ class GraphPipelineConfig(_Block):
             the forwards of the next mini-batch while the others train the present one, and takes it one call early from
             whatever `train_batch` reads; 0 does not. "auto" is 1 for ``training_data``, which the engine loads, and 0
             for an iterator of yours. Results are the same.
-        generate: where `engine.generate` keeps what attention reads of the tokens so far.
+        generate: where `engine.generate` keeps what attention reads of the tokens so far, and in how many parts of the
+            prompts its stages take turns.
         backends: what stages that train nothing (frozen towers, in training and evaluation) run on: "off" is torch's
             operators; "auto" the fastest by measurement of all backends that are installed, a list the fastest of
             those; an object names one for a stage. Results differ by rounding (docs/backends.md).
@@ -273,7 +280,9 @@ class GraphPipelineConfig(_Block):
         default=CheckpointConfig(), description="an object with keep_last, keep_every, async_save"
     )
     look_ahead: Auto | Annotated[int, Field(ge=0, le=1)] = Field(default="auto", description='"auto", 0 or 1')
-    generate: GenerateConfig = Field(default=GenerateConfig(), description="an object with cache, block")
+    generate: GenerateConfig = Field(
+        default=GenerateConfig(), description="an object with cache, block, micro_batches"
+    )
     backends: Literal["off", "auto"] | list[str] | dict[str, str] = Field(
         default="off", description=_BACKENDS
     )

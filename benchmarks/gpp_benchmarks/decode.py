@@ -1,10 +1,15 @@
-"""Cache Parallelism on gloo ranks: what a layer sends for a decoded token, beside the formulas, and how long it takes.
+"""Generation on gloo ranks: what Cache Parallelism sends for a token, and micro-batches that keep stages busy.
 
 Ranks hold the caches of all sequences together, cut along the sequence, and decode. What a rank sends is counted and
 compared with the formula of what is implemented, with the chapter's formulas as printed, and with those in equal units
 (`gpp_plugin.plan.costs.cache_parallelism`). The time of a layer's attention stands beside that of the same sequences
 with whole caches, each rank its own: ranks of one machine share its cores, so it says what is spent here, and not what
 a cluster does.
+
+The second table is of a model of one layer a stage, each a rank that sleeps in place of computing: as long for every
+sequence (``--row-ms``), so that a batch of all prompts takes as long as its parts one after the other. (Where a step
+reads weights for longer than it computes, one batch of all prompts is as fast as parts in turns.) One prompt is
+measured without sleeping: what the stages' messages cost.
 """
 
 from __future__ import annotations
@@ -23,13 +28,20 @@ from gpp_plugin.plan.costs.cache_parallelism import (
     tensor_elements,
 )
 
-START_S = 120.0
+START_S = 300.0
 SECONDS_PER_STEP = 2.0
+TABLE = (
+    "ranks", "kv_heads", "sent", "formula", "gathered", "tensor", "sent_to_tensor", "printed", "printed_tensor",
+    "sequence_ms", "data_ms", "way", "stages", "prompts", "micro_batches", "seconds", "tokens_per_s", "speedup",
+    "one_prompt_ms", "one_process_ms",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="that share caches (2 and 4)")
+    parser.add_argument(
+        "--ranks", nargs="*", type=int, default=[2, 4], help="that share caches (2 and 4), none: no such rows"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences of all ranks together (%(default)s)")
     parser.add_argument("--heads", type=int, default=8, help="of queries (%(default)s)")
     parser.add_argument(
@@ -43,10 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=512, help="of the prompts (%(default)s)")
     parser.add_argument("--block", type=int, default=1, help="positions that lie together (%(default)s)")
     parser.add_argument("--steps", type=int, default=16, help="tokens that are decoded (%(default)s)")
+    parser.add_argument("--stages", type=int, default=4, help="that generate, 0 for none (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=16, help="of a generation (%(default)s)")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of prompts (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=16, help="generated of each prompt (%(default)s)")
+    parser.add_argument(
+        "--row-ms", type=float, default=15.0, help="of a stage for one sequence's token (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return a row for each number of ranks and of key-value heads.
+    """Return a row for each number of ranks and of key-value heads, and one for each way to generate.
 
     Raises:
         ConfigError: an option is wrong.
@@ -62,6 +81,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"--heads {args.heads} --kv-heads {args.kv_heads} --steps {args.steps} --length {args.length} --block "
             f"{args.block}: heads must be a multiple of the key-value heads, the others at least 1"
         )
+    if args.stages and (
+        args.stages < 2 or args.micro_batches < 1 or args.prompts % args.micro_batches or args.tokens < 1
+    ):
+        raise ConfigError(
+            f"--stages {args.stages} --prompts {args.prompts} --micro-batches {args.micro_batches} --tokens "
+            f"{args.tokens}: give at least 2 stages (or 0), a multiple of the micro-batches as prompts, and tokens"
+        )
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
         settings = {name: getattr(args, name) for name in ("batch", "heads", "kv_heads", "head_size")}
@@ -74,8 +100,38 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             environment={"DS_ACCELERATOR": "cpu"},
         ):
             rows.append(_row(args, ranks, event))
-            print(_line(rows[-1]), flush=True)
+    if args.stages:
+        rows += _generation_rows(args)
     return {"rows": rows}
+
+
+def _generation_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    names = ("prompts", "micro_batches", "tokens", "row_ms")
+    emulated_s = args.stages * args.prompts * args.tokens * args.row_ms / 1e3
+    events = list(
+        run_ranks(
+            "gpp_benchmarks._generation_ranks",
+            [json.dumps({name: getattr(args, name) for name in names})],
+            num_ranks=args.stages,
+            timeout_s=START_S + 6 * emulated_s + SECONDS_PER_STEP * args.tokens * args.micro_batches,
+            environment={"DS_ACCELERATOR": "cpu"},
+        )
+    )
+    in_turn_s = next(event["seconds"] for event in events if event["way"] == "one after the other")
+    return [
+        {
+            "way": event["way"],
+            "stages": args.stages,
+            "prompts": args.prompts,
+            "micro_batches": 1 if event["way"] == "one batch" else args.micro_batches,
+            "seconds": event["seconds"],
+            "tokens_per_s": args.prompts * args.tokens / event["seconds"],
+            "speedup": in_turn_s / event["seconds"],
+            "one_prompt_ms": event["one_ms"],
+            "one_process_ms": event["plain_ms"],
+        }
+        for event in events
+    ]
 
 
 def _row(args: argparse.Namespace, ranks: int, event: dict[str, Any]) -> dict[str, Any]:
@@ -96,12 +152,3 @@ def _row(args: argparse.Namespace, ranks: int, event: dict[str, Any]) -> dict[st
         "data_ms": event["data_ms"],
         "largest_difference": event["difference"],
     }
-
-
-def _line(row: dict[str, Any]) -> str:
-    return (
-        "{ranks} ranks, {kv_heads:>2} kv heads: {sent:9.0f} elements a rank, layer and token, formula {formula:9.0f} "
-        "({sent_to_formula:.3f}), {sent_to_tensor:.2f} of tensor parallelism {tensor:9.0f}, all gathered "
-        "{gathered:9.0f}; printed {printed:9.0f} and {printed_tensor:9.0f}; {sequence_ms:.2f} ms, whole caches "
-        "{data_ms:.2f} ms"
-    ).format(**row)

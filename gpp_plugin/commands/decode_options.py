@@ -80,18 +80,17 @@ def _constants(texts: list[str]) -> tuple[ServedLayer, Traffic]:
                 f"--set {text}: there is no constant {name!r}{nearest(name, known)} ({', '.join(known)})"
             )
         given[name] = _read(text, value, known[name])
-    layer, traffic = (
-        dataclasses.replace(
-            kind, **{f.name: given[f.name] for f in dataclasses.fields(kind) if f.name in given}
-        )
-        for kind in kinds
-    )
+    layer, traffic = ServedLayer(**_of(ServedLayer, given)), Traffic(**_of(Traffic, given))
     if layer.heads % layer.kv_heads or layer.width % layer.heads:
         raise ConfigError(
             f"--set width={layer.width} heads={layer.heads} kv_heads={layer.kv_heads}: heads divide the width, and "
             "key-value heads the heads"
         )
     return layer, traffic
+
+
+def _of(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
 
 
 MAY_BE_ZERO = {"entry_ns", "task_ns", "link_us", "step_us", "rate", "spread", "seed", "prefix"}

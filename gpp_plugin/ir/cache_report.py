@@ -31,8 +31,10 @@ class CacheReport:
 
     Args:
         cache: "data" or "sequence".
+        micro_batches: of prompts, that were generated from in turns; the figures are of all of them together.
         ranks: of the job, in order.
     """
 
     cache: str
+    micro_batches: int
     ranks: tuple[RankCaches, ...]

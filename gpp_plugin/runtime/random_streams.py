@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
+
+Streams = tuple[Tensor, Tensor | None]
+"""The states of the CPU's generator and of a CUDA device's."""
 
 
 @contextmanager
@@ -27,3 +31,16 @@ def seed_streams_of(device: torch.device | str, seed: int) -> None:
     if where.type == "cuda":
         with torch.cuda.device(where):
             torch.cuda.manual_seed(seed)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the states of the CPU's generator and of that of a CUDA ``device``."""
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), own
+
+
+def set_streams(device: torch.device, streams: Streams) -> None:
+    """Let both draw on from these states."""
+    torch.set_rng_state(streams[0])
+    if streams[1] is not None:
+        torch.cuda.set_rng_state(streams[1], device)

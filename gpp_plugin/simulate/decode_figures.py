@@ -173,7 +173,7 @@ def _compared(layer: ServedLayer, requests: Sequence[Request], batch: int) -> Ro
 
 def differences(tensor: Served, cache: Served) -> dict[str, float]:
     """Return what cache parallelism takes more of a token's time than tensor parallelism, by part, in nanoseconds."""
-    parts = {
+    parts: dict[str, Callable[[Served], float]] = {
         "linear layers": lambda one: one.times.linear_us,
         "attention": lambda one: one.times.attention_us,
         "messages": lambda one: one.times.link_us,

@@ -17,6 +17,12 @@ PAD = 0
 
 def generating(name: str) -> Built:
     """Return a small model that generates, whose dropout is on in training."""
+    if name == "qwen2_5_vl":
+        from gpp_benchmarks.zoo._entries import build_model
+        from gpp_benchmarks.zoo._vision_language import MODELS
+
+        zoo = next(one for one in MODELS if one.name == name)
+        return build_model(zoo), lambda number, seed=0: zoo.batch(number, 12)
     if name not in ("llama", "bart"):
         return build(name, layers=4 if name == "gpt2" else 2, dropout=0.1)
     with torch.random.fork_rng(devices=[]):
@@ -91,7 +97,10 @@ def ways(name: str) -> dict[str, dict[str, Any]]:
 
 
 def alone(
-    name: str, state: dict[str, Tensor], number: int = 4, wanted: tuple[str, ...] = tuple(WAYS)
+    name: str,
+    state: dict[str, Tensor],
+    number: int = 4,
+    wanted: tuple[str, ...] = tuple(WAYS),
 ) -> dict[str, list[list[int]]]:
     """Return the tokens of one process with these weights."""
     model = generating(name)[0].eval()
@@ -103,8 +112,14 @@ def alone(
     return answers
 
 
-def generate_all(names: tuple[str, ...], block: dict[str, Any], refuses: bool = False) -> dict[str, Any]:
-    """Train each model for three steps, and generate in all ways; on rank 0 also in one process."""
+def generate_all(
+    names: tuple[str, ...], block: dict[str, Any], refuses: bool = False, micro_batches: tuple[Any, ...] = ()
+) -> dict[str, Any]:
+    """Train each model for three steps, and generate in all ways; on rank 0 also in one process.
+
+    Args:
+        micro_batches: generate once more in so many parts, each.
+    """
     answers: dict[str, Any] = {}
     for name in names:
         model, make_batch = generating(name)
@@ -116,16 +131,44 @@ def generate_all(names: tuple[str, ...], block: dict[str, Any], refuses: bool = 
         for way, options in ways(name).items():
             torch.manual_seed(5 + engine.global_rank)  # ranks may be seeded apart: rank 0 decides
             found[way] = engine.generate(**copy.deepcopy(prompts(name)), **options).tolist()
+        report = engine.cache_report()
+        for number in micro_batches:
+            answers[f"{name} in {number}"] = in_micro_batches(engine, name, number) | {"expected": expected}
         answers[name] = {
             "found": found,
             "expected": expected,
-            "report": engine.cache_report(),
+            "report": report,
             "refused": refuse(engine, model) if refuses else {},
             "streamed": stream(engine, name) if refuses else [],
             "after": steps(engine, [make_batch(B, 9)]),
         }
         engine.destroy()
     return answers
+
+
+def in_micro_batches(engine: Any, name: str, number: Any) -> dict[str, Any]:
+    """Generate in all ways, in parts of the prompts; and from prompts of which one fails in its module."""
+    from gpp_plugin.errors import GppError
+
+    set_generation(engine, micro_batches=number)
+    found, given, said = {}, prompts(name), ""
+    for way, options in ways(name).items():
+        torch.manual_seed(5 + engine.global_rank)
+        found[way] = engine.generate(**copy.deepcopy(given), **options).tolist()
+    report = engine.cache_report()
+    try:
+        given["input_ids"][3, -1] = 10**6  # no such token: the rank of the embedding fails in one part
+        engine.generate(**given, **ways(name)["greedy"])
+    except GppError as error:
+        said = str(error)
+    set_generation(engine, micro_batches=1)
+    return {"found": found, "report": report, "said": said}
+
+
+def set_generation(engine: Any, **settings: Any) -> None:
+    """Change the settings of a generator that is there already: a second engine costs more than the test."""
+    generator = engine._generator
+    generator._config = generator._config.model_copy(update=settings)
 
 
 class Kept:
@@ -212,6 +255,16 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
                 "expected": expected,
                 "report": report,
             }
+            if number > 1:
+                set_generation(engine, micro_batches=2)
+                engine._generator._room = lambda: None
+                found, report = generate(number, way)
+                answers[f"data {number} {way} in 2"] = {
+                    "found": {way: found},
+                    "expected": expected,
+                    "report": report,
+                }
+                set_generation(engine, micro_batches=1)
     engine._generator._room = lambda: 100
     try:
         generate(*cases[-1])

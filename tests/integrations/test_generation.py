@@ -23,8 +23,14 @@ def check(answers: list[dict[str, Any]]) -> None:
 
 def test_two_ranks_generate_the_tokens_of_one_process_and_refuse_wrong_calls() -> None:
     """Greedy, four beams and sampling, of prompts of unequal length that end early, after three steps."""
-    answers = run_kept_ranks(jobs.generate_all, 2, ("gpt2",), {"stages": 2}, True)
+    answers = run_kept_ranks(jobs.generate_all, 2, ("gpt2",), {"stages": 2}, True, (3, "auto"))
     check(answers)
+    for answer in answers:
+        for number, parts in ((3, 3), ("auto", 2)):
+            one = answer[f"gpt2 in {number}"]
+            assert one["report"].micro_batches == parts
+            assert [each.rows for each in one["report"].ranks] == [4, 4]
+            assert "rank 0: IndexError" in one["said"], "a part that fails ends the others"
     first, second = (answer["gpt2"] for answer in answers)
     assert first["after"] == second["after"], "training goes on"
     assert first["streamed"] == second["streamed"] == [first["expected"]["greedy"][0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from gpp_plugin.config import BatchSizes, GenerateConfig
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.model.generation.generator import GeneratedModel, Generator, lanes_of
+from gpp_plugin.model.generation.generator import GeneratedModel, Generator, _DrawsOfAll, lanes_of
+from gpp_plugin.model.generation.micro_batches import Turns, split_rows
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
 
@@ -115,3 +118,27 @@ def test_lanes_have_one_rank_of_each_stage() -> None:
     assert lanes_of(plan_of((0,), (1,), (0,))) == ((0, 1),), "two stages of one rank"
     assert lanes_of(plan_of((0, 1), (0, 1))) == ((0,), (1,))
     assert lanes_of(plan_of((0, 1), (1, 0))) == ((0, 1),), "of two lanes each rank would be in both"
+
+
+def test_micro_batches_draw_what_all_prompts_together_would() -> None:
+    """Each of its own stream, in turns; several sequences of a prompt, too."""
+    model: Any = generating("llama")[0].eval()
+    for own in ({}, {"num_return_sequences": 2}):
+        arguments = {**prompts("llama", 5), **ways("llama")["sampled"], **own}
+        torch.manual_seed(5)
+        expected = model.generate(**arguments)
+        turns = Turns(torch.device("cpu"))
+
+        def generate(
+            number: int, rows: range, turns: Turns = turns, arguments: dict[str, Any] = arguments
+        ) -> Tensor:
+            given = {k: v[list(rows)] if isinstance(v, Tensor) else v for k, v in arguments.items()}
+            with turns.waiting(number):
+                pass
+            with _DrawsOfAll(rows, 5):
+                made: Tensor = model.generate(**given)
+            return made
+
+        torch.manual_seed(5)
+        calls = [functools.partial(generate, n, rows) for n, rows in enumerate(split_rows(5, 3))]
+        assert torch.equal(joined_tokens(model, arguments, turns.run(calls)[0]), expected)

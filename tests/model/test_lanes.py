@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import queue
 import re
 import threading
@@ -13,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
+from gpp_plugin.model.generation.micro_batches import Turns, no_turns, split_rows, twin_of
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.stage_tensors import LaneRun
 from tests.integrations.generation_jobs import generating, prompts, ways
 
-Told = dict[tuple[int, int], "queue.Queue[Tensor]"]
+LIMIT_S = 120
+Told = dict[tuple[int, int, int], "queue.Queue[Tensor]"]
 
 
 class ThreadWire:
@@ -25,19 +29,21 @@ class ThreadWire:
 
     device = torch.device("cpu")
 
-    def __init__(self, told: Told, lock: threading.Lock, position: int, number: int) -> None:
+    def __init__(self, told: Told, lock: threading.Lock, position: int, number: int, part: int) -> None:
         self._told, self._lock, self._number = told, lock, number
         self.position, self.messages = position, 0
+        self._part, self.turns = part, None
 
     def tell(self, value: Tensor, *, source: int, has_failed: bool) -> Tensor:
         number, self.messages = self.messages, self.messages + 1
         with self._lock:
-            queues = [self._told[number, reader] for reader in range(self._number)]
+            queues = [self._told[self._part, number, reader] for reader in range(self._number)]
         if source == self.position:
             for each in queues:
                 each.put(value.clone())
             return value
-        came = queues[self.position].get(timeout=30)
+        with no_turns() if self.turns is None else self.turns.waiting(self._part):
+            came = queues[self.position].get(timeout=LIMIT_S)
         assert (came.shape, came.dtype) == (value.shape, value.dtype), "shapes are known everywhere"
         return came
 
@@ -59,23 +65,39 @@ def cut(model: nn.Module, number: int) -> tuple[dict[str, tuple[int, ...]], dict
     return {name: tuple(sorted(ranks)) for name, ranks in held.items()}, aliases
 
 
-def generate_in_lane(model: nn.Module, number: int, arguments: dict[str, Any]) -> list[Any]:
-    """Return what each rank of a lane generates, or its error."""
+def generate_in_lane(
+    model: nn.Module, number: int, arguments: dict[str, Any], parts: list[range] | None = None
+) -> list[list[Any]]:
+    """Return what each rank of a lane generates of each part of the prompts (by default one), or its error."""
     holders, names = cut(model, number)
     told: Told = defaultdict(queue.Queue)
     lock = threading.Lock()
     answers: list[Any] = [None] * number
 
     @torch.no_grad()
-    def run(rank: int, own: Any) -> None:
+    def generate(rank: int, own: Any, turns: Turns | None, part: int) -> Any:
         live = {name: p for name, p in own.named_parameters() if rank in holders[name]}
         buffers = dict(own.named_buffers(remove_duplicate=False))
-        lane = LaneRun(ThreadWire(told, lock, rank, number))  # type: ignore[arg-type]
+        wire: Any = ThreadWire(told, lock, rank, number, part)
+        wire.turns = turns
+        given = arguments if parts is None else {
+            name: value[list(parts[part])] if isinstance(value, Tensor) else value for name, value in arguments.items()
+        }  # fmt: skip
+        weights = Weights(holders=holders, live=live, buffers=buffers, names=names)
+        with on_all_ranks(own, weights, LaneRun(wire)):
+            return own.generate(**given)
+
+    def run(rank: int, own: Any) -> None:
         try:
-            with on_all_ranks(own, Weights(holders=holders, live=live, buffers=buffers, names=names), lane):
-                answers[rank] = own.generate(**arguments)
+            if parts is None:
+                answers[rank] = [generate(rank, own, None, 0)]
+            else:
+                turns = Turns(torch.device("cpu"))
+                models = [twin_of(own) for _ in parts]
+                calls = [functools.partial(generate, rank, each, turns, n) for n, each in enumerate(models)]
+                answers[rank] = turns.run(calls)[0]
         except Exception as error:
-            answers[rank] = error
+            answers[rank] = [error]
 
     threads = [threading.Thread(target=run, args=(rank, copy.deepcopy(model))) for rank in range(number)]
     for thread in threads:
@@ -85,15 +107,26 @@ def generate_in_lane(model: nn.Module, number: int, arguments: dict[str, Any]) -
     return answers
 
 
+@pytest.mark.parametrize(("name", "number", "way"), [("llama", 3, "greedy"), ("t5", 2, "beams")])
+def test_a_lane_generates_in_turns_what_one_process_does(name: str, number: int, way: str) -> None:
+    """Five prompts in three parts, of which some end early."""
+    model: Any = generating(name)[0].eval()
+    arguments = {**prompts(name, 5), **ways(name)[way]}
+    expected = model.generate(**arguments)
+    for answer in generate_in_lane(model, number, arguments, split_rows(5, 3)):
+        assert torch.equal(joined_tokens(model, arguments, answer), expected), answer
+
+
 @pytest.mark.parametrize(
-    ("name", "number"), [("gpt2", 2), ("llama", 3), ("t5", 3), ("bart", 2), ("whisper", 3), ("llava", 2)]
+    ("name", "number"),
+    [("gpt2", 2), ("llama", 3), ("t5", 3), ("bart", 2), ("whisper", 3), ("llava", 2), ("qwen2_5_vl", 2)],
 )
 def test_a_lane_generates_what_one_process_does(name: str, number: int) -> None:
     """Greedy on three ranks, four beams on two; parameters are tied across ranks in most of these models."""
     model: Any = generating(name)[0].eval()
     arguments = {**prompts(name), **ways(name)["beams" if number == 2 else "greedy"]}
     expected = model.generate(**arguments)
-    for answer in generate_in_lane(model, number, arguments):
+    for (answer,) in generate_in_lane(model, number, arguments):
         assert torch.equal(answer, expected), answer
 
 

@@ -80,6 +80,17 @@ def test_values_that_are_read_are_told_but_not_inside_of_another_ranks_module() 
         StageTensor(torch.empty(2, device="meta"), (0,), run).max().item()
 
 
+def test_a_tied_weight_is_a_shape_inside_of_another_ranks_module() -> None:
+    """An index that is no row of it fails where the module runs, and not here, where nobody would hear of it."""
+    run, _ = lane()
+    weight = StageTensor(torch.ones(3, 4), (0, 1), run, is_weight=True)
+    with run.inside("Embedding"):
+        made: Any = torch.nn.functional.embedding(torch.tensor([5]), weight)
+    assert made.value.is_meta and made.shape == (1, 4)
+    with pytest.raises(IndexError):
+        torch.nn.functional.embedding(torch.tensor([5]), weight)
+
+
 def test_writing_in_place_keeps_the_tensor_and_forgets_what_was_told() -> None:
     run, wire = lane()
     here: Any = StageTensor(torch.ones(2), (1,), run)

@@ -58,12 +58,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
 def test_a_group_for_each_pair_and_direction_made_once_on_all_ranks_in_one_order(made: list[Group]) -> None:
     transport = NcclTransport(device=CPU, timeout_s=1.0)
     transport.open([(1, 0), (0, 1), (2, 3)])
-    assert [group.ranks for group in made] == [[0, 1], [0, 1], [2, 3]]
-    # Rank 1 receives on the first, sends on the second and has no part in the third.
+    assert [group.ranks for group in made] == [[0, 1], [2, 3], [0, 1]]
+    # Rank 1 receives on the first, has no part in the second, which others open meanwhile, and sends on the third.
     assert [group.calls for group in made] == [
         ["start", ("recv", 0, torch.float32, 1), "end"],
-        ["start", ("send", 0, torch.float32, 1), "end"],
         [],
+        ["start", ("send", 0, torch.float32, 1), "end"],
     ]
     transport.open([(0, 1), (2, 3), (3, 1)])  # an evaluation with one channel more
     assert [group.ranks for group in made[3:]] == [[1, 3]]

@@ -1,8 +1,9 @@
 """`engine.generate`: HuggingFace's `generate` on the plan's stages, by all ranks together.
 
-    lane       one rank of each stage: together they have the whole model. Each lane generates from its part of the
-               prompts; there are as many as the stage with the fewest data-parallel ranks has.
-    rank       runs the whole of `generate`, really where its stages compute (`owned_modules`)
+    micro-batch   a part of the prompts; a rank generates from several in turns (`micro_batches`)
+    lane          one rank of each stage: together they have the whole model. Each lane generates from its part of a
+                  micro-batch; there are as many as the stage with the fewest data-parallel ranks has.
+    rank          runs the whole of `generate`, really where its stages compute (`owned_modules`)
 
 Every rank of a lane chooses the next tokens itself, from the same logits and with rank 0's random state, so tokens are
 never sent.
@@ -14,6 +15,7 @@ Tests: tests/integrations/test_generation.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import logging
@@ -49,11 +51,12 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.generation.cache_peers import CachePeers
 from gpp_plugin.model.generation.cache_room import CacheNeed, is_cut, need_of
 from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
+from gpp_plugin.model.generation.micro_batches import Turns, split_rows, twin_of
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.sequence_cache import shared_caches
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
 from gpp_plugin.plan.costs.cache_parallelism import cache_bytes, cut_cache_bytes
-from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.random_streams import kept_streams, set_streams, streams_of
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
 
@@ -101,15 +104,17 @@ class Generator:
     ) -> None:
         self._room = room
         self._config = config
-        self._peer_groups: list[dist.ProcessGroup | None] = []
         self._caches: RankCaches | None = None
         self._cache = "data"
+        self._micro_batches = 1
         self._model = model
         self._setting = setting
         self._meeting = meeting
         self._lanes = lanes_of(plan)
         self._plan = plan
-        self._wires: list[LaneWire] = []
+        # by micro-batch: a wire of each lane; with caches that may be cut, a group of each position's ranks
+        self._wires: list[list[LaneWire]] = []
+        self._peer_groups: list[list[dist.ProcessGroup | None]] = []
         self.is_broken = False
         """Whether a generation ended in a way that other ranks do not share."""
 
@@ -141,88 +146,154 @@ class Generator:
         if any(streams):  # a streamer is rank 0's, whoever was given one; the others take part silently
             own_streamer = arguments.get("streamer") if self._setting.rank == 0 else None
             arguments = {**arguments, "streamer": own_streamer or SilentStreamer()}
-        self._make_wires()
         samples = samples_of(model, arguments)
         are_cut = self._are_cut(model, arguments, samples)
-        number = 1 if samples is None else len(self._lanes) if are_cut else min(len(self._lanes), samples)
+        parts = self._parts(samples, is_cut=are_cut)
+        number = parts[0].lanes
+        self._make_wires(len(parts))
+        self._cache, self._micro_batches = "sequence" if are_cut else "data", len(parts)
         own = self._own_lane(number)
-        part = None
-        if number > 1 and own is not None:
-            assert samples is not None
-            part = LanePart(lane=own, lanes=number, samples=samples, is_cut=are_cut)
-        self._cache = "sequence" if are_cut else "data"
-        outcome = self._attempt(model, arguments, own, part)
+        outcomes = self._attempt_all(self._models(model, len(parts)), arguments, own, parts)
         # In one lane of all ranks everybody has the tokens; else the first rank of each lane brings them.
         is_everyone = number == 1 and len(self._lanes[0]) == self._setting.num_ranks
         is_first = own is not None and self._setting.rank == self._lanes[own][0]
 
-        def bring() -> Any:
-            if outcome.error is not None:
-                raise outcome.error
-            return _on_host(outcome.value) if is_first and not is_everyone else None
+        def bring() -> list[Any]:
+            for outcome in outcomes:
+                if outcome.error is not None:
+                    raise outcome.error
+            return [_on_host(each.value) for each in outcomes] if is_first and not is_everyone else []
 
         told = exchange(bring, what="what was generated", group=group)
         if is_everyone:
-            return outcome.value
-        parts = [told[lane[0]] for lane in self._lanes[:number]]
-        value = parts[0]
-        if number > 1:
-            each = parts[0].shape[0] // len(_rows(samples or 0, number, 0, is_cut=are_cut))
-            value = joined_tokens(model, arguments, parts)[
-                : each * (samples or 0)
-            ]  # without copies of prompts
-        return _on_device(value, self._setting.device)
+            found = [[outcome.value] for outcome in outcomes]
+        else:
+            found = [[told[lane[0]][m] for lane in self._lanes[:number]] for m in range(len(parts))]
+        if len(found) == number == 1:
+            return _on_device(found[0][0], self._setting.device)
+        whole = [
+            joined_tokens(model, arguments, tokens)[: part.kept_rows(tokens[0].shape[0])]
+            for part, tokens in zip(parts, found, strict=True)
+        ]
+        return _on_device(joined_tokens(model, arguments, whole), self._setting.device)
 
     def close(self) -> None:
         """Let go of the lanes' groups."""
-        for group in (*(wire.group for wire in self._wires), *self._peer_groups):
+        wires = (wire.group for wires in self._wires for wire in wires)
+        for group in (*wires, *(group for groups in self._peer_groups for group in groups)):
             if group is not None:
                 dist.destroy_process_group(group)
         self._wires, self._peer_groups = [], []
 
+    def _parts(self, samples: int | None, *, is_cut: bool) -> list[LanePart]:
+        """Return the micro-batches of the prompts, as the first lane has them."""
+        # One, where prompts go together, where a lane is one rank, which waits for nobody, and where caches are cut, as
+        # all lanes are in step then. Every lane has prompts of every micro-batch; where caches are cut, copies if need
+        # be.
+        stages = max(len(lane) for lane in self._lanes)
+        number, lanes = 1, min(len(self._lanes), samples or 1)
+        if samples and stages > 1 and not is_cut:
+            asked = self._config.micro_batches
+            number = min(samples, asked) if asked != "auto" else max(1, min(stages, samples // lanes))
+        rows = split_rows(samples or 1, number)
+        lanes = len(self._lanes) if is_cut else min(lanes, len(rows[-1]))
+        return [
+            LanePart(
+                number=at,
+                samples=len(each),
+                first=each.start,
+                whole=samples or 1,
+                lane=0,
+                lanes=lanes,
+                is_cut=is_cut,
+            )
+            for at, each in enumerate(rows)
+        ]
+
+    def _models(self, model: Any, number: int) -> list[Any]:
+        """Return for each micro-batch a model to generate with.
+
+        Raises:
+            ConfigError: there are several, and the model cannot be copied; the same on every rank.
+        """
+        if number == 1:
+            return [model]
+        twins: list[Any] = []
+
+        def copy_model() -> None:
+            twins.extend(twin_of(model) for _ in range(number))
+
+        exchange(copy_model, what="copies of a model for micro-batches", group=self._setting.group)
+        return twins
+
     # ---- one rank's part -----------------------------------------------------------------------
 
-    def _attempt(
+    def _attempt_all(
         self,
-        model: Any,
+        models: Sequence[Any],
         arguments: Mapping[str, Any],
         lane: int | None,
-        part: LanePart | None,
-    ) -> _Outcome:
-        """Return what this rank generated, or its error; raise what the other ranks cannot know of."""
+        parts: Sequence[LanePart],
+    ) -> list[_Outcome]:
+        """Return what this rank generated of each micro-batch, or its error; raise what others cannot know of.
+
+        Args:
+            models: for each micro-batch one to generate with.
+        """
         self._caches = None
         with self._same_streams():
             if lane is None:
-                return _Outcome()
-            # What ends a generation, and what the job does then:
-            #
-            #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which go on
-            #     a module of some rank      its next tensor says so, the lane's ranks stop there, and go on
-            #     anything else              this rank alone knows; the others wait for it, and the job ends
-            #
-            # Where caches are cut the other lanes wait as well, in their next layer: any failure ends the job.
-            wire = self._wires[lane]
-            before = wire.messages
-            run = LaneRun(wire) if len(wire.ranks) > 1 else None
-            weights = self._weights(model, lane)
+                return [_Outcome()]
+            weights = self._weights(generating_model(self._model.module), lane)
+            turns = Turns(self._setting.device) if len(parts) > 1 else None
+            calls = []
+            for model, part in zip(models, parts, strict=True):
+                self._wires[part.number][lane].turns = turns
+                own = dataclasses.replace(part, lane=lane)
+                calls.append(functools.partial(self._attempt, model, arguments, own, weights))
             self.is_broken = True  # until it has come to an end that the lane's other ranks come to as well
-            try:
-                value = self._run(model, self._as_taken(arguments, part), weights, run, part)
-            except LaneStopped:
-                if part is not None and part.is_cut:  # the other lanes wait for this one in their next layer
-                    raise (
-                        _named(None if run is None else run.failure, self._setting.rank) or _stopped()
-                    ) from None
-                self.is_broken = False
-                return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
-            except Exception as error:
-                is_shared = run is None or (wire.messages == before and not isinstance(error, CaptureError))
-                if not is_shared or (part is not None and part.is_cut):
-                    raise
-                self.is_broken = False
-                return _Outcome(error=error if isinstance(error, ConfigError) else _refused(error))
+            if turns is None:
+                outcomes = [calls[0]()]
+            else:
+                outcomes, streams = turns.run(calls)
+                # As one process that generates from all prompts: it draws for as long as the longest of them goes on.
+                longest = max(range(len(parts)), key=lambda number: outcomes[number].draws)
+                set_streams(self._setting.device, streams[longest])
             self.is_broken = False
-            return _Outcome(value=value)
+            if all(outcome.caches is not None for outcome in outcomes):
+                self._caches = _all_caches([each.caches for each in outcomes if each.caches is not None])
+            return outcomes
+
+    def _attempt(
+        self, model: Any, arguments: Mapping[str, Any], part: LanePart, weights: Weights
+    ) -> _Outcome:
+        """Return what this rank generated of one micro-batch, or its error; raise what others cannot know of."""
+        # What ends a generation, and what the job does then:
+        #
+        #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which go on
+        #     a module of some rank      its next tensor says so, the lane's ranks stop there, and go on
+        #     anything else              this rank alone knows; the others wait for it, and the job ends
+        #
+        # The first two stop the other micro-batches too: each rank says so with the next tensor that it sends in them.
+        # Where caches are cut the other lanes wait as well, in their next layer: any failure ends the job.
+        wire = self._wires[part.number][part.lane]
+        before = wire.messages
+        run = LaneRun(wire) if len(wire.ranks) > 1 else None
+        try:
+            return self._run(model, self._as_taken(arguments, part), weights, run, part)
+        except LaneStopped:
+            if part.is_cut:  # the other lanes wait for this one in their next layer
+                raise (
+                    _named(None if run is None else run.failure, self._setting.rank) or _stopped()
+                ) from None
+            return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
+        except Exception as error:
+            is_shared = run is None or (wire.messages == before and not isinstance(error, CaptureError))
+            if not is_shared or part.is_cut:
+                raise
+            if wire.turns is not None:
+                wire.turns.is_stopping = True
+            return _Outcome(error=error if isinstance(error, ConfigError) else _refused(error))
 
     @torch.no_grad()
     def _run(
@@ -231,20 +302,22 @@ class Generator:
         arguments: Mapping[str, Any],
         weights: Weights,
         run: LaneRun | None,
-        part: LanePart | None,
-    ) -> Any:
+        part: LanePart,
+    ) -> _Outcome:
         with contextlib.ExitStack() as around:
             around.enter_context(on_all_ranks(model, weights, run))
             caches: list[Any] = [None]
             note = model.register_forward_pre_hook(functools.partial(_note_cache, caches), with_kwargs=True)
             around.callback(note.remove)
-            if part is not None:
-                around.enter_context(_DrawsOfAll(part.rows, part.samples))
-            if part is not None and part.is_cut:
+            draws = _DrawsOfAll(part.drawn_rows, part.whole)
+            if not part.is_whole:
+                around.enter_context(draws)
+            if part.is_cut:
                 around.enter_context(shared_caches(model, self._peers_of(part)))
             result = model.generate(**arguments)
-            self._caches = self._counted(model, weights, run, caches[0], part)
-            return result if run is None else run.told(result)
+            counted = self._counted(model, weights, run, caches[0], part)
+            value = result if run is None else run.told(result)
+            return _Outcome(value=value, caches=counted, draws=draws.number)
 
     def cache_report(self) -> CacheReport:
         """Return what the caches of the last generation took on each rank.
@@ -258,10 +331,12 @@ class Generator:
         told = self._meeting.gather((own, self._caches is not None), "a report of caches")
         if not any(is_there for _, is_there in told):
             raise ConfigError(NOTHING_GENERATED)
-        return CacheReport(cache=self._cache, ranks=tuple(each for each, _ in told))
+        return CacheReport(
+            cache=self._cache, micro_batches=self._micro_batches, ranks=tuple(each for each, _ in told)
+        )
 
     def _counted(
-        self, model: Any, weights: Weights, run: LaneRun | None, cache: Any, part: LanePart | None
+        self, model: Any, weights: Weights, run: LaneRun | None, cache: Any, part: LanePart
     ) -> RankCaches:
         """Return what this rank's caches take, and what they should by the model's configuration."""
         # A layer of the model's cache is this rank's where the weights of its attention are: elsewhere it has a length.
@@ -277,7 +352,7 @@ class Generator:
             most_rows, longest = max(most_rows, rows), max(longest, length)
             counted += sum(t.nbytes for t in (layer.keys, layer.values) if not isinstance(t, StageTensor))
             common = {"rows": rows, "length": length, "kv_width": width, "itemsize": itemsize}
-            if part is not None and part.is_cut:
+            if part.is_cut:
                 predicted += cut_cache_bytes(**common, block=self._config.block, ranks=part.lanes)
             else:
                 predicted += cache_bytes(**common)
@@ -334,14 +409,14 @@ class Generator:
         return is_cut(asked, needs, why_not=why_not)
 
     def _peers_of(self, part: LanePart) -> CachePeers:
-        wire = self._wires[part.lane]
+        wire = self._wires[part.number][part.lane]
         return CachePeers(
             position=part.lane,
             number=part.lanes,
             prompts=len(part.rows),
             samples=part.samples,
             block=self._config.block,
-            group=self._peer_groups[wire.position],
+            group=self._peer_groups[part.number][wire.position],
             staging=wire.staging,
             timeout_s=wire.timeout_s,
         )
@@ -375,11 +450,11 @@ class Generator:
             names=self._names_in(model),
         )
 
-    def _as_taken(self, arguments: Mapping[str, Any], part: LanePart | None) -> dict[str, Any]:
-        """Return the arguments of this lane's prompts where and in the type that the model computes with."""
+    def _as_taken(self, arguments: Mapping[str, Any], part: LanePart) -> dict[str, Any]:
+        """Return the arguments of a part of the prompts where and in the type that the model computes with."""
         taken = dict(arguments)
         for name, value in tensor_arguments(arguments).items():
-            own = value if part is None else value[list(part.rows)]
+            own = value if part.is_whole else value[part.drawn_rows]
             taken[name] = own.to(self._setting.device)
             if own.is_floating_point():
                 taken[name] = taken[name].to(self._setting.dtype)
@@ -390,22 +465,16 @@ class Generator:
         """Let all ranks draw what rank 0 would; the others draw on as if nothing had been drawn."""
         # As one process with rank 0's seed would draw: rank 0's own generators go on from there, the others' come back.
         device = self._setting.device
-        is_cuda = device.type == "cuda"
-        own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if is_cuda else None)
-        told = self._meeting.tell(own, source=0, what="the random state of a generation")
+        told = self._meeting.tell(streams_of(device), source=0, what="the random state of a generation")
         if self._setting.rank == 0:
             yield
             return
         with kept_streams(device):
-            torch.set_rng_state(told[0])
-            if told[1] is not None:
-                torch.cuda.set_rng_state(told[1], device)
+            set_streams(device, told)
             yield
 
-    def _make_wires(self) -> None:
-        """Make what joins the ranks of each lane, at the first call: groups, by all ranks in one order."""
-        if self._wires:
-            return
+    def _make_wires(self, micro_batches: int) -> None:
+        """Make what joins the ranks of each lane, once for each micro-batch: groups, by all ranks in one order."""
         setting = self._setting
         backend, limit_s = setting.placement.backend, self._meeting.timeout_s
 
@@ -416,23 +485,23 @@ class Generator:
             made = dist.new_group(list(ranks), timeout=limit, backend=backend)
             return made if setting.rank in ranks else None
 
-        # Ranks 0 1 | 2 3 of two stages: lanes (0, 2) and (1, 3), and with cut caches the pairs {0, 1} and {2, 3}.
-        for ranks in self._lanes:
-            group = make_group(ranks)
-            is_own = setting.rank in ranks
-            self._wires.append(
-                LaneWire(
-                    ranks=ranks,
-                    position=ranks.index(setting.rank) if is_own else 0,
-                    group=group,
-                    device=setting.device,
-                    staging=setting.device if backend == "nccl" else torch.device("cpu"),
-                    timeout_s=limit_s,
-                )
+        def make_wire(ranks: tuple[int, ...], micro_batch: int) -> LaneWire:
+            return LaneWire(
+                ranks=ranks,
+                position=ranks.index(setting.rank) if setting.rank in ranks else 0,
+                group=make_group(ranks),
+                device=setting.device,
+                staging=setting.device if backend == "nccl" else torch.device("cpu"),
+                timeout_s=limit_s,
+                micro_batch=micro_batch,
             )
-        if self._config.cache != "data":
-            # the ranks at one position of all lanes: together they have the caches of that position's stages
-            self._peer_groups = [make_group(peers) for peers in zip(*self._lanes, strict=True)]
+
+        # Ranks 0 1 | 2 3 of two stages: lanes (0, 2) and (1, 3), and with cut caches the pairs {0, 1} and {2, 3}.
+        for number in range(len(self._wires), micro_batches):
+            self._wires.append([make_wire(ranks, number) for ranks in self._lanes])
+            if self._config.cache != "data":
+                # the ranks at one position of all lanes: together they have the caches of that position's stages
+                self._peer_groups.append([make_group(peers) for peers in zip(*self._lanes, strict=True)])
 
 
 def _note_cache(caches: list[Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -445,6 +514,20 @@ def _note_cache(caches: list[Any], module: nn.Module, args: Any, kwargs: Mapping
 class _Outcome:
     value: Any = None
     error: Exception | None = None
+    caches: RankCaches | None = None
+    draws: int = 0
+
+
+def _all_caches(each: Sequence[RankCaches]) -> RankCaches:
+    """Return what the caches of all micro-batches take on one rank."""
+    return RankCaches(
+        rank=each[0].rank,
+        layers=max(one.layers for one in each),
+        rows=sum(one.rows for one in each),
+        length=max(one.length for one in each),
+        predicted_bytes=sum(one.predicted_bytes for one in each),
+        counted_bytes=sum(one.counted_bytes for one in each),
+    )
 
 
 def _named(failure: Exception | None, rank: int) -> Exception | None:
@@ -492,36 +575,56 @@ def _rows(samples: int, lanes: int, lane: int, *, is_cut: bool) -> list[int]:
     if is_cut:
         each = -(-samples // lanes)
         return [row if row < samples else 0 for row in range(lane * each, (lane + 1) * each)]
-    first, behind = ((at * (samples // lanes) + min(at, samples % lanes)) for at in (lane, lane + 1))
-    return list(range(first, behind))
+    return list(split_rows(samples, lanes)[lane])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanePart:
-    """What one of several lanes generates from.
+    """What a lane generates from: its part of a micro-batch of the prompts.
 
     Args:
-        lane: of ``lanes``; ``samples`` prompts are given in all.
+        number: of the micro-batch, whose ``samples`` prompts begin at ``first`` of all ``whole``.
+        lane: of ``lanes``.
         is_cut: the lanes' caches are cut along the sequence, so that they go in step.
     """
 
+    number: int
+    samples: int
+    first: int
+    whole: int
     lane: int
     lanes: int
-    samples: int
     is_cut: bool
 
     @property
+    def is_whole(self) -> bool:
+        """Return whether it is all there is; then prompts need not be numbered."""
+        return self.lanes == 1 and self.samples == self.whole
+
+    @property
     def rows(self) -> list[int]:
-        """Return the numbers of its prompts."""
+        """Return the numbers of its prompts in the micro-batch."""
         return _rows(self.samples, self.lanes, self.lane, is_cut=self.is_cut)
+
+    @property
+    def drawn_rows(self) -> list[int]:
+        """Return the numbers of its prompts in all."""
+        return [self.first + row for row in self.rows]
+
+    def kept_rows(self, rows: int) -> int:
+        """Return how many sequences of a micro-batch are no copies, where this part's lane made so many."""
+        return rows // len(self.rows) * self.samples
 
 
 class _DrawsOfAll(TorchFunctionMode):
-    """Lets a lane sample as one process with all prompts would: it draws for all of them, and uses its own rows.
+    """Lets a part sample as one process with all prompts would: it draws for all of them, and uses its own rows.
 
     Args:
-        rows: of the lane, of ``samples``.
+        rows: of the part, of ``samples``.
     """
+
+    number: int = 0
+    """How often it drew."""
 
     def __init__(self, rows: Sequence[int], samples: int) -> None:
         super().__init__()
@@ -541,6 +644,7 @@ class _DrawsOfAll(TorchFunctionMode):
         # As torch draws without replacement: the most probable of p / q, q exponential. A prompt may have several rows
         # (beams, several sequences): as many in the lane as in the whole.
         each = probabilities.shape[0] // len(self._rows)
+        self.number += 1
         whole = probabilities.new_empty(self._samples * each, probabilities.shape[1]).exponential_(1)
         own = whole.view(self._samples, each, -1)[self._rows].view_as(probabilities)
         return (probabilities / own).topk(num_samples, dim=-1).indices

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.model.generation.micro_batches import Turns, in_micro_batch, no_turns
 from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
 
 
@@ -34,6 +35,7 @@ class LaneWire:
         group: of these ranks; None for a single one.
         device: where tensors live, and ``staging`` where the group wants them.
         timeout_s: how long ranks at work are waited for, at most.
+        micro_batch: whose tensors these are; ``turns``: with others on this rank, None where it is the only one.
         messages, sent_bytes: how many tensors were told so far, and bytes of them by this rank.
     """
 
@@ -43,6 +45,8 @@ class LaneWire:
     device: torch.device
     staging: torch.device
     timeout_s: float
+    micro_batch: int = 0
+    turns: Turns | None = None
     messages: int = 0
     sent_bytes: int = 0
 
@@ -53,7 +57,7 @@ class LaneWire:
             value: the tensor there; elsewhere one on the meta device with its shape.
 
         Raises:
-            LaneStopped: the rank has none, because a module of its failed.
+            LaneStopped: the rank has none, because a module of its failed, here or in another micro-batch.
             CommTimeout: a rank did not come in time, or is gone.
         """
         if self.group is None:
@@ -61,6 +65,7 @@ class LaneWire:
                 raise LaneStopped
             return value
         is_source = source == self.position
+        has_failed = has_failed or (self.turns is not None and self.turns.is_stopping)
         size = value.numel() * value.element_size()
         sent = torch.empty(size + 1, dtype=torch.uint8, device=self.staging)
         body = sent[:size].view(value.dtype).view(value.shape)
@@ -72,16 +77,20 @@ class LaneWire:
         self.messages += 1
         self._wait(dist.broadcast(sent, src=self.ranks[source], group=self.group, async_op=True))
         if int(sent[size]):
+            if self.turns is not None:
+                self.turns.is_stopping = True
             raise LaneStopped
         return value if is_source else body.to(self.device)
 
     def _wait(self, work: Any) -> None:
         assert self.group is not None
-        wait_for(
-            work,
-            what="the next tensor of a generation",
-            who=own_name(),
-            group=self.group,
-            most_s=self.timeout_s,
-            is_polled=self.staging.type != "cpu",
-        )
+        turns = self.turns
+        with no_turns() if turns is None else turns.waiting(self.micro_batch):
+            wait_for(
+                work,
+                what="the next tensor of a generation" + in_micro_batch(turns, self.micro_batch),
+                who=own_name(),
+                group=self.group,
+                most_s=self.timeout_s,
+                is_polled=self.staging.type != "cpu",
+            )

@@ -104,7 +104,7 @@ class ShapeMemory:
     ) -> Any:
         """Run the module on shapes and take note of what came of it."""
         before = {place: _length(layer) for place, layer in layers.items()}
-        made = self._run.as_made_on(forward(*args, **kwargs), owner)
+        made = map_tensors(forward(*args, **kwargs), lambda t: _Shape(tuple(t.shape), t.dtype))
         # Layers of a cache are made when they are first written to; those of a cache that is new are found next time.
         grown = {place: _length(layer) - before[place] for place, layer in layers.items()}
         self._touched.update(place for place, more in grown.items() if more)
@@ -115,12 +115,12 @@ class ShapeMemory:
             _Seen(
                 (*state, *lengths),
                 tuple(length == 0 for length in lengths),
-                map_tensors(made, lambda t: _Shape(tuple(t.shape), t.dtype)),
+                made,
                 growth,
             )
         )
         del seen[:-4]  # of states that are never alike, as where an output grows with the cache, the last few
-        return made
+        return _rebuilt(made, owner, self._run)
 
 
 def _find(seen: list[_Seen], now: tuple[Any, ...], were_empty: tuple[bool, ...]) -> _Seen | None:

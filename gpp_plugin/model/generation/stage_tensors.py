@@ -113,8 +113,12 @@ class LaneRun:
         return self.wire.position
 
     def computes(self, holders: tuple[int, ...]) -> bool:
-        """Return whether this rank has the values of what lies on some positions."""
-        return self.position in holders and self.failure is None
+        """Return whether this rank has the values of what lies on some positions.
+
+        In the place of another rank's module it has none, not even of a tied weight: what fails there fails on the rank
+        that runs it.
+        """
+        return self.position in holders and self.failure is None and not self._inside
 
     @contextmanager
     def inside(self, module: str) -> Iterator[None]:

@@ -81,9 +81,7 @@ def wait_for(
                 waited = time.monotonic() - started
                 is_late = "timed out!" in str(error)
                 if is_late and not has_ended and work.is_completed():
-                    has_ended = (
-                        True  # between the two calls, by itself or by an error: asked again it says which
-                    )
+                    has_ended = True  # between the two calls, well or by an error: asked again it says which
                     continue
                 if has_ended or not is_late:
                     first = None if board is None else board.find() or _reason_to_stop(board, group, what)

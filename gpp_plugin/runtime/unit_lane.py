@@ -27,11 +27,12 @@ from typing import Any
 
 from torch import Tensor
 
+from gpp_plugin.capture.lengths import resized
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.program import RankProgram
-from gpp_plugin.ir.tensors import UNIT, LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.ir.tensors import UNIT, TensorSpec
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, ones_among, unit_key, units_of
 from gpp_plugin.runtime.compute import AutogradCompute, StageHooks
@@ -91,18 +92,7 @@ def plan_of_units(plan: PipelinePlan) -> PipelinePlan:
 
 def spec_of_unit(spec: TensorSpec) -> TensorSpec:
     """Return a tensor captured on one whole unit with the unit as its only sample: all its rows belong to it."""
-    # told whole, not by `dataclasses.replace`, which takes ten times as long: a new length asks for every tensor's
-    layout = spec.layout
-    if layout.kind is LayoutKind.BATCH:
-        layout = batch_layout(layout.axis, spec.shape[layout.axis])
-    return TensorSpec(
-        name=spec.name,
-        dtype=spec.dtype,
-        shape=spec.shape,
-        num_samples=1,
-        layout=layout,
-        requires_grad=spec.requires_grad,
-    )
+    return resized(spec, spec.shape, 1)
 
 
 class UnitCompute:

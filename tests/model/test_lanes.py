@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import queue
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
-from gpp_plugin.model.generation.micro_batches import Turns, no_turns, split_rows, twin_of
+from gpp_plugin.model.generation.micro_batches import Turns, split_rows, twin_of
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.stage_tensors import LaneRun
 from tests.integrations.generation_jobs import generating, prompts, ways
@@ -42,7 +43,7 @@ class ThreadWire:
             for each in queues:
                 each.put(value.clone())
             return value
-        with no_turns() if self.turns is None else self.turns.waiting(self._part):
+        with contextlib.nullcontext() if self.turns is None else self.turns.waiting(self._part):
             came = queues[self.position].get(timeout=LIMIT_S)
         assert (came.shape, came.dtype) == (value.shape, value.dtype), "shapes are known everywhere"
         return came

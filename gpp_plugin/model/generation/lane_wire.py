@@ -11,6 +11,7 @@ Tests: tests/integrations/test_generation.py
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.model.generation.micro_batches import Turns, in_micro_batch, no_turns
+from gpp_plugin.model.generation.micro_batches import Turns, in_micro_batch
 from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
 
 
@@ -85,7 +86,7 @@ class LaneWire:
     def _wait(self, work: Any) -> None:
         assert self.group is not None
         turns = self.turns
-        with no_turns() if turns is None else turns.waiting(self.micro_batch):
+        with contextlib.nullcontext() if turns is None else turns.waiting(self.micro_batch):
             wait_for(
                 work,
                 what="the next tensor of a generation" + in_micro_batch(turns, self.micro_batch),

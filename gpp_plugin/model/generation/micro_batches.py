@@ -135,12 +135,6 @@ class Turns:
             self._changed.notify_all()
 
 
-@contextmanager
-def no_turns() -> Iterator[None]:
-    """Wait where nothing else could go on."""
-    yield
-
-
 def in_micro_batch(turns: Turns | None, number: int) -> str:
     """Return what is said of a wait of one of several micro-batches, behind what it is for."""
     return "" if turns is None else f", micro-batch {number}"

@@ -38,6 +38,7 @@ from gpp_plugin.capture.tracing.traced import Exported, Traced, align, trace
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.size_formulas import Mismatch
 
 
 def recapture(
@@ -154,8 +155,8 @@ class CaptureAtLengths:
         """
         shapes = {key: tuple(v.shape) for key, v in batch.items() if isinstance(v, torch.Tensor)}
         symbols = self.conditions.solver()(shapes)
-        if isinstance(symbols, str):
-            raise CaptureError(symbols)
+        if isinstance(symbols, Mismatch):
+            raise CaptureError(str(symbols))
         values = dict(zip(self._keys, self._evaluate(*symbols), strict=True))
 
         def plain(size: Any) -> Any:

@@ -18,6 +18,7 @@ import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 Evaluate = Callable[..., tuple[Any, ...]]
@@ -67,6 +68,16 @@ def _check(text: str, symbols: Sequence[str]) -> None:
             raise ValueError(f"{text!r} is no formula of the sizes {', '.join(symbols) or '(none)'}")
 
 
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """In which way a batch is another one: its ``str``, which is put into words only where somebody asks."""
+
+    reason: Callable[[], str]
+
+    def __str__(self) -> str:
+        return self.reason()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeConditions:
     """For which batches something holds that was made for symbols.
@@ -81,8 +92,8 @@ class SizeConditions:
     shapes: Mapping[str, tuple[str, ...]]
     conditions: tuple[str, ...] = ()
 
-    def solver(self) -> Callable[[Mapping[str, Sequence[int]]], tuple[int, ...] | str]:
-        """Return what finds the values of the symbols in a batch's shapes, or says in which way it is another batch.
+    def solver(self) -> Callable[[Mapping[str, Sequence[int]]], tuple[int, ...] | Mismatch]:
+        """Return what finds the values of the symbols in a batch's shapes, or in which way it is another batch.
 
         Raises:
             ValueError: a shape or a condition is no formula.
@@ -91,16 +102,16 @@ class SizeConditions:
         expected = compile_formulas(names, [size for key in keys for size in self.shapes[key]])
         holds = compile_formulas(names, self.conditions)
 
-        def solve(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | str:
+        def solve(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | Mismatch:
             if any(len(shapes[key]) != len(self.shapes[key]) for key in keys):
-                return "a tensor has another number of axes"
+                return Mismatch(lambda: "a tensor has another number of axes")
             values = tuple(int(shapes[key][axis]) for key, axis in self.symbols.values())
             found = tuple(int(size) for key in keys for size in shapes[key])
             if found != (wanted := expected(*values)):
-                return self._odd_size(keys, found, wanted)
+                return Mismatch(partial(self._odd_size, keys, found, wanted))
             for text, is_true in zip(self.conditions, holds(*values), strict=True):
                 if not is_true:
-                    return f"{self.in_words(text)} does not hold"
+                    return Mismatch(partial(self._unmet, text))
             return values
 
         return solve
@@ -112,6 +123,9 @@ class SizeConditions:
         return (
             f"axis {axis} of {key} is {found[at]}, not {self.in_words(self.shapes[key][axis])} = {wanted[at]}"
         )
+
+    def _unmet(self, text: str) -> str:
+        return f"{self.in_words(text)} does not hold"
 
     def in_words(self, text: str) -> str:
         """Return a formula with what its symbols are: ``input_ids.shape[1] <= 16``."""

@@ -35,7 +35,7 @@ from gpp_plugin.ir.length_costs import (
     value_of,
 )
 from gpp_plugin.ir.profile import BlockCost, Profile
-from gpp_plugin.ir.size_formulas import SizeConditions, compile_formulas
+from gpp_plugin.ir.size_formulas import Mismatch, SizeConditions, compile_formulas
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.profile.length_fit import exact_fit, fit_points, nonnegative_fit, range_of
 from gpp_plugin.profile.measure import profile_blocks
@@ -182,7 +182,7 @@ class _Measured:
             return
         shapes = {k: tuple(v.shape) for k, v in self._batch_at(longest).items() if isinstance(v, Tensor)}
         reason = self._capture.conditions.solver()(shapes)
-        if isinstance(reason, str):
+        if isinstance(reason, Mismatch):
             logger.warning(
                 "lengths: %s is another graph at the longest (%s): its memory is predicted from shorter ones; lower "
                 "graph_pipeline.lengths.max if it has no places for so many tokens",

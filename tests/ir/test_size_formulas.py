@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpp_plugin.ir.size_formulas import SizeConditions, compile_formulas
+from gpp_plugin.ir.size_formulas import Mismatch, SizeConditions, compile_formulas
 
 KNOWN = SizeConditions(
     symbols={"s0": ("ids", 1), "s1": ("labels", 1)},
@@ -58,5 +58,5 @@ def test_symbols_have_the_values_of_a_batch() -> None:
 def test_another_batch_is_told_apart_in_words(shapes: dict[str, tuple[int, ...]], reason: str) -> None:
     given = {"ids": (4, 9), "mask": (4, 9), "labels": (4, 5), "images": (10, 3)}
     found = KNOWN.solver()({**given, **shapes})
-    assert isinstance(found, str)
-    assert re.search(reason, found), found
+    assert isinstance(found, Mismatch)
+    assert re.search(reason, str(found)), str(found)

@@ -603,9 +603,14 @@ class CapturedPart:
         captured, view = capture.captured, self.view(analysis)
         cut = self._cut(reference, plan, stage, view, captured)
         op_graph = analysis.op_graph
+        # at every new length those tensors are told anew that pass this stage's boundary, and no others
+        carried = (
+            n for e in plan.edges if stage in (e.src, e.dst) for n in (*e.batch_tensors, *e.whole_tensors)
+        )
+        crossing = {*carried, *cut.outputs}
         code = StageCode(
             function=IDLE,
-            tensors={**view.blocks.tensors, **view.outputs},
+            tensors={n: s for n, s in {**view.blocks.tensors, **view.outputs}.items() if n in crossing},
             # of a graph, what its stages read of the batch is known to all of them
             inputs={spec.name: spec for spec in op_graph.inputs} if self.stage.is_alone else {},
             loss=cut.loss,

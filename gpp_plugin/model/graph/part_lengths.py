@@ -26,6 +26,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -37,6 +38,7 @@ from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.mask_corners import MasksAtLengths
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.errors import CaptureError, first_line
+from gpp_plugin.ir.size_formulas import Mismatch
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.stage_module import OpenStage, StageFunction
 from gpp_plugin.runtime.stage_source import StageCode
@@ -111,15 +113,15 @@ class StageAtLengths:
         """Return whether the stage is for many sizes of any axis."""
         return any(not size.isdigit() for shape in self._shapes.values() for size in shape)
 
-    def at(self, shapes: Mapping[str, Sequence[int]]) -> StageCode | str:
+    def at(self, shapes: Mapping[str, Sequence[int]]) -> StageCode | Mismatch:
         """Return the stage for a batch of these shapes, or why it has no code for it."""
         symbols = self._solve(shapes)
-        if isinstance(symbols, str):
+        if isinstance(symbols, Mismatch):
             return symbols
         try:
             specs = self._specs(*symbols)
         except CaptureError as error:
-            return str(error)
+            return Mismatch(partial(str, error))
         masks = self._masks.at(symbols)
         operators = self._code.operators
         assert operators is not None, "captured code says what it is made of"
@@ -242,7 +244,7 @@ class CodeForLengths:
             reason = fixed[0] if fixed else str(found)
         for stage in kind.stages[:1]:
             refused = stage.at(shapes)
-            reason = refused if isinstance(refused, str) else reason
+            reason = str(refused) if isinstance(refused, Mismatch) else reason
         self._warn(reason)
         return None
 

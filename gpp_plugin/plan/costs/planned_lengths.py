@@ -27,7 +27,7 @@ from gpp_plugin.ir.length_costs import Coefficients, LengthCosts, Lengths, produ
 from gpp_plugin.ir.memory_plan import MemoryBreakdown, MemoryPlan
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile
-from gpp_plugin.ir.size_formulas import Evaluate, compile_formulas
+from gpp_plugin.ir.size_formulas import Evaluate, Mismatch, compile_formulas
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown, with_inputs
 
@@ -154,7 +154,8 @@ class SizedPlan:
         if not self.costs.sizes.shapes.keys() <= shapes.keys():
             missing = sorted(self.costs.sizes.shapes.keys() - shapes.keys())
             return f"it has no {missing[0]}"
-        return self._solve(shapes)
+        found = self._solve(shapes)
+        return str(found) if isinstance(found, Mismatch) else found
 
     def at(self, units: Sequence[UnitSize]) -> PipelinePlan:
         """Return the plan with the memory of a mini-batch of these units.

@@ -30,6 +30,9 @@ MAX_TENSORS_PER_EDGE = 4096
 
 PACKED_BYTES = 1 << 15
 
+_LEAST_OPENING = datetime.timedelta(seconds=60)
+"""How long ranks may take to connect, where the wait for a message is shorter."""
+
 _OPENING_TAG = 1 << 30
 """Of the byte that connects two ranks: higher than any of `_tag`."""
 
@@ -101,7 +104,7 @@ class GlooTransport:
         if are_meshed():
             return
         # Connected now, a byte in each group, and with wide buffers: not in a step, where one end would wait.
-        own = dist.get_rank()
+        own, limit = dist.get_rank(), max(self._timeout, _LEAST_OPENING)
         pairs = {(min(channel), max(channel)) for channel in channels} - self._opened
         self._opened |= pairs
         with widened_sockets():
@@ -110,7 +113,7 @@ class GlooTransport:
                     continue
                 for group in self._groups.values():
                     call, peer = (group.send, second) if own == first else (group.recv, first)
-                    call([torch.zeros(1, dtype=torch.uint8)], peer, _OPENING_TAG).wait(self._timeout)
+                    call([torch.zeros(1, dtype=torch.uint8)], peer, _OPENING_TAG).wait(limit)
 
     def close(self) -> None:
         """Let go of the process groups."""
@@ -162,9 +165,10 @@ def make_transport(
         transport = NcclTransport(device=device, timeout_s=launch_timeout_s or timeout_s)
         transport.open(channels)
         return transport
-    timeout = datetime.timedelta(seconds=timeout_s)
+    # Connecting is no message: of ranks that start together one may be late by more than a short ``timeout_s``.
+    opening = max(datetime.timedelta(seconds=timeout_s), _LEAST_OPENING)
     with widened_sockets():
-        groups = {d: dist.new_group(None, timeout=timeout, backend="gloo") for d in Direction}
+        groups = {d: dist.new_group(None, timeout=opening, backend="gloo") for d in Direction}
     made = GlooTransport(groups=groups, timeout_s=timeout_s)
     made.open(channels)
     return made

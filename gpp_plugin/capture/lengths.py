@@ -18,7 +18,7 @@ from gpp_plugin.ir.size_formulas import compile_formulas
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
 
 SpecsAt = Callable[..., list[TensorSpec]]
-"""Takes the values of the symbols in order and returns tensors at these sizes."""
+"""Takes a number of samples and the values of the symbols in order, and returns tensors at these sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,9 @@ class LengthCapture:
         """
         # Only those with a symbol are made anew for each length: of a LLaVA the tensors of the text, not the images'.
         by_name = {node.name: node for node in self.captured.graph.nodes}
-        samples = self.num_samples
         pairs = [(spec, by_name[node].meta["val"].shape) for spec, node in zip(known, nodes, strict=True)]
         fixed = [
-            resized(spec, _plain(shape), samples) if not _has_symbols(shape) else None
+            resized(spec, _plain(shape), self.num_samples) if not _has_symbols(shape) else None
             for spec, shape in pairs
         ]
         open_shapes = [(spec, shape) for spec, shape in pairs if _has_symbols(shape)]
@@ -66,7 +65,7 @@ class LengthCapture:
         evaluate = compile_formulas(texts.symbols, list(sizes))
         plans = [(spec, [place[texts.text(size)] for size in shape]) for spec, shape in open_shapes]
 
-        def at(*symbols: int) -> list[TensorSpec]:
+        def at(samples: int, *symbols: int) -> list[TensorSpec]:
             values = evaluate(*symbols)
             made = iter([resized(spec, tuple(values[i] for i in places), samples) for spec, places in plans])
             return [spec if spec is not None else next(made) for spec in fixed]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integrations import unit_jobs as jobs
-from tests.ranks import run_ranks
+from tests.ranks import run_kept_ranks, run_ranks
 from tests.tiers import some
 
 
@@ -47,6 +47,15 @@ def test_losses_and_gradients_equal_one_process(
         else:
             assert any(order != (0, 1, 2, 3) for order in answer["orders"]), "units are moved in some step"
             assert all(sorted(order) == [0, 1, 2, 3] for order in answer["orders"])
+
+
+def test_units_of_any_number_of_samples_share_one_capture() -> None:
+    for answer in run_kept_ranks(jobs.train_counts, 2, [(2, 3, 5), (7, 2, 6), (3, 8, 11)]):
+        assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6)
+        assert max(answer["errors"].values()) < 2e-6
+        assert answer["exports"] == (2, 0), (
+            "the second number of samples by itself, the third and all others by symbols"
+        )
 
 
 @pytest.mark.parametrize(

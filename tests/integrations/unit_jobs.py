@@ -246,6 +246,44 @@ def train_units(
     }
 
 
+def train_counts(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Train on a mini-batch for each list of numbers of samples, of other lengths each; compare with one process."""
+    torch.manual_seed(0)
+    model, make_batch = build("gpt2")
+    plain = copy.deepcopy(model)
+    config = config_of(block={"units": len(counts[0]), "stages": 2}, train_batch_size="auto")
+    engine = make_engine(model, make_batch(4, 9), config)
+    engine.retain_gradients()
+    export, exports = torch.export.export, []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        exports.append(len(args))
+        return export(*args, **kwargs)
+
+    steps = [
+        [
+            {key: value[:, : value.shape[1] - step].contiguous() for key, value in make_batch(n, 7 * step + n).items()}
+            for n in of_step
+        ]
+        for step, of_step in enumerate(counts)
+    ]  # fmt: skip
+    torch.export.export = counting
+    try:
+        losses = [float(engine.train_batch(iter(steps[0])))]
+        gradients = dict(engine.gradients)
+        after_first = len(exports)
+        losses += [float(engine.train_batch(iter(units))) for units in steps[1:]]
+    finally:
+        torch.export.export = export
+    reference, first = one_process(plain, steps, loss_mean="units")
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "errors": gradient_errors(gradients, first),
+        "exports": (after_first, len(exports) - after_first),
+    }
+
+
 class Lines:
     """A dataset of texts of unlike lengths."""
 

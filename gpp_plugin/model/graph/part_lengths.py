@@ -7,6 +7,9 @@ captured once more with symbols for those, and from then on a length not seen be
     input_ids [4, 11]    captured with input_ids [4, s0]     seconds, once
     input_ids [4, 9]     s0 = 9                              milliseconds
 
+Numbers of samples are symbols as lengths are, as soon as a batch has a third one: units of 2, 3, 5 .. samples share one
+capture. Not so a single sample: torch takes a size of one for another matter, and it is captured by itself.
+
 Where a model's Python asks for sizes, what it answered is a condition of the capture (``s0 <= 16``). A batch that it
 does not hold for is captured by itself, and a warning says so once. Where Python takes the number of images as one (a
 list of them), a capture holds for texts of any length beside so many, and each number has its own, up to a bound.
@@ -49,11 +52,17 @@ Lengths: TypeAlias = Mapping[str, tuple[int, ...]]
 """Batch key -> its axes of many lengths."""
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Batch key -> the shape of its tensor."""
+_Attempt: TypeAlias = tuple[dict[str, tuple[int, ...]], Lengths]
+"""Shapes to capture from, and which axes are left open."""
 
 MAX_KINDS = 64
 """Kinds of batches (numbers of samples, keys, constants) of which a part remembers what it found out."""
 MAX_EXPORTS = 8
-"""Exports with symbols for one kind of batches: of other axes each, or from another batch."""
+"""Exports with symbols for one kind of batches of so many samples: of other axes each, or from another batch."""
+MAX_EXPORTS_AT_ANY_COUNT = 2
+"""The same, for any number of samples."""
+MANY_COUNTS = 3
+"""Numbers of samples from which on there may be any: whole and half micro-batches, or a rest at the end, are two."""
 
 
 class StageAtLengths:
@@ -113,13 +122,13 @@ class StageAtLengths:
         """Return whether the stage is for many sizes of any axis."""
         return any(not size.isdigit() for shape in self._shapes.values() for size in shape)
 
-    def at(self, shapes: Mapping[str, Sequence[int]]) -> StageCode | Mismatch:
-        """Return the stage for a batch of these shapes, or why it has no code for it."""
+    def at(self, shapes: Mapping[str, Sequence[int]], num_samples: int) -> StageCode | Mismatch:
+        """Return the stage for a batch of so many samples of these shapes, or why it has no code for it."""
         symbols = self._solve(shapes)
         if isinstance(symbols, Mismatch):
             return symbols
         try:
-            specs = self._specs(*symbols)
+            specs = self._specs(num_samples, *symbols)
         except CaptureError as error:
             return Mismatch(partial(str, error))
         masks = self._masks.at(symbols)
@@ -138,18 +147,18 @@ class StageAtLengths:
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of batches that differ in lengths only.
+    """What is known of batches that differ in lengths, and in their number of samples, only.
 
     Args:
         about: what code was asked for; held, as it is told apart by identity.
-        first: shapes of the first batch.
-        stages: captured with symbols, the newest first.
+        firsts: number of samples -> shapes of the first batch of so many.
+        stages: captured with symbols, the newest first, each with the number of samples that it is for; None: for any.
         tried: the axes that were left open, and the example's shapes.
     """
 
     about: tuple[object, ...]
-    first: dict[str, tuple[int, ...]]
-    stages: list[StageAtLengths] = field(default_factory=list)
+    firsts: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    stages: list[tuple[int | None, StageAtLengths]] = field(default_factory=list)
     tried: set[tuple[Any, ...]] = field(default_factory=set)
 
 
@@ -181,24 +190,30 @@ class CodeForLengths:
         """
         kind = self.meet(arguments, num_samples, about)
         shapes = shapes_of(arguments)
-        if shapes == kind.first and not kind.stages:
+        found = self._found(kind, shapes, num_samples)
+        if found is not None:
+            return found
+        if shapes == kind.firsts[num_samples] and len(kind.firsts) < MANY_COUNTS:
             return None
-        return self._found(kind, shapes) or self._capture(kind, arguments, shapes, capture)
+        return self._capture(kind, arguments, shapes, num_samples, capture)
 
     def meet(self, arguments: Batch, num_samples: int, about: tuple[object, ...]) -> _Kind:
         """Return what is known of batches like these arguments; of the first, that these are captured as they are."""
-        key = (num_samples, *(id(part) for part in about), *kind_of(arguments))
+        key = (*(id(part) for part in about), *kind_of(arguments))
         kind = self._kinds.get(key)
         if kind is None:
             while len(self._kinds) >= MAX_KINDS:
                 self._kinds.popitem(last=False)
-            kind = self._kinds[key] = _Kind(about, shapes_of(arguments))
+            kind = self._kinds[key] = _Kind(about)
+        kind.firsts.setdefault(num_samples, shapes_of(arguments))
         self._kinds.move_to_end(key)
         return kind
 
-    def _found(self, kind: _Kind, shapes: Mapping[str, tuple[int, ...]]) -> StageCode | None:
-        for stage in kind.stages:
-            found = stage.at(shapes)
+    def _found(
+        self, kind: _Kind, shapes: Mapping[str, tuple[int, ...]], num_samples: int
+    ) -> StageCode | None:
+        for count, stage in kind.stages:
+            found = stage.at(shapes, num_samples) if count in (None, num_samples) else None
             if isinstance(found, StageCode):
                 return found
         return None
@@ -208,13 +223,21 @@ class CodeForLengths:
         kind: _Kind,
         arguments: Batch,
         shapes: dict[str, tuple[int, ...]],
+        num_samples: int,
         capture: Callable[[Batch, Lengths], StageAtLengths],
     ) -> StageCode | None:
         """Capture with symbols what may be one, or at least what differs, and return code for the arguments."""
         reason = ""
-        for example, lengths in _attempts(kind.first, shapes, arguments):
-            attempt = (tuple(sorted(lengths.items())), tuple(sorted(example.items())))
-            if attempt in kind.tried or len(kind.tried) >= MAX_EXPORTS:
+        first = kind.firsts[num_samples]
+        attempts: list[tuple[int | None, _Attempt]] = [
+            (None, attempt) for attempt in _attempts_at_any_count(kind, shapes, num_samples, arguments)
+        ]
+        if shapes != first:
+            attempts += [(num_samples, attempt) for attempt in _attempts(first, shapes, arguments)]
+        for count, (example, lengths) in attempts:
+            attempt = (count, tuple(sorted(lengths.items())), tuple(sorted(example.items())))
+            most = MAX_EXPORTS_AT_ANY_COUNT if count is None else MAX_EXPORTS
+            if attempt in kind.tried or sum(tried[0] == count for tried in kind.tried) >= most:
                 continue
             kind.tried.add(attempt)
             try:
@@ -229,21 +252,23 @@ class CodeForLengths:
                 f"{key}.shape[{axis}] is a number to the model"
                 for key, shape in shapes.items()
                 for axis, size in enumerate(shape)
-                if size != kind.first[key][axis]
-                and not stage.is_open(key, axis)
-                and not is_padded(key, arguments)
+                if size != first[key][axis] and not stage.is_open(key, axis) and not is_padded(key, arguments)
             ]
-            found = stage.at(shapes)
+            if count is None and not all(stage.is_open(key, 0) for key, axes in lengths.items() if 0 in axes):
+                count = num_samples  # noqa: PLW2901 - to the model it is a number
+            found = stage.at(shapes, num_samples)
             # a number of images that is one to the model: this stage is for texts of any length beside so many
             if isinstance(found, StageCode) and (not fixed or stage.has_open_axes):
-                kind.stages.insert(0, stage)
+                kind.stages.insert(0, (count, stage))
                 # an export leaves garbage and a larger heap behind: looked through now, in a step that takes seconds
                 # anyway, and not in one of a length that costs a millisecond
                 gc.collect()
                 return found
             reason = fixed[0] if fixed else str(found)
-        for stage in kind.stages[:1]:
-            refused = stage.at(shapes)
+        if shapes == first:
+            return None
+        for _, stage in kind.stages[:1]:
+            refused = stage.at(shapes, num_samples)
             reason = str(refused) if isinstance(refused, Mismatch) else reason
         self._warn(reason)
         return None
@@ -284,9 +309,27 @@ def differing_axes(first: Shapes, new: Shapes) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _attempts_at_any_count(
+    kind: _Kind, shapes: dict[str, tuple[int, ...]], num_samples: int, arguments: Batch
+) -> list[_Attempt]:
+    """Return from which shapes to capture for any number of samples, with which axes open; none of one sample.
+
+    A number of 1 is another matter to torch, which specialises sizes of one.
+    """
+    others = [(n, first) for n, first in kind.firsts.items() if n not in (1, num_samples)]
+    if num_samples == 1 or not others or isinstance(arguments, WholeUnit):
+        return []
+    count, first = others[0]
+    if first.keys() != shapes.keys():
+        return []
+    example = first if count > num_samples else shapes
+    lengths = _with_all_lengths(_unpadded_differing(first, shapes, arguments), shapes, arguments)
+    return [(example, _open(lengths, example))]
+
+
 def _attempts(
     first: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]], arguments: Batch
-) -> list[tuple[dict[str, tuple[int, ...]], Lengths]]:
+) -> list[_Attempt]:
     """Return from which shapes, and with which axes open, to capture: the likeliest first.
 
     Token ids, masks and labels are of many lengths even where only some of them have changed so far: all axes behind
@@ -294,18 +337,27 @@ def _attempts(
     have unlike numbers of images. Sizes of the larger batch are the better example: torch
     specialises sizes of one.
     """
-    # Lists of dicts are read by what runs as it is, which knows no symbols: they keep the sizes they are padded to.
-    differing = {k: axes for k, axes in differing_axes(first, new).items() if not is_padded(k, arguments)}
+    differing = _unpadded_differing(first, new, arguments)
     larger, smaller = sorted((new, first), key=_num_elements, reverse=True)
     if isinstance(arguments, WholeUnit):
         # sizes of images are among its numbers, and a model whose Python reads these may not leave them open
         return [(example, _open(differing, example)) for example in (larger, smaller)]
-    whole = {
+    whole = _with_all_lengths(differing, new, arguments)
+    order = [(larger, whole), (larger, differing), (smaller, whole), (smaller, differing)]
+    return [(example, _open(lengths, example)) for example, lengths in order]
+
+
+def _unpadded_differing(first: Shapes, new: Shapes, arguments: Batch) -> Lengths:
+    # Lists of dicts are read by what runs as it is, which knows no symbols: they keep the sizes they are padded to.
+    return {k: axes for k, axes in differing_axes(first, new).items() if not is_padded(k, arguments)}
+
+
+def _with_all_lengths(differing: Lengths, new: Shapes, arguments: Batch) -> Lengths:
+    """Return the axes that differ, and of whole numbers all that are behind the samples."""
+    return {
         key: axes if arguments[key].is_floating_point() else tuple(sorted({*axes, *range(1, len(new[key]))}))
         for key, axes in differing.items()
     }
-    order = [(larger, whole), (larger, differing), (smaller, whole), (smaller, differing)]
-    return [(example, _open(lengths, example)) for example, lengths in order]
 
 
 def _open(lengths: Lengths, example: Mapping[str, tuple[int, ...]]) -> Lengths:

@@ -43,8 +43,8 @@ check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/python -m pytest -q --durations=0 tests/test_imports.py
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
-wheel-check: $(STAMP)  ## build sdist and wheel, install the wheel elsewhere, and train and plan with it
-	$(BIN)/python .ci/wheel.py
+wheel-check: $(STAMP)  ## build, install elsewhere, train and plan; PYTHONS="python3.12 python3.13" in bare environments too
+	WHEEL_PYTHONS="$(PYTHONS)" $(BIN)/python .ci/wheel.py
 
 docs: $(STAMP)  ## write the generated pages anew and build all of them into build/site
 	$(BIN)/python .ci/docs.py

@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
 """Builds sdist and wheel, installs the wheel away from the checkout, and trains, plans and measures with it there.
 
-.venv/bin/python .ci/wheel.py [--keep FOLDER]
+.venv/bin/python .ci/wheel.py [--keep FOLDER] [--pythons python3.12 python3.13 ...]
 
 The environment it makes holds the wheel alone and sees the dependencies of the Python that runs this, so nothing is
 downloaded. An editable install in that Python is not seen: what a `.pth` file there does is not done again.
+
+For every further interpreter, named here or in WHEEL_PYTHONS (`make wheel-check PYTHONS="python3.12 python3.13"`), a
+bare environment is made, the wheel and all it needs installed by pip, and the same commands run there. A name is looked
+for in PATH; one that is not there, or does not run, fails the check, but for `auto`: all of `AUTO` that do.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".cache", "*.pyc")
 """What is in a checkout but in no release."""
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+AUTO = ("python3.12", "python3.13", "python3.14")
+"""What `auto` looks for."""
+EXTRAS = "demo,hf,report"
+"""What the commands below need in a bare environment."""
+INSTALL_S = 1800.0
+"""An index far away and a torch of gigabytes."""
 SMALL = "--devices 2 --stages 2 --mini-batch 4 --loss-unit 2 --length 8 --steps 1 --modes single,stock,graph".split()
 """A comparison that trains for real, and quickly."""
 WHERE = (
@@ -44,16 +54,23 @@ def main() -> int:
     """Run all steps; return 0 if each of them worked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--keep", type=Path, help="keep sdist, wheel and environment in this folder")
+    parser.add_argument(
+        "--pythons",
+        nargs="*",
+        default=os.environ.get("WHEEL_PYTHONS", "").split(),
+        help="further interpreters to install into and run with (WHEEL_PYTHONS)",
+    )
     args = parser.parse_args()
     start = time.monotonic()
     try:
+        pythons = find_pythons(args.pythons)
         if args.keep is not None:
             shutil.rmtree(args.keep, ignore_errors=True)
             args.keep.mkdir(parents=True)
-            check(args.keep.resolve())
+            check(args.keep.resolve(), pythons)
         else:
             with tempfile.TemporaryDirectory(prefix="gpp_wheel_") as folder:
-                check(Path(folder))
+                check(Path(folder), pythons)
     except CheckFailed as error:
         print(f"wheel: {error}", file=sys.stderr)
         return 1
@@ -61,16 +78,40 @@ def main() -> int:
     return 0
 
 
-def check(folder: Path) -> None:
-    """Build in ``folder``, install there and run.
+def find_pythons(names: Sequence[str]) -> list[str]:
+    """Return the interpreters of these names; of ``auto`` those that are there and run.
+
+    Raises:
+        CheckFailed: a name is not in PATH, or does not run, or is older than what the package needs.
+    """
+    found = []
+    for name in names:
+        for each in AUTO if name == "auto" else (name,):
+            path = shutil.which(each)
+            told = None if path is None else subprocess.run([path, "-V"], capture_output=True, text=True)
+            if path is not None and told is not None and told.returncode == 0:
+                found.append(path)
+            elif name != "auto":
+                raise CheckFailed(
+                    f"{each} is {'not in PATH' if path is None else 'there, but does not run'}; name interpreters that "
+                    "are, by name or path, or `auto`"
+                )
+    return found
+
+
+def check(folder: Path, pythons: Sequence[str] = ()) -> None:
+    """Build in ``folder``, install there and run; then in a bare environment of each further interpreter.
 
     Raises:
         CheckFailed: a step failed, or a file is missing.
     """
     sdist, wheel = build(folder)
     check_files(sdist, wheel)
-    python = install(folder, wheel)
-    use(folder, python)
+    use(folder, install(folder, wheel))
+    for number, python in enumerate(pythons):
+        inner = folder / f"bare{number}"
+        inner.mkdir()
+        use(inner, install_bare(inner, wheel, python))
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -130,6 +171,23 @@ def install(folder: Path, wheel: Path) -> Path:
     return python
 
 
+def install_bare(folder: Path, wheel: Path, interpreter: str) -> Path:
+    """Return the Python of an environment that pip put the wheel and all that it needs into."""
+    run([interpreter, "-m", "venv", folder / "venv"])
+    python = folder / "venv" / "bin" / "python"
+    print(run([python, "-VV"]).strip(), flush=True)
+    pip = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
+    run([*pip, "setuptools", "wheel", f"torch=={release_of_torch()}"], timeout_s=INSTALL_S)
+    run([*pip, "--no-build-isolation", f"{wheel}[{EXTRAS}]"], timeout_s=INSTALL_S)
+    return python
+
+
+def release_of_torch() -> str:
+    """Return the release of torch that the Makefile installs."""
+    words = (ROOT / "Makefile").read_text(encoding="utf-8").split()
+    return next(word for word in words if word.startswith("torch==")).removeprefix("torch==")
+
+
 def use(folder: Path, python: Path) -> None:
     """Train, plan, simulate, measure and run the demo from an empty directory.
 
@@ -182,7 +240,10 @@ def run(command: Sequence[str | Path], *, cwd: Path | None = None, timeout_s: fl
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment |= {
         "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "DS_BUILD_OPS": "0",
+        "PATH": os.pathsep.join(
+            [str(Path(words[0]).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
     }
     if cwd is not None:
         environment["XDG_CACHE_HOME"] = str(cwd / ".cache")

@@ -18,7 +18,7 @@ def async_config(*, mini_batch: int, unit: int, block: dict[str, Any], **changes
         "train_micro_batch_size_per_gpu": unit,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
         "steps_per_print": 0,
-        "graph_pipeline": {"mode": "async", "comm_timeout_s": 60, **block},
+        "graph_pipeline": {"mode": "async", "comm_timeout_s": 60, "verify": False, **block},
     }
     return {**config, **changes}
 

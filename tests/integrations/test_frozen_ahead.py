@@ -53,7 +53,7 @@ def both(kind: str, stages: str, ranks: int, **options: Any) -> list[dict[int, d
             ),
             (CLIP, "clip, the text tower on both ranks", 2, {"zero": 2}),
         ],
-        every=4,
+        every=5,
     ),
 )
 def test_bits_are_the_same_on_a_callers_iterator(
@@ -75,7 +75,7 @@ def test_bits_are_the_same_on_the_engines_own_loader_which_looks_ahead_by_defaul
 
 
 @pytest.mark.parametrize(
-    "what", some(["evaluate", "load", "weights", "weights by hand", "other iterator", "trace"], every=2)
+    "what", some(["evaluate", "load", "weights", "weights by hand", "other iterator", "trace"], every=3)
 )
 def test_what_happens_between_two_steps_finds_none_of_it(what: str, tmp_path: Path) -> None:
     check(both(LLAVA, LLAVA, 2, interrupt=what, directory=str(tmp_path)), TO_THE_END)

@@ -33,7 +33,7 @@ ONE: dict[str, Any] = {"stages": 1}
             (2, 2, "bf16+fp32", ONE),
             (2, 0, "fp16", CHAIN),
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_tasks_read_nothing_and_a_step_once(

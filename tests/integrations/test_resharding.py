@@ -53,7 +53,7 @@ def resharded(tmp_path_factory: pytest.TempPathFactory) -> Resharded:
     return run
 
 
-@pytest.mark.parametrize("name", some(jobs.MORE, every=2))
+@pytest.mark.parametrize("name", some(jobs.MORE, every=4))
 def test_four_pairs_of_plans(name: str, resharded: Resharded) -> None:
     directory, answers = resharded(name)
     first, *others = jobs.PLANS

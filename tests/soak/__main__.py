@@ -16,6 +16,7 @@ PARTS = {
     "attempts": "tests.soak.refusals:count_attempts",
     "endurance": "tests.soak.endurance:main",
     "generation": "tests.soak.generation:main",
+    "trainer": "tests.soak.trainer:main",
     "tables": "tests.soak.tables:main",
     "fuzz": "tests.soak.fuzz:main",
 }

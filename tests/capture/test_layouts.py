@@ -284,3 +284,35 @@ def test_unequal_rows_are_refused() -> None:
         count_samples({"a": torch.zeros(()), "b": 3})
     with pytest.raises(ValueError, match="num_samples must be positive, got 0"):
         resize_batch({"a": torch.zeros(4)}, 0)
+
+
+class _Branches(nn.Module):
+    """Tables by name, made in a loop over a set: Gemma 3's, which has another order in every process."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = ["full", "sliding", "none"]
+        self.layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in self.order})
+        for place, name in enumerate(self.order):
+            self.register_buffer(f"{name}_table", torch.arange(4.0) + place)
+
+    def forward(self, x):
+        tables = {name: (x * getattr(self, f"{name}_table")).cos() for name in self.order}
+        for name in ("full", "sliding", "none"):
+            x = self.layers[name](x).contiguous() + tables[name]
+        return x.pow(2).mean()
+
+
+def test_a_loop_of_another_order_is_the_same_graph() -> None:
+    torch.manual_seed(0)
+    model, batch = _Branches(), {"x": torch.randn(4, 4)}
+    capture = capture_model(model, {"x": batch["x"][:2]})
+    wanted = float(model(**batch).detach())
+    for order in (["sliding", "full", "none"], ["none", "sliding", "full"]):
+        model.order = order
+        again = recapture(model, capture.analysis, batch)
+        assert [node.name for node in again.op_graph.nodes] == [node.name for node in capture.op_graph.nodes]
+        assert [node.inputs for node in again.op_graph.nodes] == [
+            node.inputs for node in capture.op_graph.nodes
+        ]
+        assert float(run_graph(again, model, batch)[again.op_graph.loss]) == pytest.approx(wanted, rel=1e-6)

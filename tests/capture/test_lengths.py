@@ -39,7 +39,11 @@ class OneStage:
         self.reference: Reference = make_reference(captured.analysis, "layer")
         blocks = tuple(block.name for block in self.reference.block_graph.blocks)
         stage = SimpleNamespace(name="all", blocks=blocks, memory=None)
-        self.plan: Any = SimpleNamespace(edges=(), stages=(stage,))
+        # all tensors between blocks are told, as if each came to the stage
+        told = SimpleNamespace(
+            src=1, dst=0, batch_tensors=tuple(self.reference.block_graph.tensors), whole_tensors=()
+        )
+        self.plan: Any = SimpleNamespace(edges=(told,), stages=(stage,))
 
     def code(self, batch: Batch) -> StageCode:
         return self.part.stage_code(self.reference, self.plan, 0, batch, self.samples)

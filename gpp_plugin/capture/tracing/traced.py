@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -265,11 +265,23 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     """Return ``traced`` with the node names, and with the operators that change nothing, of a reference.
 
     Copies and expansions that are not needed leave no node (one sample is contiguous where two are not), and names
-    count the nodes before; with both put right, graphs of one model differ in static arguments only.
+    count the nodes before; with both put right, graphs of one model differ in static arguments only. Operators that do
+    not read each other may have come in another order: a loop over a set of names has one of its own in every process.
 
     Raises:
         CaptureError: the operators or what they read differ.
     """
+    known = tuple(reference)
+    try:
+        return _walked(known, traced)
+    except CaptureError as error:
+        try:
+            return _walked(known, _in_order_of(known, traced))
+        except CaptureError:
+            raise error from None
+
+
+def _walked(known: Sequence[GraphNode], traced: Traced) -> Traced:
     # Both lists are walked in step:
     #     reference  x  view  contiguous  linear_3     names and wiring are taken from here,
     #     traced     x  view              linear_2     operators and their static arguments (sizes) from here.
@@ -284,7 +296,6 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     known_as: dict[fx.Node, str] = {}
     copy_of: dict[str, str] = {}
     pending = deque(traced.graph.nodes)
-    known = tuple(reference)
     for place, old in enumerate(known):
         # ``x[:, 4:]`` is one slice, or two with the first of everything: then the longer row begins with that
         while (
@@ -321,6 +332,47 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
             raise CaptureError(_difference(old, node, traced.num_samples))
     if pending:
         raise CaptureError(_difference(None, pending[0], traced.num_samples))
+    return dataclasses.replace(traced, graph=new)
+
+
+def _in_order_of(known: Sequence[GraphNode], traced: Traced) -> Traced:
+    """Return the traced graph with its nodes in the order of a reference, as far as they are known.
+
+    From the outputs backwards what is read by the same node at the same place is the same node, too:
+
+        reference    cos(mul(x, full))  cos(mul(x, sliding))        traced first for "full", then for "sliding"
+        traced       cos(mul(x, sliding))  cos(mul(x, full))        moved behind the other
+
+    A write that nobody reads is known by what it reads. A node that the reference has not goes behind its inputs.
+    """
+    places = {old.name: place for place, old in enumerate(known)}
+    at: dict[fx.Node, int] = {}
+    outputs = [node for node in traced.graph.nodes if node.op == "output"]
+    pairs = list(zip([old for old in known if old.op == "output"], outputs, strict=True))
+    while pairs:
+        old, node = pairs.pop()
+        if node in at:
+            continue
+        if (old.op, old.target) == (node.op, _target(node)):
+            at[node] = places[old.name]
+            read = [known[places[name]] for name in old.inputs]
+            pairs += zip(read, node.all_input_nodes, strict=False)
+        elif old.target in _UNCHANGING and len(old.inputs) == 1:
+            pairs.append((known[places[old.inputs[0]]], node))
+        elif _target(node) in _UNCHANGING and len(node.all_input_nodes) == 1:
+            pairs.append((old, node.all_input_nodes[0]))
+    left: dict[tuple[str, tuple[int, ...]], deque[int]] = defaultdict(deque)
+    for place in sorted(set(places.values()) - set(at.values())):
+        left[known[place].target, tuple(places[name] for name in known[place].inputs)].append(place)
+    for node in traced.graph.nodes:
+        read_at = tuple(at[source] for source in node.all_input_nodes)
+        if node not in at:
+            others = left[_target(node), read_at]
+            at[node] = others.popleft() if others else 0
+        at[node] = max(at[node], *read_at, 0)
+    new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in sorted(traced.graph.nodes, key=at.__getitem__):  # nodes of one place stay in their order
+        copies[node] = new.node_copy(node, copies.__getitem__)
     return dataclasses.replace(traced, graph=new)
 
 

@@ -87,3 +87,13 @@ def merged_ranges(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
         else:
             merged.append(each)
     return tuple(merged)
+
+
+def even_ranges(count: int, number: int) -> list[range]:
+    """Return ``number`` runs of neighbours among so many, the first ones one longer.
+
+    >>> even_ranges(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    ends = [at * (count // number) + min(at, count % number) for at in range(number + 1)]
+    return [range(first, behind) for first, behind in zip(ends[:-1], ends[1:], strict=True)]

@@ -147,11 +147,11 @@ def plan_with_backends(
         )
     after = _timed(again, costs, {i: measure(again, i) for i in sorted(forward_only_stages(again))})
     if after.iteration_us * LEAST_GAIN > before.iteration_us:
-        text = f"{_step_text(before, plan)}; cut again it would be {format_ms(after.iteration_us)}: the stages stay"
+        text = f"{_step_text(before, plan)}; cut again it would be {format_ms(after.iteration_us)} ms: the stages stay"
         return _noted(before, text)
     return _noted(
         after,
-        f"{_step_text(after, plan)}, {format_ms(before.iteration_us)} in the stages it would have on torch; cut again: "
+        f"{_step_text(after, plan)}, {format_ms(before.iteration_us)} ms in the stages it would have on torch; cut again: "
         f"{_cut_text(plan)} became {_cut_text(after)}",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.samples import even_ranges
 from gpp_plugin.plan.make import order_stages
 
 
@@ -61,13 +62,7 @@ def split_by_layers(order: Sequence[str], num_stages: int) -> list[list[str]]:
 
 
 def _even(items: Sequence[str], num_groups: int) -> list[list[str]]:
-    base, extra = divmod(len(items), num_groups)
-    groups, start = [], 0
-    for i in range(num_groups):
-        stop = start + base + (1 if i < extra else 0)
-        groups.append(list(items[start:stop]))
-        start = stop
-    return groups
+    return [[items[place] for place in group] for group in even_ranges(len(items), num_groups)]
 
 
 def split_by_weight(weights: Sequence[float], num_groups: int) -> list[tuple[int, int]]:

@@ -15,8 +15,9 @@ from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
 from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.samples import even_ranges
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator, _DrawsOfAll, lanes_of
-from gpp_plugin.model.generation.micro_batches import Turns, split_rows
+from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
 
@@ -140,5 +141,5 @@ def test_micro_batches_draw_what_all_prompts_together_would() -> None:
             return made
 
         torch.manual_seed(5)
-        calls = [functools.partial(generate, n, rows) for n, rows in enumerate(split_rows(5, 3))]
+        calls = [functools.partial(generate, n, rows) for n, rows in enumerate(even_ranges(5, 3))]
         assert torch.equal(joined_tokens(model, arguments, turns.run(calls)[0]), expected)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
-from gpp_plugin.model.generation.micro_batches import Turns, split_rows, twin_of
+from gpp_plugin.ir.samples import even_ranges
+from gpp_plugin.model.generation.micro_batches import Turns, twin_of
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.stage_tensors import LaneRun
 from tests.integrations.generation_jobs import generating, prompts, ways
@@ -114,7 +115,7 @@ def test_a_lane_generates_in_turns_what_one_process_does(name: str, number: int,
     model: Any = generating(name)[0].eval()
     arguments = {**prompts(name, 5), **ways(name)[way]}
     expected = model.generate(**arguments)
-    for answer in generate_in_lane(model, number, arguments, split_rows(5, 3)):
+    for answer in generate_in_lane(model, number, arguments, even_ranges(5, 3)):
         assert torch.equal(joined_tokens(model, arguments, answer), expected), answer
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.model.generation.micro_batches import Turns, split_rows, twin_of
+from gpp_plugin.ir.samples import even_ranges
+from gpp_plugin.model.generation.micro_batches import Turns, twin_of
 
 CPU = torch.device("cpu")
 LIMIT_S = 30
@@ -103,4 +104,4 @@ def test_a_model_without_a_twin_is_refused_in_one_line(change: Callable[[Any], N
 
 
 def test_prompts_are_split_evenly() -> None:
-    assert [list(rows) for rows in split_rows(7, 3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [list(rows) for rows in even_ranges(7, 3)] == [[0, 1, 2], [3, 4], [5, 6]]

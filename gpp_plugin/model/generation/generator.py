@@ -48,10 +48,11 @@ from gpp_plugin.integrations.huggingface.generate_calls import (
 )
 from gpp_plugin.ir.cache_report import CacheReport, RankCaches
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.samples import even_ranges
 from gpp_plugin.model.generation.cache_peers import CachePeers
 from gpp_plugin.model.generation.cache_room import CacheNeed, is_cut, need_of
 from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
-from gpp_plugin.model.generation.micro_batches import Turns, split_rows, twin_of
+from gpp_plugin.model.generation.micro_batches import Turns, twin_of
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.sequence_cache import shared_caches
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
@@ -195,7 +196,7 @@ class Generator:
         if samples and stages > 1 and not is_cut:
             asked = self._config.micro_batches
             number = min(samples, asked) if asked != "auto" else max(1, min(stages, samples // lanes))
-        rows = split_rows(samples or 1, number)
+        rows = even_ranges(samples or 1, number)
         lanes = len(self._lanes) if is_cut else min(lanes, len(rows[-1]))
         return [
             LanePart(
@@ -575,7 +576,7 @@ def _rows(samples: int, lanes: int, lane: int, *, is_cut: bool) -> list[int]:
     if is_cut:
         each = -(-samples // lanes)
         return [row if row < samples else 0 for row in range(lane * each, (lane + 1) * each)]
-    return list(split_rows(samples, lanes)[lane])
+    return list(even_ranges(samples, lanes)[lane])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,13 +172,3 @@ def twin_of(model: nn.Module) -> Any:
 def _is_plain_function(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     return callable(getattr(forward, "__code__", None) and forward) and not hasattr(forward, "__self__")
-
-
-def split_rows(samples: int, number: int) -> list[range]:
-    """Return the prompts of each micro-batch: neighbours, the first ones one more.
-
-    >>> split_rows(5, 2)
-    [range(0, 3), range(3, 5)]
-    """
-    ends = [(at * (samples // number) + min(at, samples % number)) for at in range(number + 1)]
-    return [range(first, behind) for first, behind in zip(ends[:-1], ends[1:], strict=True)]

@@ -242,9 +242,8 @@ class CodeForLengths:
             kind.tried.add(attempt)
             try:
                 stage = capture(_resized(arguments, example), lengths)
-            except (
-                Exception
-            ) as error:  # whatever torch raises on symbols: the shape is then captured by itself
+            except Exception as error:
+                # whatever torch raises on symbols: the shape is then captured by itself
                 logger.debug("%s has no capture for many lengths", self._model, exc_info=True)
                 reason = first_line(error)
                 continue

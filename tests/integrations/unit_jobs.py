@@ -480,7 +480,7 @@ def train_flattened(name: str, block: dict[str, Any]) -> dict[str, Any]:
     def packing() -> Any:
         return pack(data, cost="input_ids", budget=20, units=2, seed=1, is_padded=False)
 
-    config = config_of(block={"loss_mean": "tokens", **block})
+    config = config_of(block={"loss_mean": "tokens", "verify": True, **block})
     del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
     lines: list[str] = []
     handler = logging.Handler()

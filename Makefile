@@ -44,7 +44,7 @@ check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 wheel-check: $(STAMP)  ## build, install elsewhere, train and plan; PYTHONS="python3.12 python3.13" in bare environments too
-	WHEEL_PYTHONS="$(PYTHONS)" $(BIN)/python .ci/wheel.py
+	WHEEL_PYTHONS="$(or $(PYTHONS),$(WHEEL_PYTHONS))" $(BIN)/python .ci/wheel.py
 
 docs: $(STAMP)  ## write the generated pages anew and build all of them into build/site
 	$(BIN)/python .ci/docs.py

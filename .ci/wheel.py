@@ -35,6 +35,7 @@ AUTO = ("python3.12", "python3.13", "python3.14")
 """What `auto` looks for."""
 EXTRAS = "demo,hf,report"
 """What the commands below need in a bare environment."""
+PROBE = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))"
 INSTALL_S = 1800.0
 """An index far away and a torch of gigabytes."""
 SMALL = "--devices 2 --stages 2 --mini-batch 4 --loss-unit 2 --length 8 --steps 1 --modes single,stock,graph".split()
@@ -88,14 +89,18 @@ def find_pythons(names: Sequence[str]) -> list[str]:
     for name in names:
         for each in AUTO if name == "auto" else (name,):
             path = shutil.which(each)
-            told = None if path is None else subprocess.run([path, "-V"], capture_output=True, text=True)
+            told = (
+                None if path is None else subprocess.run([path, "-c", PROBE], capture_output=True, text=True)
+            )
             if path is not None and told is not None and told.returncode == 0:
                 found.append(path)
             elif name != "auto":
-                raise CheckFailed(
-                    f"{each} is {'not in PATH' if path is None else 'there, but does not run'}; name interpreters that "
-                    "are, by name or path, or `auto`"
+                why = (
+                    "not in PATH"
+                    if path is None
+                    else "there, but does not run, is older than 3.11 or has no venv"
                 )
+                raise CheckFailed(f"{each} is {why}; name interpreters that do, by name or path, or `auto`")
     return found
 
 

@@ -195,8 +195,8 @@ class GraphPipelineConfig(_Block):
             `P2PCommunicator` on the edges that it can carry (`plan.edge_transports`); or that of another package.
         comm_timeout_s: seconds after which a rank gives up on a message over gloo, and on ranks that are stopped, are
             outside of the engine's calls, or wait elsewhere; one that is at work (it captures, compiles, saves) is
-            waited for. Given, it is also how long ranks wait for all to join. NCCL waits for ten of the planned
-            mini-batches, 600 s or this, whichever is longest.
+            waited for. Given, it is also how long ranks wait for all to join; to connect two of them may take 60 s.
+            NCCL waits for ten of the planned mini-batches, 600 s or this, whichever is longest.
         max_skipped_steps: steps running that may be skipped because gradients are not finite, before the job ends with
             an error; null goes on for ever. While a dynamic loss scale sinks (fp16) they are not counted.
         locate_nan: look at what every operator returns, and name the module and micro-batch in which a number that is

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.capture.mask_values import Mask, MaskFinder, written_storages
-from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
+from gpp_plugin.capture.mask_values import Mask, MaskFinder
+from gpp_plugin.capture.tracing.clean import ADDED, written_arguments, written_storages
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of, is_open
 
 aten = torch.ops.aten

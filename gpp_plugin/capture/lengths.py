@@ -65,10 +65,17 @@ class LengthCapture:
         evaluate = compile_formulas(texts.symbols, list(sizes))
         plans = [(spec, [place[texts.text(size)] for size in shape]) for spec, shape in open_shapes]
 
+        # of one shape whatever the samples: [4, 3, 8, 8] are one image each of four samples, or two each of two
+        fixed_at = {self.num_samples: fixed}
+
         def at(samples: int, *symbols: int) -> list[TensorSpec]:
+            if samples not in fixed_at:
+                fixed_at[samples] = [
+                    None if spec is None else resized(spec, spec.shape, samples) for spec in fixed
+                ]
             values = evaluate(*symbols)
             made = iter([resized(spec, tuple(values[i] for i in places), samples) for spec, places in plans])
-            return [spec if spec is not None else next(made) for spec in fixed]
+            return [spec if spec is not None else next(made) for spec in fixed_at[samples]]
 
         return at
 

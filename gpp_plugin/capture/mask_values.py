@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpp_plugin.capture.layout.layouts import is_random
-from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.capture.tracing.clean import may_alias, written_storages
 from gpp_plugin.capture.tracing.symbolic_sizes import is_open, sizes_in, with_sizes
 from gpp_plugin.errors import first_line
 
@@ -153,28 +153,6 @@ class MaskFinder:
         return found
 
 
-def written_storages(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes whose storage some operator writes into: what they hold depends on when they are read."""
-    # Backwards from what is written to what it is a view of, then forwards to all views of that. A view of any kind:
-    # operators that may return their operand (reshape, contiguous) count.
-    written: set[fx.Node] = set()
-    pending = [argument for node in graph.nodes for argument in written_arguments(node)]
-    while pending:
-        node = pending.pop()
-        if node not in written:
-            written.add(node)
-            pending.extend(node.all_input_nodes if _may_alias(node) else ())
-    for node in graph.nodes:
-        if _may_alias(node) and not written.isdisjoint(node.all_input_nodes):
-            written.add(node)
-    return written
-
-
-def _may_alias(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(result.alias_info is not None for result in schema.returns)
-
-
 class _Values:
     """Values of the nodes that depend on inputs of ones, constants and sizes alone.
 
@@ -242,7 +220,7 @@ class _Values:
             if by_element
             else shape
         )
-        if held.numel() > MAX_VALUES and not _may_alias(node):
+        if held.numel() > MAX_VALUES and not may_alias(node):
             raise ValueError(f"{node.name} has shape {tuple(held)}, more than {MAX_VALUES} elements")
         args, kwargs = with_sizes((node.args, node.kwargs), self._size_of)
         result = target(*fx.map_arg(args, argument), **fx.map_arg(kwargs, argument))

@@ -151,8 +151,8 @@ def plan_with_backends(
         return _noted(before, text)
     return _noted(
         after,
-        f"{_step_text(after, plan)}, {format_ms(before.iteration_us)} ms in the stages it would have on torch; cut again: "
-        f"{_cut_text(plan)} became {_cut_text(after)}",
+        f"{_step_text(after, plan)}, {format_ms(before.iteration_us)} ms in the stages it would have on torch; "
+        f"cut again: {_cut_text(plan)} became {_cut_text(after)}",
     )
 
 

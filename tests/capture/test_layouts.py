@@ -316,3 +316,31 @@ def test_a_loop_of_another_order_is_the_same_graph() -> None:
             node.inputs for node in capture.op_graph.nodes
         ]
         assert float(run_graph(again, model, batch)[again.op_graph.loss]) == pytest.approx(wanted, rel=1e-6)
+
+
+class _Counts(nn.Module):
+    """Reads what it writes, before or after."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads_first = True
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("state", torch.ones(4))
+
+    def forward(self, x):
+        x = self.layer(x)
+        if self.reads_first:
+            y = x * self.state
+            self.state.mul_(0.5)
+        else:
+            self.state.mul_(0.5)
+            y = x * self.state
+        return y.pow(2).mean()
+
+
+def test_a_read_and_a_write_do_not_change_places() -> None:
+    model = _Counts()
+    capture = capture_model(model, {"x": torch.randn(2, 4)})
+    model.reads_first = False
+    with pytest.raises(CaptureError, match="the graph changed"):
+        recapture(model, capture.analysis, {"x": torch.randn(4, 4)})

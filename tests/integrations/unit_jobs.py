@@ -530,7 +530,8 @@ def refuse_flattened() -> str:
     from gpp_plugin.errors import CaptureError
 
     torch.manual_seed(0)
-    config = config_of(block={"units": 2}, train_batch_size=None, train_micro_batch_size_per_gpu=1)
+    block = {"units": 2, "verify": True}
+    config = config_of(block=block, train_batch_size=None, train_micro_batch_size_per_gpu=1)
     try:
         make_engine(Forgetful(), flatten([Lines(2)[i] for i in range(2)]), config)
     except CaptureError as error:

@@ -279,3 +279,26 @@ def _detached(graph: fx.Graph, value: Any, inner: fx.Node) -> Any:
     reader = next(iter(inner.users), inner)
     detached.meta = {"val": tensor.detach(), "nn_module_stack": reader.meta.get("nn_module_stack")}
     return detached
+
+
+def written_storages(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose storage some operator writes into: what they hold depends on when they are read."""
+    # Backwards from what is written to what it is a view of, then forwards to all views of that. A view of any kind:
+    # operators that may return their operand (reshape, contiguous) count.
+    written: set[fx.Node] = set()
+    pending = [argument for node in graph.nodes for argument in written_arguments(node)]
+    while pending:
+        node = pending.pop()
+        if node not in written:
+            written.add(node)
+            pending.extend(node.all_input_nodes if may_alias(node) else ())
+    for node in graph.nodes:
+        if may_alias(node) and not written.isdisjoint(node.all_input_nodes):
+            written.add(node)
+    return written
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Return whether an operator may return a view of what it takes, or the thing itself."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.eager.choose_whole import Untraceable
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
-from gpp_plugin.capture.tracing.clean import clean_graph
+from gpp_plugin.capture.tracing.clean import clean_graph, written_storages
 from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
@@ -344,6 +344,9 @@ def _in_order_of(known: Sequence[GraphNode], traced: Traced) -> Traced:
         traced       cos(mul(x, sliding))  cos(mul(x, full))        moved behind the other
 
     A write that nobody reads is known by what it reads. A node that the reference has not goes behind its inputs.
+
+    Raises:
+        CaptureError: that would let a read and a write of one storage change places, which no edge tells of.
     """
     places = {old.name: place for place, old in enumerate(known)}
     at: dict[fx.Node, int] = {}
@@ -370,6 +373,10 @@ def _in_order_of(known: Sequence[GraphNode], traced: Traced) -> Traced:
             others = left[_target(node), read_at]
             at[node] = others.popleft() if others else 0
         at[node] = max(at[node], *read_at, 0)
+    written = written_storages(traced.graph)
+    touching = [n for n in traced.graph.nodes if n in written or not written.isdisjoint(n.all_input_nodes)]
+    if sorted(touching, key=at.__getitem__) != touching:
+        raise CaptureError("what is written into is read in another order")
     new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in sorted(traced.graph.nodes, key=at.__getitem__):  # nodes of one place stay in their order
         copies[node] = new.node_copy(node, copies.__getitem__)

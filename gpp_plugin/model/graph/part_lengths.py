@@ -61,6 +61,8 @@ MAX_EXPORTS = 8
 """Exports with symbols for one kind of batches of so many samples: of other axes each, or from another batch."""
 MAX_EXPORTS_AT_ANY_COUNT = 2
 """The same, for any number of samples."""
+MAX_STAGES = 64
+"""Exports with symbols that are kept for one kind of batches."""
 MANY_COUNTS = 3
 """Numbers of samples from which on there may be any: whole and half micro-batches, or a rest at the end, are two."""
 
@@ -246,6 +248,8 @@ class CodeForLengths:
                 # whatever torch raises on symbols: the shape is then captured by itself
                 logger.debug("%s has no capture for many lengths", self._model, exc_info=True)
                 reason = first_line(error)
+                if count is None:  # it will be refused from another batch as well
+                    kind.tried.update((None, place) for place in range(MAX_EXPORTS_AT_ANY_COUNT))
                 continue
             fixed = [
                 f"{key}.shape[{axis}] is a number to the model"
@@ -259,6 +263,7 @@ class CodeForLengths:
             # a number of images that is one to the model: this stage is for texts of any length beside so many
             if isinstance(found, StageCode) and (not fixed or stage.has_open_axes):
                 kind.stages.insert(0, (count, stage))
+                del kind.stages[MAX_STAGES:]
                 # an export leaves garbage and a larger heap behind: looked through now, in a step that takes seconds
                 # anyway, and not in one of a length that costs a millisecond
                 gc.collect()
@@ -318,12 +323,10 @@ def _attempts_at_any_count(
     others = [(n, first) for n, first in kind.firsts.items() if n not in (1, num_samples)]
     if num_samples == 1 or not others or isinstance(arguments, WholeUnit):
         return []
-    count, first = others[0]
-    if first.keys() != shapes.keys():
-        return []
-    example = first if count > num_samples else shapes
+    # the batch at hand first: what its Python asks of sizes is answered as this batch needs it
+    first = others[0][1]
     lengths = _with_all_lengths(_unpadded_differing(first, shapes, arguments), shapes, arguments)
-    return [(example, _open(lengths, example))]
+    return [(example, _open(lengths, example)) for example in (shapes, first)]
 
 
 def _attempts(

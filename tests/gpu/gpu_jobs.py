@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from tests.integrations import engine_jobs
 from tests.integrations.async_jobs import async_config, held_by_stages
-from tests.integrations.engine_jobs import config_of, make_engine, steps
+from tests.integrations.engine_jobs import make_engine, steps
 from tests.models import build
 from tests.runtime.jobs import use_device
 
@@ -22,6 +23,11 @@ RESERVE_SHARE, RESERVE_BYTES = 0.08, 128 << 20
 the rounding of the allocator's segments."""
 GPT2_SIZES = {"cuda": (4, 1024, 512), "cpu": (1, 64, 16)}
 """Layers a rank, width and tokens of the GPT-2 whose memory is looked at."""
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    """Return the configuration of a job that verifies its capture, as users' do."""
+    return engine_jobs.config_of(**{**changes, "block": {"verify": True, **changes.get("block", {})}})
 
 
 def gpt2(

@@ -136,7 +136,7 @@ def test_a_graph_that_was_changed_is_another_model() -> None:
 
 
 def source_of(model: nn.Module | StageGraph, directory: Path, **block: Any) -> ModelSource:
-    config = config_of(block={"stages": 2, "profile_dir": str(directory), **block})
+    config = config_of(block={"verify": True, "stages": 2, "profile_dir": str(directory), **block})
     read = read_config(config)
     assert read is not None
     setting = setting_of(config, rank=0, num_ranks=2, device=CPU, group=None)

@@ -20,10 +20,10 @@ def start_untrue() -> dict[str, Any]:
     refused = ""
     torch.manual_seed(1)
     try:
-        make_engine(Severed(), batch, config_of(block={"stages": 2}))
+        make_engine(Severed(), batch, config_of(block={"stages": 2, "verify": True}))
     except CaptureError as error:
         refused = str(error)
-    engine = make_engine(Honest(), batch, config_of(block={"stages": 2}))
+    engine = make_engine(Honest(), batch, config_of(block={"stages": 2, "verify": True}))
     return {"refused": refused, "trained": float(engine.train_batch(data_iter=iter([batch])))}
 
 
@@ -62,7 +62,7 @@ def start_parts(wrong: Sequence[str]) -> str:
     graph.capture("tower", tower, inputs=["x"], outputs=["hidden"], ranks=[0])
     graph.capture("end", end, inputs=["hidden", "labels"], outputs=["loss"], ranks=[1])
     try:
-        make_engine(graph, make_batch(B), config_of())
+        make_engine(graph, make_batch(B), config_of(block={"verify": True}))
     except CaptureError as error:
         return str(error)
     return ""

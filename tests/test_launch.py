@@ -49,7 +49,7 @@ def test_a_failed_rank_is_named_and_the_others_are_ended(job):
     text = """
 if os.environ["RANK"] == "0":
     emit_event(pid=os.getpid())
-    time.sleep(60)
+    time.sleep(600)
 time.sleep(0.5)
 print("something about the cause")
 sys.exit(3)
@@ -60,7 +60,7 @@ sys.exit(3)
         pids += [event["pid"] for event in job(text)]
         raise AssertionError("no failure")
     assert str(raised.value) == "rank 1 ended with exit code 3; it said last:\nsomething about the cause"
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 300
 
 
 def test_ranks_that_hang_are_ended_after_the_time(job):

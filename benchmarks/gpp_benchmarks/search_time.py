@@ -1,30 +1,41 @@
 """How long each planner searches: the paper's models at 4 to 32 devices, and larger ones.
 
 Every planner sees the same blocks, costs and sweep of micro-batch sizes. `uniform` is listed for its plan's
-quality: it searches nothing, it divides layers by a rule.
+quality: it searches nothing, it divides layers by a rule. What follows a search is timed on large plans too: choosing
+a schedule, lowering and proving it, simulating it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_benchmarks._oracle import bottleneck_us
 from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
 from gpp_plugin.api import make_request
 from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.batch_rules import batch_rules
+from gpp_plugin.plan.choose_schedule import USUAL_SCHEDULES, choose_schedule
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.rows_chart import LINES, RowsChart
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.simulate.predict import simulate_plan
 
 PLANNERS = ("graphpipe", "auto", "uniform", "pipedream", "autopipe", "piper", "dapple")
 WITHOUT_SEARCH = ("uniform",)
 OURS = ("graphpipe", "auto", "autopipe")
+SCHEDULES = (*USUAL_SCHEDULES, "zero_bubble")
+"""What `choose` weighs, each with and without slices."""
 LONG_SECONDS = 2.0
 """A search that takes longer is timed once."""
 PAPER_RATIO = {
@@ -74,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--large",
         action="store_true",
         help="also MMT on 1,024 devices with graphpipe; with auto LLaVA-7B in sub-layers on 64 and 1,024, and a chain "
-        "and a graph of 2,000 blocks on 64",
+        "and a graph of 2,000 blocks on 64; and what follows a search",
     )
 
 
@@ -90,6 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         rows += [
             time_search(model, request, planner, args.limit) for model, planner, request in _large_cases()
         ]
+        rows += _time_steps()
     behind = [
         [row["model"], row["devices"], row["planner"]]
         for row in rows
@@ -119,6 +131,45 @@ def _large_cases() -> Iterator[tuple[str, str, PlanRequest]]:
             "auto",
             paper_request(model, 64, cluster="dgx_h100", mini_batch=1024),
         )
+
+
+def _time_steps() -> list[dict[str, Any]]:
+    """Return a row for each step behind a search, on chains of stages of equal cost."""
+    middle, long, wide = (
+        emulated_plan(
+            f"{stages} stages, {count} micro-batches",
+            [(i, i + 1) for i in range(stages - 1)],
+            num_micro_batches=count,
+        )
+        for stages, count in ((8, 64), (32, 256), (128, 256))
+    )
+    schedules = build_schedules(long)
+    steps: list[tuple[PipelinePlan, str, Callable[[], object]]] = [
+        (middle, "choose", lambda: choose_schedule(middle, schedules=SCHEDULES, slicing="auto")),
+        (long, "lower", lambda: lower_schedules(long, schedules)),
+        (
+            long,
+            "prove",
+            functools.partial(validate_programs, long, schedules, lower_schedules(long, schedules)),
+        ),
+        (wide, "simulate", lambda: simulate_plan(wide)),
+    ]
+    return [_time_step(plan, step, call) for plan, step, call in steps]
+
+
+def _time_step(plan: PipelinePlan, step: str, call: Callable[[], object]) -> dict[str, Any]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    return {
+        "model": plan.model,
+        "planner": step,
+        "devices": plan.num_ranks,
+        "blocks": len(plan.stages),
+        "is_search": False,
+        "status": "ok",
+        "seconds": time.perf_counter() - wall,
+        "cpu_seconds": time.process_time() - cpu,
+    }
 
 
 def _time_cell(args: argparse.Namespace, model: str, request: PlanRequest) -> list[dict[str, Any]]:

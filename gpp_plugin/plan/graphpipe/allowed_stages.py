@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gpp_plugin.plan.costs.cost_model import Floats
-from gpp_plugin.plan.graphpipe.intervals import Ints
+from gpp_plugin.plan.graphpipe.intervals import Counts, Ints
 from gpp_plugin.plan.graphpipe.stage_shapes import Bools
 
 
@@ -42,7 +41,7 @@ class AllowedStages:
         self,
         first: int,
         step: int,
-        degrees: Floats,
+        degrees: Counts,
         masks: Sequence[Callable[[slice], Bools]],
         num_ends: int,
         last: Callable[[], Ints] | None,
@@ -55,27 +54,27 @@ class AllowedStages:
         return functools.reduce(np.logical_and, (mask(columns) for mask in self._masks))
 
     @functools.cached_property
-    def cost(self) -> Floats:
+    def cost(self) -> Counts:
         """Return [row, column] the fewest devices of a stage; inf where there is none."""
         return self._cost_of(self._fits(slice(None)))
 
-    def _cost_of(self, fits: Bools) -> Floats:
+    def _cost_of(self, fits: Bools) -> Counts:
         # Variants are by increasing degree, so the first one that fits has the fewest devices.
         chosen = fits.argmax(axis=0)
         return np.where(fits.any(axis=0), self._degrees[chosen], np.inf)
 
     @functools.cached_property
-    def _shared_ends(self) -> Floats:
+    def _shared_ends(self) -> Counts:
         """Return [row, column] the costs of stages that end with heads of branches."""
         return self._cost_of(self._fits(slice(self._num_ends, None)))
 
     @functools.cached_property
-    def _longest(self) -> tuple[Ints, Floats]:
+    def _longest(self) -> tuple[Ints, Counts]:
         """Return [variant, row] the last column, and the devices of that stage; inf where there is none."""
         last = last_of(self._fits(slice(self._num_ends))) if self._last is None else self._last()
         return np.maximum(last, 0), np.where(last >= 0, self._degrees[:, None], np.inf)
 
-    def fewest_with(self, after: Floats) -> Floats:
+    def fewest_with(self, after: Counts) -> Counts:
         """Return [end, exit, row]: the fewest devices of a stage and of what is behind it.
 
         Args:
@@ -84,10 +83,10 @@ class AllowedStages:
         num = self._num_ends
         ends = after[:, :, :num]
         if not (ends[:, :, 1:] <= ends[:, :, :-1]).all():
-            every: Floats = (self.cost + after[:, :, None, :]).min(axis=3)
+            every: Counts = (self.cost + after[:, :, None, :]).min(axis=3)
             return every
         last, devices = self._longest
-        fewest: Floats = (ends.take(last, axis=2) + devices).min(axis=2)
+        fewest: Counts = (ends.take(last, axis=2) + devices).min(axis=2)
         if after.shape[2] > num:
             fewest = np.minimum(fewest, (self._shared_ends + after[:, :, None, num:]).min(axis=3))
         return fewest

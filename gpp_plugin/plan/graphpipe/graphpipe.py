@@ -38,9 +38,9 @@ import numpy as np
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
+from gpp_plugin.plan.costs.cost_model import CostModel, link_for_span, ring_us
 from gpp_plugin.plan.costs.time_formula import full_pipeline_us, pipelined_samples
-from gpp_plugin.plan.graphpipe.intervals import Series
+from gpp_plugin.plan.graphpipe.intervals import Counts, Series
 from gpp_plugin.plan.graphpipe.reconstruction import read_groups
 from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
@@ -472,7 +472,7 @@ class _Point:
 
 def _frontier(
     request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
-) -> Generator[_Point | None, Floats, None]:
+) -> Generator[_Point | None, Counts, None]:
     """Yield points of ever shallower solutions that may be among the best, then None for ever.
 
     Between them it yields questions, whose answer is sent to it: [level] the fewest devices (`fewest_devices`).
@@ -499,7 +499,7 @@ def _frontier(
     ] = {}  # by index of a time, the fewest levels; None: more than were of interest
     last_asked = -1
 
-    def levels_at(index: int, *, is_last: bool = False) -> Generator[_Point, Floats, int | None]:
+    def levels_at(index: int, *, is_last: bool = False) -> Generator[_Point, Counts, int | None]:
         """Return the fewest levels at which the ranks suffice for times up to that one, or None.
 
         Args:

@@ -26,6 +26,8 @@ from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.graphpipe.components import Component
 
 Ints = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.float32]
+"""Numbers of devices, inf where it cannot be done: whole numbers, exact in single precision up to 2**24."""
 Leavings = dict[int, tuple[Ints, Ints, dict[int, tuple[Ints, Ints, Ints]]]]
 """By position: virtual rows or columns, the states they leave over, by kind (which, counts, cuts) of parts."""
 

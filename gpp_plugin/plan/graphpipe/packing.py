@@ -16,18 +16,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpp_plugin.plan.costs.cost_model import Floats
-from gpp_plugin.plan.graphpipe.intervals import Absorbed, Branches, Leavings, Packing, Series
+from gpp_plugin.plan.graphpipe.intervals import Absorbed, Branches, Counts, Leavings, Packing, Series
 
 
-def pack_branches(branches: Branches, singles: Sequence[Floats], bins: Floats) -> Floats:
+def pack_branches(branches: Branches, singles: Sequence[Counts], bins: Counts) -> Counts:
     """Return [state, exit, level]: the fewest devices for the branches that a state counts.
 
     Args:
         singles: by kind, [exit, level] of one branch that shares no stage.
         bins: [state, exit, level] of one stage that holds the state's branches whole.
     """
-    best = np.full(bins.shape, np.inf)
+    best = np.full_like(bins, np.inf)
     for exit_level in range(bins.shape[1]):
         best[0, exit_level, exit_level:] = 0.0
     if branches.is_uncounted:

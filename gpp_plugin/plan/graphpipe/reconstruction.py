@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpp_plugin.plan.costs.cost_model import Floats
 from gpp_plugin.plan.graphpipe.components import Component
-from gpp_plugin.plan.graphpipe.intervals import Absorbed, Branches, Series
+from gpp_plugin.plan.graphpipe.intervals import Absorbed, Branches, Counts, Series
 from gpp_plugin.plan.graphpipe.packing import left_over, packing_of
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
 
@@ -28,16 +27,16 @@ class _Reader:
     def __init__(self, search: StageSearch) -> None:
         self.search = search
 
-    def _rest(self, branches: Branches, extra: Absorbed, *, is_tail: bool) -> Floats:
-        rest: Floats = self.search.best[id(branches)][branches.states.index(left_over(branches, extra))]
+    def _rest(self, branches: Branches, extra: Absorbed, *, is_tail: bool) -> Counts:
+        rest: Counts = self.search.best[id(branches)][branches.states.index(left_over(branches, extra))]
         if extra.kind < 0:
             return rest
-        whole: Floats = rest + extra.count * self._part(
+        whole: Counts = rest + extra.count * self._part(
             branches.kinds[extra.kind], extra.cut, is_tail=is_tail
         )
         return whole
 
-    def _part(self, kind: Series, cut: int, *, is_tail: bool) -> Floats:
+    def _part(self, kind: Series, cut: int, *, is_tail: bool) -> Counts:
         """Return [exit, level] of what is left of a branch whose tail (or head) is taken away."""
         return self.search.parts(kind, np.array([cut]), is_tail=is_tail)[0]
 

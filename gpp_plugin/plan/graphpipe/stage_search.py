@@ -44,12 +44,12 @@ import numpy as np
 
 from gpp_plugin.plan.costs.cost_model import Floats
 from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages
-from gpp_plugin.plan.graphpipe.intervals import MAX_PARTIAL_ITEMS, Branches, Ints, Series
+from gpp_plugin.plan.graphpipe.intervals import MAX_PARTIAL_ITEMS, Branches, Counts, Ints, Series
 from gpp_plugin.plan.graphpipe.packing import leavings_of, pack_branches
 from gpp_plugin.plan.graphpipe.stage_shapes import NO_LIMIT
 from gpp_plugin.plan.graphpipe.stage_table import InTime, StageTable, TableMaker
 
-Rests = dict[int, tuple[Ints, Floats]]
+Rests = dict[int, tuple[Ints, Counts]]
 """By position: virtual rows or columns there, and [which, exit, level] of what each leaves over."""
 
 
@@ -62,9 +62,9 @@ class _Solved:
         levels: up to which they are worked out.
     """
 
-    fewest: Floats
-    rows: Floats
-    columns: Floats
+    fewest: Counts
+    rows: Counts
+    columns: Counts
     is_shifted: bool
     levels: int = 0
 
@@ -72,21 +72,21 @@ class _Solved:
         """Return the exit and the level at which values of that exit and level are kept."""
         return (0, level - exit_level) if self.is_shifted else (exit_level, level)
 
-    def up_to(self, ends: Ints) -> Floats:
+    def up_to(self, ends: Ints) -> Counts:
         """Return [which, exit, level] of the items up to each of ``ends`` (indices)."""
         return self._spread(self.fewest[ends, :, :, 0])
 
-    def from_places(self, places: Ints) -> Floats:
+    def from_places(self, places: Ints) -> Counts:
         """Return [which, exit, level] of the items from each of ``places`` on."""
         return self._spread(self.fewest[-1][:, :, places].transpose(2, 0, 1))
 
-    def _spread(self, values: Floats) -> Floats:
+    def _spread(self, values: Counts) -> Counts:
         """Return values [which, exit, level] for every exit: 0 1 5 of exit 0 are inf 0 1 of exit 1."""
         if not self.is_shifted:
             return values
         levels = np.arange(values.shape[2])
         above = levels[None, :] - levels[:, None]
-        spread: Floats = np.where(above >= 0, values[:, 0, np.maximum(above, 0)], np.inf)
+        spread: Counts = np.where(above >= 0, values[:, 0, np.maximum(above, 0)], np.inf)
         return spread
 
 
@@ -118,12 +118,12 @@ class StageSearch:
         self._num_ends: dict[int, int] = {}
         self._collect(root, maker)
         self.solved: dict[int, _Solved] = {}
-        self.best: dict[int, Floats] = {}
+        self.best: dict[int, Counts] = {}
         self._sorted_times = {key: table.times() for key, table in self.tables.items()}
         self._ranks: dict[int, int] = {}
         self._keys: dict[int, object] = {}
         self._known_solved: dict[tuple[int, object], _Solved] = {}
-        self._known_best: dict[tuple[int, object], Floats] = {}
+        self._known_best: dict[tuple[int, object], Counts] = {}
         self._at_time: dict[int, _AtTime] = {}
         self._parts_at = {
             key: [table.part(level) for level in range(max_level + 1)] for key, table in self.tables.items()
@@ -147,7 +147,7 @@ class StageSearch:
         """Return every time per sample a stage can have, increasing."""
         return np.unique(np.concatenate(list(self._sorted_times.values())))
 
-    def fewest_devices(self, t: float, *, most_levels: int | None = None, enough: float = -1.0) -> Floats:
+    def fewest_devices(self, t: float, *, most_levels: int | None = None, enough: float = -1.0) -> Counts:
         """Return [level]: the fewest devices for stages of at most ``t`` us a sample and that many levels.
 
         The recursion of Algorithm 1 (module docstring), from the innermost branches out and from the last level up.
@@ -166,7 +166,7 @@ class StageSearch:
             if known is None or not (known.levels >= self._top or is_root and _has(known, enough)):
                 known = self._known_solved[key] = self._solve(series, enough if is_root else -1.0)
             self.solved[id(series)] = known
-        values: Floats = self.solved[id(self.root)].fewest[0, 0, : self._top + 1, 0]
+        values: Counts = self.solved[id(self.root)].fewest[0, 0, : self._top + 1, 0]
         return values
 
     def _solve(self, series: Series, enough: float) -> _Solved:
@@ -216,11 +216,11 @@ class StageSearch:
             self._known_best[key] = pack_branches(branches, singles, self.bin_costs(branches))
         self.best[id(branches)] = self._known_best[key][:, : self._top + 1, : self._top + 1]
 
-    def single(self, kind: Series) -> Floats:
+    def single(self, kind: Series) -> Counts:
         """Return [exit, level] of a whole branch that shares no stage."""
         return self.solved[id(kind)].up_to(np.array([-1]))[0, : self._top + 1, : self._top + 1]
 
-    def parts(self, kind: Series, cuts: Ints, *, is_tail: bool) -> Floats:
+    def parts(self, kind: Series, cuts: Ints, *, is_tail: bool) -> Counts:
         """Return [which, exit, level] of what is left of a branch without its tail (or head) from each of ``cuts``."""
         solved = self.solved[id(kind)]
         left = solved.up_to(cuts - 1) if is_tail else solved.from_places(cuts)
@@ -257,9 +257,9 @@ class StageSearch:
         exits = 1 if is_root or is_shifted else top + 1
         shape = len(ends), exits, top + 1
         found = _Solved(
-            fewest=np.full((*shape, num + 1), np.inf),
-            rows=np.full((*shape, len(series.row_start)), np.inf),
-            columns=np.full((*shape, len(series.column_end)), np.inf),
+            fewest=np.full((*shape, num + 1), np.inf, dtype=np.float32),
+            rows=np.full((*shape, len(series.row_start)), np.inf, dtype=np.float32),
+            columns=np.full((*shape, len(series.column_end)), np.inf, dtype=np.float32),
             is_shifted=is_shifted,
         )
         for i, end in enumerate(ends):
@@ -316,9 +316,9 @@ class StageSearch:
             columns[:, :below, level, which] = after.min(axis=2)
 
     def _is_uniform(self, series: Series) -> bool:
-        """Return whether costs are the same at every level: one exit then tells all.
+        """Return whether costs are the same at every level that is looked at: one exit then tells all.
 
-        So it is for a chain of blocks none of whose stages in time is limited by memory.
+        So it is for a chain of blocks none of whose stages in time is limited by memory at these levels.
         """
         if series.branches:
             return False
@@ -327,7 +327,7 @@ class StageSearch:
             return True
         is_in_time = table.us_per_sample <= self._t
         return bool(
-            (table.max_level[is_in_time] == NO_LIMIT).all() and (table.first_step[is_in_time] == 1).all()
+            (table.max_level[is_in_time] >= self._top).all() and (table.first_step[is_in_time] == 1).all()
         )
 
     def rests(self, series: Series) -> tuple[Rests, Rests]:
@@ -349,14 +349,14 @@ class StageSearch:
                     result[side][place] = which[is_possible], rest[is_possible]
         return result
 
-    def bin_costs(self, branches: Branches) -> Floats:
+    def bin_costs(self, branches: Branches) -> Counts:
         """Return [state, exit, level] of one stage that holds the state's branches whole.
 
         Its level is its exit plus its step; a higher level than it needs is no worse, so costs spread upwards: a stage
         of 2 devices and step 1 behind exit 1 is [inf, inf, 2, 2, 2] over the levels 0 to 4.
         """
         top = self._top
-        bins = np.full((len(branches.states), top + 1, top + 1), np.inf)
+        bins = np.full((len(branches.states), top + 1, top + 1), np.inf, dtype=np.float32)
         for level in range(1, top + 1):
             for stages in self.allowed_at(id(branches), level):
                 first, step, cost = stages.first, stages.step, stages.cost

@@ -19,7 +19,7 @@ from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
 from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages, last_of
-from gpp_plugin.plan.graphpipe.intervals import Branches, Series
+from gpp_plugin.plan.graphpipe.intervals import Branches, Counts, Series
 from gpp_plugin.plan.graphpipe.stage_shapes import NO_LIMIT, Bools, StageShapes, bin_shapes, series_shapes
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.savings import least_added_us
@@ -105,7 +105,7 @@ class StageTable:
         first_step, step: levels a stage adds after a sink and after another stage.
     """
 
-    degrees: Floats
+    degrees: Counts
     fitted_level: npt.NDArray[np.int64]
     us_per_sample: Floats
     max_level: npt.NDArray[np.int64]
@@ -279,7 +279,7 @@ class TableMaker:
         classes = self._classes(shapes)
         variants = [v for i in range(len(self.degrees)) for v in self._variants(shapes, i, classes)]
         table = StageTable(
-            degrees=np.array([v.degree for v in variants], dtype=float),
+            degrees=np.array([v.degree for v in variants], dtype=np.float32),
             fitted_level=np.array([v.fitted_level for v in variants], dtype=np.int64),
             us_per_sample=np.stack([v.us for v in variants]),
             max_level=np.stack([v.level for v in variants]),

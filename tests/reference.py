@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,11 +77,15 @@ def train_reference(
 
 
 def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Return ||g - g_ref|| / max(||g_ref||, 1e-3 x the largest gradient tensor's norm) of each in ``found``."""
+    """Return ||g - g_ref|| / max(||g_ref||, 1e-3 x the largest gradient tensor's norm) of each in ``found``.
+
+    What is no number is infinitely far off: `max` would pass over it.
+    """
     largest = max(float(g.double().norm()) for g in wanted.values())
     errors = {}
     for name, gradient in found.items():
         reference = wanted[name].double()
         scale = max(float(reference.norm()), 1e-3 * largest)
-        errors[name] = float((gradient.double().cpu() - reference).norm()) / scale
+        error = float((gradient.double().cpu() - reference).norm()) / scale
+        errors[name] = error if math.isfinite(error) else math.inf
     return errors

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_benchmarks._linear_ranks import LEARNING_RATE, Delayed, LinearHooks, Trained, stage_rows
+from gpp_benchmarks._linear_ranks import Delayed, LinearHooks, Trained, stage_rows, stepped
 from gpp_benchmarks._linear_stages import (
     LinearNetwork,
     Parameters,
@@ -283,7 +283,7 @@ def stale_gradients(
         gradients = found[stage][len(history[stage]) - 1]
         newest = history[stage][-1]
         history[stage].append(
-            {n: p if (g := gradients[n]) is None else p - LEARNING_RATE * g for n, p in newest.items()}
+            {n: p if (g := gradients[n]) is None else stepped(p, g) for n, p in newest.items()}
         )
 
     for number, data in enumerate(row for batch in batches for row in batch.split(size)):

@@ -15,6 +15,7 @@ from gpp_benchmarks._linear_stages import LinearNetwork, Parameters
 from gpp_plugin.runtime.compute import AutogradCompute
 
 LEARNING_RATE = 0.02
+"""The longest step of a parameter tensor, by its norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +74,16 @@ class LinearHooks:
         self.done.gradients.append(self._sums)
         self.done.parameters.append({name: p.detach().clone() for name, p in self.parameters.items()})
         for name, gradient in self._sums.items():
-            self.parameters[name].sub_(gradient, alpha=LEARNING_RATE)
+            self.parameters[name].copy_(stepped(self.parameters[name], gradient))
         self._sums = {}
+
+
+def stepped(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return a parameter after a step along its gradient, no longer than `LEARNING_RATE`.
+
+    The loss of random deep graphs is steep: a step as long as its gradient would end in numbers that say nothing.
+    """
+    return parameter - gradient * (LEARNING_RATE / gradient.norm().clamp(min=1.0))
 
 
 class Delayed:

@@ -274,6 +274,8 @@ def gradients_error(
 ) -> float:
     """Return the largest error of a gradient tensor of some stages, by name; one that is missing is 0.
 
+    What is not finite, on either side, is no agreement: inf.
+
     Args:
         expected: of every stage.
     """
@@ -285,5 +287,6 @@ def gradients_error(
         for name in gradients.keys() | known.keys():
             wanted = known.get(name, zero)
             found = gradients.get(name, zero)
-            worst = max(worst, float((found - wanted).norm()) / max(float(wanted.norm()), floor))
+            error = float((found - wanted).norm()) / max(float(wanted.norm()), floor)
+            worst = max(worst, error if math.isfinite(error) else math.inf)
     return worst

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from gpp_benchmarks import _exactness_ranks
 from gpp_benchmarks._exactness_ranks import Case, CaseResult, draw_cases, run_cases_here
+from gpp_benchmarks._linear_stages import gradients_error
 from gpp_benchmarks.exactness import FP32_LIMIT, FP64_LIMIT, _failure
 from gpp_plugin.cli import main
 from tests.ranks import run_kept_ranks
+from tests.reference import gradient_errors
 
 SAMPLE = 20
 
@@ -67,6 +70,16 @@ def test_a_wrong_gradient_is_found() -> None:
     result = run_kept_ranks(run_with_wrong_gradients, 2, [case])[0][0]
     assert FP64_LIMIT < result.fp64_error < FP32_LIMIT
     assert _failure(result) is not None
+
+
+@pytest.mark.parametrize("ours", [float("nan"), float("inf"), 1.0])
+def test_what_is_no_number_is_no_agreement(ours: float) -> None:
+    one, other = torch.ones(2), torch.ones(3)
+    wanted = [{"b": one if ours == 1.0 else torch.full((2,), ours), "a": other}]
+    found = {0: {"b": torch.full((2,), ours), "a": other}}
+    assert gradients_error(found, wanted) == (0.0 if ours == 1.0 else float("inf"))
+    errors = gradient_errors(found[0], {"b": one, "a": other})
+    assert max(errors.values()) == (0.0 if ours == 1.0 else float("inf"))
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

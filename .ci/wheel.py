@@ -89,18 +89,15 @@ def find_pythons(names: Sequence[str]) -> list[str]:
     for name in names:
         for each in AUTO if name == "auto" else (name,):
             path = shutil.which(each)
-            told = (
-                None if path is None else subprocess.run([path, "-c", PROBE], capture_output=True, text=True)
-            )
-            if path is not None and told is not None and told.returncode == 0:
+            if path is None:
+                why = "is not in PATH"
+            elif subprocess.run([path, "-c", PROBE], capture_output=True, check=False).returncode != 0:
+                why = "is there, but does not run, is older than 3.11 or has no venv"
+            else:
                 found.append(path)
-            elif name != "auto":
-                why = (
-                    "not in PATH"
-                    if path is None
-                    else "there, but does not run, is older than 3.11 or has no venv"
-                )
-                raise CheckFailed(f"{each} is {why}; name interpreters that do, by name or path, or `auto`")
+                continue
+            if name != "auto":
+                raise CheckFailed(f"{each} {why}; name interpreters that do, by name or path, or `auto`")
     return found
 
 

@@ -27,10 +27,10 @@ import dataclasses
 import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,8 +52,6 @@ Lengths: TypeAlias = Mapping[str, tuple[int, ...]]
 """Batch key -> its axes of many lengths."""
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Batch key -> the shape of its tensor."""
-_Attempt: TypeAlias = tuple[dict[str, tuple[int, ...]], Lengths]
-"""Shapes to capture from, and which axes are left open."""
 
 MAX_KINDS = 64
 """Kinds of batches (numbers of samples, keys, constants) of which a part remembers what it found out."""
@@ -163,6 +161,36 @@ class _Kind:
     stages: list[tuple[int | None, StageAtLengths]] = field(default_factory=list)
     tried: set[tuple[Any, ...]] = field(default_factory=set)
 
+    def begins(self, attempt: _Attempt) -> bool:
+        """Return whether to make an attempt, which from now on has been made."""
+        most = MAX_EXPORTS_AT_ANY_COUNT if attempt.num_samples is None else MAX_EXPORTS
+        if attempt.key in self.tried or sum(count == attempt.num_samples for count, *_ in self.tried) >= most:
+            return False
+        self.tried.add(attempt.key)
+        return True
+
+    def give_up_any_count(self) -> None:
+        """Make no more attempts for any number of samples: what was refused will be from another batch as well."""
+        self.tried.update((None, place) for place in range(MAX_EXPORTS_AT_ANY_COUNT))
+
+    def keep(self, stage: StageAtLengths, count: int | None) -> None:
+        """Let a stage be the first that is looked at, for so many samples; None: for any number."""
+        self.stages.insert(0, (count, stage))
+        del self.stages[MAX_STAGES:]
+
+
+class _Attempt(NamedTuple):
+    """A capture with symbols: for how many samples (None: any number), from which shapes, and which axes are open."""
+
+    num_samples: int | None
+    example: dict[str, tuple[int, ...]]
+    lengths: Lengths
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return its number of samples, and what else tells it apart."""
+        return self.num_samples, tuple(sorted(self.lengths.items())), tuple(sorted(self.example.items()))
+
 
 class CodeForLengths:
     """The code of one part for batches of many lengths.
@@ -230,52 +258,55 @@ class CodeForLengths:
     ) -> StageCode | None:
         """Capture with symbols what may be one, or at least what differs, and return code for the arguments."""
         reason = ""
-        first = kind.firsts[num_samples]
-        attempts: list[tuple[int | None, _Attempt]] = [
-            (None, attempt) for attempt in _attempts_at_any_count(kind, shapes, num_samples, arguments)
-        ]
-        if shapes != first:
-            attempts += [(num_samples, attempt) for attempt in _attempts(first, shapes, arguments)]
-        for count, (example, lengths) in attempts:
-            attempt = (count, tuple(sorted(lengths.items())), tuple(sorted(example.items())))
-            most = MAX_EXPORTS_AT_ANY_COUNT if count is None else MAX_EXPORTS
-            if attempt in kind.tried or sum(tried[0] == count for tried in kind.tried) >= most:
-                continue
-            kind.tried.add(attempt)
-            try:
-                stage = capture(_resized(arguments, example), lengths)
-            except Exception as error:
-                # whatever torch raises on symbols: the shape is then captured by itself
-                logger.debug("%s has no capture for many lengths", self._model, exc_info=True)
-                reason = first_line(error)
-                if count is None:  # it will be refused from another batch as well
-                    kind.tried.update((None, place) for place in range(MAX_EXPORTS_AT_ANY_COUNT))
-                continue
-            fixed = [
-                f"{key}.shape[{axis}] is a number to the model"
-                for key, shape in shapes.items()
-                for axis, size in enumerate(shape)
-                if size != first[key][axis] and not stage.is_open(key, axis) and not is_padded(key, arguments)
-            ]
-            if count is None and not all(stage.is_open(key, 0) for key, axes in lengths.items() if 0 in axes):
-                count = num_samples  # noqa: PLW2901 - to the model it is a number
-            found = stage.at(shapes, num_samples)
-            # a number of images that is one to the model: this stage is for texts of any length beside so many
-            if isinstance(found, StageCode) and (not fixed or stage.has_open_axes):
-                kind.stages.insert(0, (count, stage))
-                del kind.stages[MAX_STAGES:]
-                # an export leaves garbage and a larger heap behind: looked through now, in a step that takes seconds
-                # anyway, and not in one of a length that costs a millisecond
-                gc.collect()
-                return found
-            reason = fixed[0] if fixed else str(found)
-        if shapes == first:
+        for attempt in _attempts(kind, shapes, num_samples, arguments):
+            if kind.begins(attempt):
+                found = self._try(attempt, kind, arguments, shapes, num_samples, capture)
+                if isinstance(found, StageCode):
+                    return found
+                reason = found
+        if shapes == kind.firsts[num_samples]:
             return None
         for _, stage in kind.stages[:1]:
             refused = stage.at(shapes, num_samples)
             reason = str(refused) if isinstance(refused, Mismatch) else reason
         self._warn(reason)
         return None
+
+    def _try(
+        self,
+        attempt: _Attempt,
+        kind: _Kind,
+        arguments: Batch,
+        shapes: dict[str, tuple[int, ...]],
+        num_samples: int,
+        capture: Callable[[Batch, Lengths], StageAtLengths],
+    ) -> StageCode | str:
+        """Capture, keep the stage, and return its code for the arguments; or say why there is none."""
+        try:
+            stage = capture(_resized(arguments, attempt.example), attempt.lengths)
+        except Exception as error:
+            # whatever torch raises on symbols: the shape is then captured by itself
+            logger.debug("%s has no capture for many lengths", self._model, exc_info=True)
+            if attempt.num_samples is None:
+                kind.give_up_any_count()
+            return first_line(error)
+        first = kind.firsts[num_samples]
+        fixed = [
+            f"{key}.shape[{axis}] is a number to the model"
+            for key, shape in shapes.items()
+            for axis, size in enumerate(shape)
+            if size != first[key][axis] and not stage.is_open(key, axis) and not is_padded(key, arguments)
+        ]
+        found = stage.at(shapes, num_samples)
+        # a number of images that is one to the model: this stage is for texts of any length beside so many
+        if isinstance(found, Mismatch) or (fixed and not stage.has_open_axes):
+            return fixed[0] if fixed else str(found)
+        has_open_samples = all(stage.is_open(key, 0) for key, axes in attempt.lengths.items() if 0 in axes)
+        kind.keep(stage, attempt.num_samples if has_open_samples else num_samples)
+        # an export leaves garbage and a larger heap behind: looked through now, in a step that takes seconds anyway,
+        # and not in one of a length that costs a millisecond
+        gc.collect()
+        return found
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
@@ -313,40 +344,34 @@ def differing_axes(first: Shapes, new: Shapes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _attempts_at_any_count(
-    kind: _Kind, shapes: dict[str, tuple[int, ...]], num_samples: int, arguments: Batch
-) -> list[_Attempt]:
-    """Return from which shapes to capture for any number of samples, with which axes open; none of one sample.
-
-    A number of 1 is another matter to torch, which specialises sizes of one.
-    """
-    others = [(n, first) for n, first in kind.firsts.items() if n not in (1, num_samples)]
-    if num_samples == 1 or not others or isinstance(arguments, WholeUnit):
-        return []
-    # the batch at hand first: what its Python asks of sizes is answered as this batch needs it
-    first = others[0][1]
-    lengths = _with_all_lengths(_unpadded_differing(first, shapes, arguments), shapes, arguments)
-    return [(example, _open(lengths, example)) for example in (shapes, first)]
-
-
 def _attempts(
-    first: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]], arguments: Batch
-) -> list[_Attempt]:
-    """Return from which shapes, and with which axes open, to capture: the likeliest first.
+    kind: _Kind, new: dict[str, tuple[int, ...]], num_samples: int, arguments: Batch
+) -> Iterator[_Attempt]:
+    """Yield from which shapes, and with which axes open, to capture: the likeliest first.
+
+    First for any number of samples, from the batch at hand: what its Python asks of sizes is answered as this batch
+    needs it. Not so for one sample, as torch specialises sizes of one.
 
     Token ids, masks and labels are of many lengths even where only some of them have changed so far: all axes behind
     the samples are left open in whole numbers, and elsewhere those that differ, which may be the first, where samples
     have unlike numbers of images. Sizes of the larger batch are the better example: torch
     specialises sizes of one.
     """
+    others = [first for n, first in kind.firsts.items() if n not in (1, num_samples)]
+    if num_samples > 1 and others and not isinstance(arguments, WholeUnit):
+        lengths = _with_all_lengths(_unpadded_differing(others[0], new, arguments), new, arguments)
+        for example in (new, others[0]):
+            yield _Attempt(None, example, _open(lengths, example))
+    first = kind.firsts[num_samples]
+    if new == first:
+        return
     differing = _unpadded_differing(first, new, arguments)
-    larger, smaller = sorted((new, first), key=_num_elements, reverse=True)
-    if isinstance(arguments, WholeUnit):
-        # sizes of images are among its numbers, and a model whose Python reads these may not leave them open
-        return [(example, _open(differing, example)) for example in (larger, smaller)]
-    whole = _with_all_lengths(differing, new, arguments)
-    order = [(larger, whole), (larger, differing), (smaller, whole), (smaller, differing)]
-    return [(example, _open(lengths, example)) for example, lengths in order]
+    # sizes of images are among a whole unit's numbers, and a model whose Python reads these may not leave them open
+    whole = None if isinstance(arguments, WholeUnit) else _with_all_lengths(differing, new, arguments)
+    for example in sorted((new, first), key=_num_elements, reverse=True):
+        for axes in (whole, differing):
+            if axes is not None:
+                yield _Attempt(num_samples, example, _open(axes, example))
 
 
 def _unpadded_differing(first: Shapes, new: Shapes, arguments: Batch) -> Lengths:

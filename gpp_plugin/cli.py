@@ -133,9 +133,9 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     if args.json:
-        import json  # as late as all that --help does without
+        from gpp_plugin.report.json_text import json_text  # as late as all that --help does without
 
-        print(json.dumps({"command": args.command, **result}))
+        print(json_text({"command": args.command, **result}))
     return 0 if result.get("ok", True) else 1
 
 

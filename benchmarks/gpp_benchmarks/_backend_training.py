@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpp_plugin.compare.loss_difference import loss_difference
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.report.units import fill_text, format_table
 
@@ -67,7 +68,7 @@ def _rows(tower: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
             ways.setdefault(event["way"], []).append(event)
     rows = []
     for way, runs in ways.items():
-        errors = [abs(a / b - 1) for run in runs for a, b in zip(run["losses"], eager, strict=True)]
+        error = max(loss_difference(run["losses"], eager) for run in runs)
         first = runs[0]
         rows.append(
             {
@@ -76,7 +77,7 @@ def _rows(tower: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
                 "measured_ms": statistics.median(ms for run in runs for ms in run["step_ms"]),
                 "busy_ms": statistics.median(ms for run in runs for ms in run["busy_ms"]),
                 "simulated_ms": first["simulated_us"] / 1e3,
-                "loss_error": max(errors),
+                "loss_error": error,
                 "start_s": first["start_s"],
                 "stages": first["stages"],
                 "notes": first["notes"],

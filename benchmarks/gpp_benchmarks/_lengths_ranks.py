@@ -21,6 +21,7 @@ from torch import nn
 
 from gpp_benchmarks._attention_models import Batch, Size
 from gpp_benchmarks._lengths_models import FAMILIES, build
+from gpp_plugin.compare.loss_difference import loss_difference
 
 UNITS, SAMPLES = 4, 2
 """Units of a mini-batch, and samples of a unit."""
@@ -170,7 +171,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     def check(units: MiniBatch, loss: float) -> None:
         if reference is not None:
             wanted = reference.loss(units)
-            errors.append(abs(loss - wanted) / abs(wanted))
+            errors.append(loss_difference([loss], [wanted]))
 
     images = FAMILIES[settings["model"]].most_images
     found = _alternate(batches, step, most_images=images, marks=marks, watch=watch, check=check)

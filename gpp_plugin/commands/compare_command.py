@@ -6,7 +6,6 @@ Simulated on a cluster that need not be there, emulated with delays in place of 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +25,12 @@ from gpp_plugin.compare.simulated import simulate_modes
 from gpp_plugin.config import BLOCK, load_deepspeed_json
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import PLANNERS
+from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
+from gpp_plugin.report.json_text import json_text
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import fill_text, format_bytes, format_table
 
@@ -230,7 +231,7 @@ def _finish(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, A
         print(fill_text(line))
     answer = {"rows": rows, "model": args.model, "emulated": args.emulate, "speed_up": ratios}
     if args.out is not None:
-        args.out.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+        write_text_whole(args.out, json_text(answer, indent=2) + "\n")
         print(f"written to {args.out}")
     return answer
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, SINGLE, CompareSettings
+from gpp_plugin.compare.loss_difference import loss_difference
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
 from gpp_plugin.launch import run_ranks
 
@@ -189,12 +190,6 @@ def _state(result: ModeResult) -> str:
     return f"ready after {result.startup_s:.1f} s, {stages} stage{'s' * (stages > 1)}"
 
 
-def loss_difference(result: ModeResult, reference: ModeResult) -> float:
-    """Return the largest relative difference of a step's loss."""
-    pairs = zip(result.losses, reference.losses, strict=True)
-    return max(abs(loss - wanted) / max(abs(wanted), 1e-12) for loss, wanted in pairs)
-
-
 def chain_row(settings: CompareSettings, folder: str) -> dict[str, Any]:
     """Return the row of the best chain, simulated on the costs that the graph's ranks have measured.
 
@@ -246,7 +241,7 @@ def result_rows(results: list[ModeResult]) -> list[dict[str, Any]]:
             peak_bytes_by_rank=result.peak_bytes_by_rank,
             parameter_bytes_by_rank=result.parameter_bytes_by_rank,
             memory_measure=result.memory_measure,
-            max_loss_difference=None if result is ran[0] else loss_difference(result, ran[0]),
+            max_loss_difference=None if result is ran[0] else loss_difference(result.losses, ran[0].losses),
             losses=result.losses,
             notes=result.facts.get("notes", []),
         )

@@ -1,6 +1,7 @@
 """Names from files in a terminal: nothing of them is obeyed."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from gpp_plugin.api import format_timeline, plan, save, simulate
 from gpp_plugin.cli import main
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.report.json_text import json_text
 from gpp_plugin.report.printable import printable, with_printable
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\n\u202egnp"
@@ -51,3 +53,12 @@ def test_what_is_printable_stays_as_it_is(evil_plan: PipelinePlan) -> None:
     assert printable("größe_日本 …→") == "größe_日本 …→"
     clean = with_printable(evil_plan)
     assert with_printable(clean) is clean
+
+
+def test_json_has_null_for_what_it_cannot_say() -> None:
+    value = {"rows": [{"a": float("nan"), "b": (float("-inf"), 2.5)}, "inf"], "n": 3, "ok": True}
+    assert json.loads(json_text(value)) == {
+        "rows": [{"a": None, "b": [None, 2.5]}, "inf"],
+        "n": 3,
+        "ok": True,
+    }

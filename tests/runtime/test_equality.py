@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from gpp_plugin.compare.loss_difference import loss_difference
 from tests.ranks import run_ranks
 from tests.reference import gradient_errors, train_reference
 from tests.runtime import jobs
@@ -59,7 +60,7 @@ def compare(
         if inexact:
             assert_is_rounding(answer["gradients"], gradients, exact(), inexact)
     assert covered == set(gradients), "some parameters are on no stage"
-    return max(abs(a / b - 1.0) for a, b in zip(found, losses, strict=True)), worst
+    return loss_difference(found, losses), worst
 
 
 def assert_is_rounding(

@@ -25,6 +25,7 @@ from gpp_benchmarks.zoo._trial import LOSS_LIMIT, SAMPLES, empty_row, is_refusal
 from gpp_benchmarks.zoo._verdicts import EXACT, RAW, REFUSED, WRONG
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.sample_batches import is_counted, rows_per_sample
+from gpp_plugin.compare.loss_difference import loss_difference
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.launch import emit_event, end_rank, run_ranks
 
@@ -130,7 +131,7 @@ def train_here(entry: ZooModel) -> dict[str, Any]:
     alone = build_model(entry)
     with hidden_process_group():  # a model that gathers over one (FLAVA) is alone here
         wanted = train_alone(alone, units)
-    loss_error = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, wanted, strict=True))
+    loss_error = loss_difference(losses, wanted)
     error, whose = worst_of(_parameter_errors(state, alone))
     is_rounding = loss_error > LOSS_LIMIT and _are_as_near(losses, wanted, entry, units)
     is_exact = (loss_error <= LOSS_LIMIT or is_rounding) and error <= PARAMETER_LIMIT

@@ -7,6 +7,7 @@ sum. Weights depend on the names of stages only, so that every runtime starts fr
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -203,12 +204,15 @@ def reference_gradients(topology: Topology) -> Gradients:
 
 
 def largest_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Return the largest relative error of a gradient, by the norms of whole tensors; a missing one counts as 1."""
+    """Return the largest relative error of a gradient, by the norms of whole tensors; a missing one counts as 1.
+
+    What is no number is infinitely far off: `max` would pass over it.
+    """
     errors = [
         float((found[name] - wanted).norm() / wanted.norm()) if name in found else 1.0
         for name, wanted in reference.items()
     ]
-    return max(errors)
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def gather_gradients(topology: Topology, own: Mapping[str, Tensor]) -> Gradients:

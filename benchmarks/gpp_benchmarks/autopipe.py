@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     summary = {
         "quicker_than_autopipe": behind,
         "heuristic_is_optimal": all(exact),
-        "megatron_over_autopipe": [f(x for x in even if x is not None) for f in (min, max)],
+        "megatron_over_autopipe": [f((x for x in even if x is not None), default=None) for f in (min, max)],
         "paper": PAPER,
     }
     _print_tables(rows)

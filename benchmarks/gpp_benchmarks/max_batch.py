@@ -21,6 +21,7 @@ Costs are derived (`profile.analytic_costs`, `library.gemm`), in fp32 with TF32 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -211,9 +212,9 @@ class Cell:
         return self._plain[name]
 
     def _fastest_us(self) -> float:
-        """Return the least time a sample of any planner's largest plain batch."""
+        """Return the least time a sample of any planner's largest plain batch; no limit where nothing fits plainly."""
         plain = [self._largest_plain(name) for name in PLANNERS]
-        return min((found.us_per_sample for found in plain if found is not None), default=0.0)
+        return min((found.us_per_sample for found in plain if found is not None), default=math.inf)
 
     def _factory(self, name: str, optimization: str, costs: CostModel | None = None) -> OptimizerFactory:
         return OptimizerFactory(

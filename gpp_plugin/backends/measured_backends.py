@@ -180,8 +180,12 @@ def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: flo
         # infinities and NaN where torch has them (a mask of least numbers) are compared as they are
         wide, wanted = own.double(), right.double()
         finite = wanted.isfinite()
-        if not torch.equal(wide.isfinite(), finite):
-            raise BackendRefused(f"output {i} is not finite where torch's is, or the other way round")
+        if not torch.equal(wide.isfinite(), finite) or not torch.equal(
+            wide[~finite].nan_to_num(0.0, 1.0, -1.0), wanted[~finite].nan_to_num(0.0, 1.0, -1.0)
+        ):
+            raise BackendRefused(
+                f"output {i} is not finite where torch's is, the other way round, or otherwise"
+            )
         norm = float(wanted[finite].norm())
         error = float((wide - wanted)[finite].norm()) / (norm or 1.0)
         if not error <= most:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.compare.loss_difference import loss_difference
 from gpp_plugin.demo.demo_settings import DemoSettings
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -213,8 +214,8 @@ def _reference_losses(settings: DemoSettings) -> list[float]:
 
 def _differences(losses: list[float], reference: list[float]) -> tuple[float, float]:
     """Return the largest relative difference of losses over the first steps, and over all."""
-    each = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, reference, strict=True)]
-    return max(each[:COMPARED_STEPS]), max(each)
+    first = loss_difference(losses[:COMPARED_STEPS], reference[:COMPARED_STEPS])
+    return first, loss_difference(losses, reference)
 
 
 def find_tower_overlap(timeline: Timeline, plan: PipelinePlan) -> TowerOverlap | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from gpp_plugin.engine.guards.spikes import WINDOW, Spikes
 from gpp_plugin.engine.setting import Monitor, Setting
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.step_phases import PhaseTimes, format_messages, format_phases, mean_phases
@@ -24,6 +25,8 @@ from gpp_plugin.runtime.recorder import Clock, gather_timeline
 
 logger = logging.getLogger(__name__)
 
+_ASKING = ("steps_per_print", "wall_clock_breakdown", "comms_logger", "flops_profiler")
+"""Keys with which a user asks for lines."""
 DEFAULT_STEPS_PER_PRINT = 10
 TOKEN_KEYS = ("input_ids", "decoder_input_ids")
 """Entries of a batch whose elements are tokens, padding among them."""
@@ -89,6 +92,7 @@ class Metrics:
         self._is_writer = setting.rank == 0
         steps = ds_config.get("steps_per_print", DEFAULT_STEPS_PER_PRINT)
         self._steps_per_print = int(steps) if steps else 0
+        self._is_asked = any(ds_config.get(key) for key in _ASKING)
         self._has_breakdown = bool(ds_config.get("wall_clock_breakdown", False))
         self._has_messages = bool((ds_config.get("comms_logger") or {}).get("enabled", False))
         profiler = ds_config.get("flops_profiler") or {}
@@ -225,13 +229,13 @@ class Metrics:
             if self._peak is not None:
                 parts.append(f"MFU {100 * rate / self._peak:.1f} %")
         rates = ", ".join(f"{lr:.3g}" for lr in step.learning_rates) or "none"
-        logger.info("step %d: loss %.4f, lr %s, %s", global_steps, loss, rates, ", ".join(parts))
+        self._say("step %d: loss %.4f, lr %s, %s", global_steps, loss, rates, ", ".join(parts))
         if ranks is not None and self._has_breakdown:
-            logger.info(
+            self._say(
                 "wall clock, mean of %d steps:\n%s", len(self._seconds), format_phases(ranks, self._plan)
             )
         if ranks is not None and self._has_messages:
-            logger.info("messages of all ranks:\n%s", format_messages(ranks, self._plan))
+            self._say("messages of all ranks:\n%s", format_messages(ranks, self._plan))
         self._seconds.clear()
         self._num_tokens = 0
 
@@ -245,9 +249,19 @@ class Metrics:
             f"{self._flops.step / seconds:.4g} FLOP/s with backward as twice forward"
         )
         for line in lines:
-            logger.info("flops profiler: %s", line)
+            self._say("flops profiler: %s", line)
         if self._flops_file:
-            Path(self._flops_file).write_text("\n".join([*lines, ""]), encoding="utf-8")
+            try:
+                write_text_whole(self._flops_file, "\n".join([*lines, ""]))
+            except OSError as error:
+                logger.warning("flops_profiler.output_file: %s", error)
+
+    def _say(self, text: str, *values: object) -> None:
+        """Log what the configuration asks for; print it where it is asked for by name and nobody has set up logging."""
+        if self._is_asked and not logger.hasHandlers():
+            sys.stderr.write(f"{text % values}\n")
+        else:
+            logger.info(text, *values)
 
 
 class _FlopCount:

@@ -285,7 +285,7 @@ class StageUpdate:
         clipping = self.updater.config.gradient_clipping
         if clipping > 0:
             # As torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
-            coefficient *= min(1.0, clipping / (norm + 1e-6))
+            coefficient *= min(clipping / (norm + 1e-6), 1.0)  # in this order nan stays
         return coefficient
 
 

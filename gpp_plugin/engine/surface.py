@@ -7,7 +7,7 @@ anything: `GraphPipelineEngine` adds what does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -302,8 +302,14 @@ class PipelineSurface:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint of all stages to ``save_dir/tag``; collective. ``latest`` is written last."""
+        """Write a checkpoint of all stages to ``save_dir/tag``; collective. ``latest`` is written last.
+
+        Raises:
+            ConfigError: ``exclude_frozen_parameters``: a checkpoint holds the whole model.
+        """
+        _refuse_left_out("save_checkpoint", exclude_frozen_parameters)
         self._files.save(save_dir, tag, client_state, save_latest)
         return True
 
@@ -311,9 +317,11 @@ class PipelineSurface:
         self,
         load_dir: str | Path,
         tag: str | None = None,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str, dict[str, Any]]:
         """Read a checkpoint of this model, whatever plan it was saved on; collective.
 
@@ -327,8 +335,14 @@ class PipelineSurface:
 
         Raises:
             CheckpointError: it is missing, broken, or of another model or optimizer.
-            ConfigError: the ranks' files are not of one checkpoint.
+            ConfigError: the ranks' files are not of one checkpoint; or `load_module_strict` is False or
+                `custom_load_fn` given, which DeepSpeed's engine takes.
         """
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint takes every tensor of the model, each checked against the manifest: neither "
+                "load_module_strict=False nor custom_load_fn; use load_module_state_dict(state_dict, strict=False)"
+            )
         return self._files.load(
             load_dir,
             tag,
@@ -355,8 +369,14 @@ class PipelineSurface:
         """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
         self._files.export(save_directory)
 
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
         """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
+        _refuse_left_out("save_16bit_model", exclude_frozen_parameters)
         self._files.export_as(save_dir, save_filename)
         return True
 
@@ -448,3 +468,11 @@ class PipelineSurface:
     def dataloader_drop_last(self) -> bool:
         """Return whether the JSON asks for a last, short batch to be left out."""
         return bool(self._ds_config.get("dataloader_drop_last", False))
+
+
+def _refuse_left_out(name: str, exclude_frozen_parameters: bool) -> None:
+    if exclude_frozen_parameters:
+        raise ConfigError(
+            f"{name}(exclude_frozen_parameters=True): what it writes holds the whole model; save_pretrained writes the "
+            "adapter of a LoRA model alone, module_state_dict(exclude_frozen_parameters=True) returns this rank's rest"
+        )

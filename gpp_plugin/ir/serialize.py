@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 import tempfile
 import typing
 from pathlib import Path
@@ -284,10 +285,28 @@ def write_text_whole(path: str | Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(name, target)
+        replace_file(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def replace_file(temporary: str | Path, target: Path) -> None:
+    """Rename what `tempfile.mkstemp` made: readable by whom any other new file is, or whom the old one was."""
+    try:
+        mode = stat.S_IMODE(target.stat().st_mode)
+    except OSError:
+        mode = 0o666 & ~_umask()
+    os.chmod(temporary, mode)  # mkstemp's files are their owner's alone
+    os.replace(temporary, target)
+
+
+def _umask() -> int:
+    try:
+        fields = dict(line.partition(":")[::2] for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["Umask"], 8)  # os.umask can only be asked by setting it, for other threads too
+    except (OSError, KeyError, ValueError):
+        return 0o022
 
 
 def save(value: Any, path: str | Path) -> None:

@@ -45,9 +45,29 @@ def test_ours_is_compared_with_the_best_of_each(outputs):
     assert cell["over_best_baseline"] == ours["throughput"] / best
     assert by_planner["chain"]["depth"] >= ours["depth"]
     assert result["summary"]["cells_behind_a_chain"] == []
-    assert all(cell[name] >= 1.0 - 1e-9 for name in RATIOS)
+    assert all(cell[name] >= 1.0 - 1e-9 for name in RATIOS) and cell["not_compared"] == {}
+    assert by_planner["chain"]["throughput_as_graph"] is None
 
 
 def test_rivals_without_a_plan_leave_a_gap():
     rows = [{"planner": "auto", "throughput": 2.0}, {"planner": "piper", "throughput": None}]
     assert [with_ratios(rows)[i]["over_best_baseline"] for i in (0, 1)] == [None, None]
+
+
+def test_a_rival_that_found_nothing_is_named(capsys):
+    arguments = ["--figures", "6", "--models", "dlrm", "--devices", "4", "--planners", "graphpipe", "piper"]
+    assert main(["bench", "throughput", *arguments, "--json"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (cell,) = json.loads(printed[-1])["cells"]
+    assert set(cell["not_compared"]) == {"piper"} and cell["over_best_baseline"] is None
+    assert f"dlrm on 4: piper is not among the compared: {cell['not_compared']['piper']}" in printed
+
+
+def test_megatron_may_interleave_where_ours_may(capsys):
+    arguments = ["--figures", "6", "--models", "mmt", "--devices", "8", "--planners", "uniform"]
+    throughputs = []
+    for extra in ([], ["--share-ranks"]):
+        assert main(["bench", "throughput", *arguments, *extra, "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+        throughputs.append(row["throughput"])
+    assert 0.0 < throughputs[0] < throughputs[1]

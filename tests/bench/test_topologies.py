@@ -65,6 +65,7 @@ def test_a_missing_or_wrong_gradient_is_an_error() -> None:
     assert largest_error(wanted, wanted) == 0.0
     assert largest_error({"a": torch.ones(2)}, wanted) == 1.0
     assert largest_error({"a": torch.ones(2), "b": torch.full((2,), 1.5)}, wanted) == pytest.approx(0.5)
+    assert largest_error({"a": torch.ones(2), "b": torch.full((2,), torch.nan)}, wanted) == float("inf")
 
 
 def test_an_unknown_graph_is_refused() -> None:

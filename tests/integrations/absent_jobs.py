@@ -123,7 +123,7 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
         ],
         "evaluated": evaluated,
         "wanted_evaluated": mean,
-        "logits": max(float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)),
+        "logits": [float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)],
         "stages": [list(stage.blocks) for stage in engine.plan.stages],
         "left": len(list(stream)),
         "orders": [engine._feed.take(iter(units)).given for units in steps],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpp_plugin.engine import metrics
 from tests.integrations import observation_jobs as jobs
 from tests.ranks import run_ranks
 
@@ -15,6 +16,17 @@ from tests.ranks import run_ranks
 def rows_of(directory: Path, name: str) -> list[float]:
     (path,) = directory.glob(f"job/*{name}.csv")
     return [float(row[1]) for row in list(csv.reader(path.open()))[1:]]
+
+
+@pytest.mark.parametrize(("is_asked", "is_set_up"), [(True, False), (True, True), (False, False)])
+def test_lines_reach_users_who_ask_and_have_set_up_no_logging(
+    is_asked: bool, is_set_up: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = object.__new__(metrics.Metrics)
+    found._is_asked = is_asked
+    monkeypatch.setattr(metrics.logger, "hasHandlers", lambda: is_set_up)
+    found._say("step %d: loss %.1f", 3, 0.5)
+    assert capsys.readouterr().err == ("step 3: loss 0.5\n" if is_asked and not is_set_up else "")
 
 
 def test_every_report_of_the_configuration(tmp_path: Path) -> None:

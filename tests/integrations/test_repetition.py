@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.config import read_config
 from gpp_plugin.engine.guards.spikes import LEAST, Spikes
+from gpp_plugin.engine.guards.task_digests import TaskDigests
 from gpp_plugin.errors import ConfigError
 from tests.ranks import run_kept_ranks
 
@@ -114,3 +115,11 @@ def test_spikes() -> None:
 def test_what_cannot_be_repeated_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is not possible with graph_pipeline.repeat_steps"):
         read_config({"train_batch_size": 8, "graph_pipeline": {"repeat_steps": "suspicious", **other}})
+
+
+def test_what_is_not_finite_is_near_itself_only() -> None:
+    inf, nan = float("inf"), float("nan")
+    digests = TaskDigests(torch.device("cpu"), tolerance=1e-3)
+    assert not digests.differ([1.0, inf, -inf, nan], [1.0005, inf, -inf, nan])
+    for first, second in ((1.0, 1.1), (inf, 5.0), (5.0, -inf), (inf, -inf), (nan, 5.0), (inf, nan)):
+        assert digests.differ([first], [second]) and digests.differ([second], [first])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.stock_names import why_lacking
+from gpp_plugin.errors import ConfigError
 from tests.integrations import surface_jobs as jobs
 from tests.models import build
 from tests.ranks import run_kept_ranks
@@ -34,6 +37,27 @@ def test_each_public_name_is_answered_or_refused() -> None:
     assert not unknown
     both = sorted(name for name in own if not name.startswith("_") and why_lacking(name) is not None)
     assert not both, "a name that is answered is not refused"
+
+
+@pytest.mark.parametrize("name", ["load_checkpoint", "save_checkpoint", "save_16bit_model"])
+def test_parameters_are_in_the_order_of_deepspeeds(name: str) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    theirs = list(inspect.signature(getattr(DeepSpeedEngine, name)).parameters)
+    assert list(inspect.signature(getattr(GraphPipelineEngine, name)).parameters)[: len(theirs)] == theirs
+
+
+def test_what_deepspeed_takes_and_a_graph_of_stages_does_not_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GraphPipelineEngine, "has_failed", False, raising=False)
+    engine = object.__new__(GraphPipelineEngine)
+    for given in ({"load_module_strict": False}, {"custom_load_fn": print}):
+        with pytest.raises(ConfigError, match="load_module_state_dict"):
+            engine.load_checkpoint("nowhere", **given)
+    for save in (engine.save_checkpoint, engine.save_16bit_model):
+        with pytest.raises(ConfigError, match="save_pretrained writes the adapter"):
+            save("nowhere", exclude_frozen_parameters=True)
 
 
 def test_a_missing_name_says_why_or_what_is_near() -> None:

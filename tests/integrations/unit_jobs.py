@@ -237,7 +237,7 @@ def train_units(
         "errors": gradient_errors(gradients, first),
         "evaluated": evaluated,
         "wanted_evaluated": wanted,
-        "logits": max(float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)),
+        "logits": [float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)],
         "degrees": [stage.degree for stage in engine.plan.stages],
         "schedules": [stage.schedule for stage in engine.plan.stages],
         "recomputed": [bool(stage.memory and stage.memory.recomputed) for stage in engine.plan.stages],

@@ -9,7 +9,17 @@ import pytest
 
 from gpp_plugin.errors import ReadError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.serialize import dumps, from_plain, load, loads, parse_json, read_json, save, to_plain
+from gpp_plugin.ir.serialize import (
+    dumps,
+    from_plain,
+    load,
+    loads,
+    parse_json,
+    read_json,
+    save,
+    to_plain,
+    write_text_whole,
+)
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 
 SPEC = TensorSpec(name="h", dtype="float32", shape=(4, 8), num_samples=4, layout=batch_layout())
@@ -119,3 +129,14 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(_changed("stages[0].in_flight", "no"))
     with pytest.raises(ReadError, match=r"plan\.json: value\.stages\[0\]\.in_flight: "):
         load(PipelinePlan, tmp_path / "plan.json")
+
+
+def test_what_is_written_whole_is_for_others_too(tmp_path: Path) -> None:
+    """As any new file is, by the umask; one that is written again keeps what it was."""
+    plain, whole = tmp_path / "plain", tmp_path / "whole"
+    plain.write_text("a")
+    write_text_whole(whole, "a")
+    assert whole.stat().st_mode == plain.stat().st_mode
+    whole.chmod(0o640)
+    write_text_whole(whole, "b")
+    assert whole.stat().st_mode & 0o777 == 0o640 and whole.read_text() == "b"

@@ -61,6 +61,21 @@ def test_a_loss_is_compared_where_there_is_nothing_else() -> None:
     assert mixes_packed_rows(model, row(), call=of_all) > LARGEST_ERROR
 
 
+@pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min])
+def test_masked_logits_hide_nothing(least: float) -> None:
+    model = gpt2()
+
+    def masked(module: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
+        logits = module(**given).logits
+        return {"logits": logits.masked_fill(torch.arange(logits.shape[-1]) % 3 == 0, least)}
+
+    def of_all(module: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
+        return masked(module, {**given, "attention_mask": torch.ones_like(given["input_ids"])})
+
+    assert mixes_packed_rows(model, row(), call=masked) < LARGEST_ERROR / 10
+    assert mixes_packed_rows(model, row(), call=of_all) > 10 * LARGEST_ERROR
+
+
 def test_only_rows_that_are_known_to_hold_several_samples_are_looked_at() -> None:
     assert last_sample(row()) == 9
     assert last_sample(row((5,))) is None

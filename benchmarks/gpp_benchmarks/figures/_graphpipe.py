@@ -216,8 +216,10 @@ def _table_a_3(options: Options) -> Iterable[FigureRow]:
 def _table_1(options: Options) -> Iterable[FigureRow]:
     result = run_bench("search_time", ["--planners", *RIVALS, "--repeat", "1", *options.search])
     for model, devices, found in _by_cell(result["rows"]):
+        is_in_paper = devices in TABLE_1[model]
         paper = dict(zip(RIVALS, TABLE_1[model].get(devices, (None, None, None)), strict=True))
-        ours = found["graphpipe"]["cpu_seconds"]
+        ours = found["graphpipe"]["cpu_seconds"] if found["graphpipe"]["status"] == "ok" else None
+        absent = "not completed" if is_in_paper else "not run"
         for planner in RIVALS:
             row = found[planner]
             is_found = row["status"] == "ok"
@@ -225,7 +227,7 @@ def _table_1(options: Options) -> Iterable[FigureRow]:
                 case=f"{model}, {devices} devices",
                 quantity=f"{planner}, s",
                 paper=paper[planner],
-                paper_says="" if paper[planner] else "not completed",
+                paper_says="" if paper[planner] else absent,
                 ours=row["cpu_seconds"] if is_found else None,
                 note="" if is_found else row["status"],
             )
@@ -236,8 +238,8 @@ def _table_1(options: Options) -> Iterable[FigureRow]:
                 case=f"{model}, {devices} devices",
                 quantity=f"{planner} over graphpipe",
                 paper=slower / quicker if slower and quicker else None,
-                paper_says="" if paper[planner] else "not completed",
-                ours=row["cpu_seconds"] / ours if is_found else None,
+                paper_says="" if paper[planner] else absent,
+                ours=row["cpu_seconds"] / ours if is_found and ours else None,
                 is_drawn=False,
             )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 import warnings
@@ -172,7 +173,8 @@ def _parameter_errors(found: dict[str, Tensor], model: nn.Module) -> dict[str, f
     for name, parameter in model.named_parameters():
         wanted = parameter.detach().double()
         own = found[name].double() if name in found else torch.full_like(wanted, torch.inf)
-        errors[name] = float((own - wanted).norm() / wanted.norm().clamp_min(1e-12))
+        error = float((own - wanted).norm() / wanted.norm().clamp_min(1e-12))
+        errors[name] = error if math.isfinite(error) else math.inf
     return errors
 
 

@@ -123,6 +123,11 @@ class LossWrapper(nn.Module):
         if overflow is not None:
             overflow.close()
         loss = _find_loss(result)
+        if loss is None and self._needs_loss and isinstance(result, (tuple, list)):
+            raise CaptureError(
+                f"{type(self.model).__name__} returned a {type(result).__name__} of {len(result)}, which does not say "
+                'what is the loss; return the loss, a dict with "loss", or an output with a field loss'
+            )
         if loss is None and self._needs_loss:
             raise CaptureError(
                 f"{type(self.model).__name__} returned no loss for a batch with {sorted(inputs)}; pass what "

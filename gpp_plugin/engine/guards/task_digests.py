@@ -91,8 +91,8 @@ class TaskDigests:
 
 
 def _is_close(first: float, second: float, tolerance: float) -> bool:
-    if math.isnan(first) or math.isnan(second):
-        return math.isnan(first) and math.isnan(second)
+    if not (math.isfinite(first) and math.isfinite(second)):  # inf is within any share of inf
+        return first == second or (math.isnan(first) and math.isnan(second))
     return first == second or abs(first - second) <= tolerance * max(abs(first), abs(second))
 
 

@@ -52,6 +52,8 @@ _REFUSED = {
     "bf16_full_eval": (False,),
 }
 """Arguments that change the model or its loss outside of what is captured, and the values that do not."""
+_UNCALLED = ("compute_loss", "create_optimizer_and_scheduler")
+"""What a subclass of Trainer may override, and this one does not call."""
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -101,6 +103,13 @@ class GraphPipelineTrainer(Trainer):
         self._random_states: tuple[Any, ...] | None = None
         self._prediction_outputs = prediction_outputs
         super().__init__(model, _one_process_arguments(args, self._num_ranks), *positional, **given)
+        for name in _UNCALLED:
+            if getattr(type(self), name) is not getattr(Trainer, name):
+                raise ConfigError(
+                    f"{type(self).__name__}.{name} would not be called: a pipeline's stages compute the loss and own "
+                    "optimizer and schedule; return the loss from the model's forward, and give others by "
+                    "create_optimizer and create_scheduler"
+                )
         if self.compute_loss_func is not None:
             raise ConfigError(
                 "GraphPipelineTrainer: compute_loss_func is outside of the model, whose loss the stages compute; "
@@ -214,6 +223,7 @@ class GraphPipelineTrainer(Trainer):
             mini_batch=self._mini_batch,
             units=self._units,
             counts_tokens=counts_tokens,
+            max_steps=max(max_steps, 1),  # where nothing is trained no schedule is stepped
         )
         self._units = config[BLOCK].get("units")
         more: dict[str, Any] = {}

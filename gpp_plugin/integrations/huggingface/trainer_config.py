@@ -20,7 +20,13 @@ AUTO = "auto"
 
 
 def engine_config(
-    given: Mapping[str, Any], args: Any, *, mini_batch: int, units: int | None, counts_tokens: bool
+    given: Mapping[str, Any],
+    args: Any,
+    *,
+    mini_batch: int,
+    units: int | None,
+    counts_tokens: bool,
+    max_steps: int,
 ) -> dict[str, Any]:
     """Return a whole configuration for `deepspeed.initialize`.
 
@@ -29,6 +35,7 @@ def engine_config(
         args: the `TrainingArguments`.
         mini_batch: samples of an optimizer step.
         units: loss units of it, where they have shapes of their own.
+        max_steps: optimizer steps in all: what an ``auto`` of the schedule is reckoned from.
         counts_tokens: losses are means over the labelled tokens of the mini-batch, unless the block says otherwise.
 
     Raises:
@@ -36,7 +43,8 @@ def engine_config(
 
     >>> from types import SimpleNamespace
     >>> args = SimpleNamespace(per_device_train_batch_size=2, max_grad_norm=1.0, bf16=False, fp16=False)
-    >>> config = engine_config({"train_batch_size": "auto"}, args, mini_batch=8, units=None, counts_tokens=False)
+    >>> told = {"mini_batch": 8, "units": None, "counts_tokens": False, "max_steps": 10}
+    >>> config = engine_config({"train_batch_size": "auto"}, args, **told)
     >>> config["train_batch_size"], config["gradient_clipping"], config["graph_pipeline"]
     (8, 1.0, {})
     """
@@ -69,7 +77,7 @@ def engine_config(
             config[key] = {"enabled": True}
         elif isinstance(block, dict):
             _settle(block, "enabled", asked, key, where=f"{key}.")
-    _settle_optimizer(config, args)
+    _settle_optimizer(config, args, max_steps)
     block = dict(config.get(BLOCK) or {})
     _settle_units(block, units)
     if counts_tokens:
@@ -78,7 +86,7 @@ def engine_config(
     return {**own, BLOCK: block}  # in the block "auto" is a value like others
 
 
-def _settle_optimizer(config: dict[str, Any], args: Any) -> None:
+def _settle_optimizer(config: dict[str, Any], args: Any, max_steps: int) -> None:
     """Fill in what an ``optimizer`` and a ``scheduler`` block leave to the arguments."""
     if isinstance(config.get("optimizer"), dict):
         params = config["optimizer"].setdefault("params", {})
@@ -97,9 +105,9 @@ def _settle_optimizer(config: dict[str, Any], args: Any) -> None:
         if params.get("warmup_min_lr") == AUTO:
             params["warmup_min_lr"] = 0
         if params.get("warmup_num_steps") == AUTO:
-            params["warmup_num_steps"] = args.get_warmup_steps(args.max_steps)
+            params["warmup_num_steps"] = args.get_warmup_steps(max_steps)
         if params.get("total_num_steps") == AUTO:
-            params["total_num_steps"] = args.max_steps
+            params["total_num_steps"] = max_steps
 
 
 def _settle_units(block: dict[str, Any], units: int | None) -> None:

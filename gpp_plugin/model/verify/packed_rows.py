@@ -12,6 +12,7 @@ Tests: tests/stage_graph/test_packed_rows.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,9 @@ from gpp_plugin.runtime.random_streams import kept_streams
 POSITIONS, MASK, LABELS, LOGITS, LOSS = "position_ids", "attention_mask", "labels", "logits", "loss"
 LARGEST_ERROR = 1e-4
 """Of outputs by their norm: above rounding of other lengths, and far below what attending to others changes."""
+
+_MASKED = 1e18
+"""Logits of at least this size are masked ones, -inf or the least number of a type: their squares have no sum."""
 
 
 def last_sample(arguments: Mapping[str, Any]) -> int | None:
@@ -68,6 +72,10 @@ def mixes_packed_rows(module: nn.Module, arguments: Mapping[str, Any], *, call: 
         packed = packed[:, begin:]
     if packed.shape != single.shape:
         return None
+    is_number = single.abs() < _MASKED
+    if not torch.equal(packed.abs() < _MASKED, is_number):
+        return math.inf
+    packed, single = packed[is_number], single[is_number]
     return float((packed - single).norm() / single.norm().clamp_min(1e-30))
 
 

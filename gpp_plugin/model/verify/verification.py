@@ -230,7 +230,7 @@ def _check_packed_rows(part: CapturedPart, place: Place, batch: Batch, survey: S
         used = _with_few_layers(part, place, survey.analyses[part.stage.name].layer_lists)
     twin = make_twin(used.model, device=place.device, dtype=_comparing_dtype(place.dtype))
     error = mixes_packed_rows(twin, _arguments(used, place, batch, survey, size.num_samples), call=used.call)
-    if error is not None and error > LARGEST_ERROR:
+    if error is not None and not error <= LARGEST_ERROR:
         raise CaptureError(
             f"{type(part.model).__name__} mixes samples that lie in one row: the last one of the sample has other "
             f"outputs alone (off by {error:.1e}), so it makes nothing of position_ids that begin anew; pad samples, or "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import escape_name
+from gpp_plugin.ir.serialize import escape_name, replace_file
 from gpp_plugin.runtime.ranks.agree import exchange
 
 
@@ -79,7 +79,7 @@ def _write_whole(path: Path, tensors: dict[str, Tensor]) -> None:
     os.close(handle)
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path)
+        replace_file(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

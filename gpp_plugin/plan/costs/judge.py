@@ -25,12 +25,13 @@ MAX_RANK_TASKS = 60_000
 def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
     """Return the predicted microseconds of one mini-batch of ``plan``.
 
-    Plans of very many ranks are predicted by `estimate`, without contention for links.
+    Plans of very many ranks are predicted by `estimate`, without contention for links. Not so where a rank holds
+    several stages: there each stage would have a clock of its own.
     """
     if plan.mode == "async":
         return _full_pipeline_us(plan, costs)
     tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
-    if tasks > MAX_RANK_TASKS:
+    if tasks > MAX_RANK_TASKS and not plan.shares_ranks:
         return estimate_plan_us(plan, costs)
     return predict_iteration_us(
         plan,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gpp_plugin.compare.loss_difference import error_or_inf
 
 Batch = dict[str, Any]
 
@@ -87,5 +88,5 @@ def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict
         reference = wanted[name].double()
         scale = max(float(reference.norm()), 1e-3 * largest)
         error = float((gradient.double().cpu() - reference).norm()) / scale
-        errors[name] = error if math.isfinite(error) else math.inf
+        errors[name] = error_or_inf(error)
     return errors

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpp_plugin.compare.loss_difference import error_or_inf
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, LayoutKind, TensorSpec, batch_layout
@@ -288,5 +289,5 @@ def gradients_error(
             wanted = known.get(name, zero)
             found = gradients.get(name, zero)
             error = float((found - wanted).norm()) / max(float(wanted.norm()), floor)
-            worst = max(worst, error if math.isfinite(error) else math.inf)
+            worst = max(worst, error_or_inf(error))
     return worst

@@ -7,7 +7,6 @@ sum. Weights depend on the names of stages only, so that every runtime starts fr
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from gpp_plugin.compare.loss_difference import error_or_inf
 
 WIDTH = 16
 SEQUENCE = 2
@@ -212,7 +213,7 @@ def largest_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
         float((found[name] - wanted).norm() / wanted.norm()) if name in found else 1.0
         for name, wanted in reference.items()
     ]
-    return max(error if math.isfinite(error) else math.inf for error in errors)
+    return max(map(error_or_inf, errors))
 
 
 def gather_gradients(topology: Topology, own: Mapping[str, Tensor]) -> Gradients:

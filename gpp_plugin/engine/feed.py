@@ -533,6 +533,7 @@ class TrainingData:
         self._repeats = False
         self._state_before: Any = None
         self._pending: Mapping[str, Any] | None = None
+        self._is_unplaced = False  # a checkpoint without a position was loaded, and nobody told so
 
     def next(self, given: Iterator[Any] | None, *, step: int = 1) -> Batch:
         """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs; collective.
@@ -637,6 +638,8 @@ class TrainingData:
         self._own, self._given, self._repeats, self._state_before = None, given, repeats, None
         pending, self._pending = self._pending, None
         is_resumed = pending is not None and self._restore_given(pending)
+        if self._is_unplaced:
+            self._warn_unplaced()
         self._iterator = repeat(given, is_resumed=is_resumed) if repeats else given
 
     # ---- where training is in the data -------------------------------------------------------------
@@ -697,6 +700,9 @@ class TrainingData:
         warns = self._feed.rank == self._feed.source
         if position is None or (position.get("kind") == GIVEN) != (self._own is None):
             if self._own is None:
+                self._is_unplaced = True
+                if self._given is not None:
+                    self._warn_unplaced()
                 return
             if warns:
                 logger.warning(
@@ -716,6 +722,16 @@ class TrainingData:
         else:
             self._pending = position
             self._use(self._given, repeats=self._repeats)
+
+    def _warn_unplaced(self) -> None:
+        """Say once that the caller's data are not where the loaded checkpoint was."""
+        self._is_unplaced = False
+        if self._feed.rank == self._feed.source:
+            logger.warning(
+                "the checkpoint has no position in the data: the %s is read from where it is, and samples may come "
+                "twice; skip what was trained (data with state_dict and load_state_dict are saved and restored)",
+                type(self._given).__name__,
+            )
 
     def _restore_given(self, position: Mapping[str, Any]) -> bool:
         """Let the caller's loader or iterator go on; return whether it could."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -11,6 +12,7 @@ import os
 import stat
 import tempfile
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -274,24 +276,31 @@ def _check_encodable(plain: Any, what: str) -> None:
 
 
 def write_text_whole(path: str | Path, text: str) -> None:
-    """Write ``text`` to ``path`` whole or not at all (temporary file, fsync, rename)."""
+    """Write ``text`` to ``path`` whole or not at all."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Yield where to write what becomes ``path``, whole, at the end; at an error nothing is left (fsync, rename)."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # In the same directory, as renaming is only atomic within one file system; synced before, as a rename may reach the
     # disk before the data: after a power cut the file is the old one or the new one.
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        replace_file(name, target)
+        yield Path(name)
+        with open(name, "rb") as written:
+            os.fsync(written.fileno())
+        _replace_file(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
 
 
-def replace_file(temporary: str | Path, target: Path) -> None:
+def _replace_file(temporary: str, target: Path) -> None:
     """Rename what `tempfile.mkstemp` made: readable by whom any other new file is, or whom the old one was."""
     try:
         mode = stat.S_IMODE(target.stat().st_mode)

@@ -125,7 +125,8 @@ def join_batches(batches: Sequence[Batch]) -> dict[str, Any]:
         if len(shapes) > 1:
             raise ConfigError(
                 f"{key} has shapes {sorted(map(str, shapes))} within one mini-batch; collate the whole mini-batch "
-                "at once (or pad to a fixed length), so that padding is the same for all its samples"
+                "at once (or pad to a fixed length), so that padding is the same for all its samples, or let each be a "
+                f'loss unit of its own shapes: "graph_pipeline": {{"units": {len(batches)}}}'
             )
         joined[key] = torch.cat([part for part in parts if part is not None])
     return joined

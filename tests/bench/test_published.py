@@ -119,6 +119,7 @@ def test_counts_leave_fitted_rows_out():
         row(GIVEN, 9.0, None),
     ]
     assert count_within(rows) == {"a: c": "1 of 2"}
+    assert [each.is_within for each in rows] == [True, False, True, None]
     assert [each.error for each in rows[:2]] == pytest.approx([0.05, 0.2])
 
 

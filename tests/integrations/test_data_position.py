@@ -197,6 +197,22 @@ def test_other_data_are_named(caplog: pytest.LogCaptureFixture) -> None:
             data_of(loader_of(Samples(), workers=0)).restore(broken)
 
 
+@pytest.mark.parametrize("is_given_before", [True, False])
+def test_a_loader_without_a_position_is_told_of_once(
+    is_given_before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = [{"x": torch.ones(6), "labels": torch.zeros(6)}]
+    data = data_of(None)
+    with caplog.at_level(logging.WARNING):
+        if is_given_before:
+            data.use_loader(loader)
+        data.restore(None)
+        data.use_loader(loader)
+        data.use_iterator(iter(loader))
+    (record,) = caplog.records
+    assert "the list is read from where it is, and samples may come twice" in record.getMessage()
+
+
 class Stateful:
     """A caller's loader of 20 numbers, as torchdata has them: it goes on where its state says, once."""
 

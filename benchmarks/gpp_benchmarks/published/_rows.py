@@ -9,8 +9,8 @@ from typing import Any
 
 from gpp_plugin.report.units import format_table
 
-GIVEN, FITTED, HELD_OUT = "given", "fitted", "held out"
-"""What the simulator knew: every time of the run; this very row; another row of the same machine."""
+GIVEN, FITTED, HELD_OUT, ASSUMED = "given", "fitted", "held out", "assumed"
+"""What the simulator knew: every time of the run; this very row; another row of the same machine; no time at all."""
 DIGITS = {"rate": 4, "s": 2, "ratio": 3, "share": 3}
 
 
@@ -22,7 +22,7 @@ class Row:
         quantity: what was published, with its schedule.
         unit: ``rate`` (bubble) and ``share``, whose error is the difference; ``s`` and ``ratio``, whose error is the
             relative one.
-        known: `GIVEN`, `FITTED` or `HELD_OUT`.
+        known: `GIVEN`, `FITTED`, `HELD_OUT` or `ASSUMED`.
         limit: the largest error that is asked of a row; None where none is.
         shorter: the same quantity under an order of ours that is shorter, where there is one, and what that order is.
         why: where the error is over the limit, or what was assumed.
@@ -47,10 +47,10 @@ class Row:
         return difference if self.unit in ("rate", "share") else difference / self.published
 
     @property
-    def is_within(self) -> bool:
-        """Return whether the error is one that is asked for; rates are compared as printed, to four decimals."""
+    def is_within(self) -> bool | None:
+        """Return whether the error is one that is asked for, None where none is; rates to four decimals, as printed."""
         if self.limit is None:
-            return True
+            return None
         if self.limit == 0.0:
             return round(self.ours, 4) == round(self.published, 4)
         return abs(self.error) <= self.limit
@@ -75,7 +75,7 @@ def format_rows(rows: Iterable[Row]) -> str:
                 row.known,
                 f"{row.published:.{digits}f}",
                 f"{row.ours:.{digits}f}",
-                error + ("" if row.is_within else " !"),
+                error + (" !" if row.is_within is False else ""),
                 mark,
                 shorter,
             ]
@@ -90,5 +90,5 @@ def count_within(rows: Iterable[Row]) -> dict[str, str]:
     found: dict[str, list[bool]] = {}
     for row in rows:
         if row.limit is not None and row.known != FITTED:
-            found.setdefault(f"{row.source}: {row.quantity}", []).append(row.is_within)
+            found.setdefault(f"{row.source}: {row.quantity}", []).append(row.is_within is True)
     return {name: f"{sum(each)} of {len(each)}" for name, each in found.items()}

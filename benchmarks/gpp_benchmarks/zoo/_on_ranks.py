@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import time
 import warnings
@@ -26,7 +25,7 @@ from gpp_benchmarks.zoo._trial import LOSS_LIMIT, SAMPLES, empty_row, is_refusal
 from gpp_benchmarks.zoo._verdicts import EXACT, RAW, REFUSED, WRONG
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.sample_batches import is_counted, rows_per_sample
-from gpp_plugin.compare.loss_difference import loss_difference
+from gpp_plugin.compare.loss_difference import error_or_inf, loss_difference
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.launch import emit_event, end_rank, run_ranks
 
@@ -174,7 +173,7 @@ def _parameter_errors(found: dict[str, Tensor], model: nn.Module) -> dict[str, f
         wanted = parameter.detach().double()
         own = found[name].double() if name in found else torch.full_like(wanted, torch.inf)
         error = float((own - wanted).norm() / wanted.norm().clamp_min(1e-12))
-        errors[name] = error if math.isfinite(error) else math.inf
+        errors[name] = error_or_inf(error)
     return errors
 
 

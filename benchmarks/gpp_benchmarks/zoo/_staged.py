@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.lengths import LengthCapture
+from gpp_plugin.compare.loss_difference import error_or_inf
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.plan import PipelinePlan
@@ -220,7 +220,7 @@ def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
         difference = float((own - reference).norm())
         scale = max(float(reference.norm()), 1e-3 * largest)
         error = difference / scale if difference and scale else difference
-        errors[name] = error if math.isfinite(error) else math.inf
+        errors[name] = error_or_inf(error)
     return errors
 
 

@@ -179,6 +179,14 @@ class _Kind:
         del self.stages[MAX_STAGES:]
 
 
+class _Wanted(NamedTuple):
+    """What code is wanted for: arguments of so many samples, and their shapes."""
+
+    arguments: Batch
+    num_samples: int
+    shapes: dict[str, tuple[int, ...]]
+
+
 class _Attempt(NamedTuple):
     """A capture with symbols: for how many samples (None: any number), from which shapes, and which axes are open."""
 
@@ -219,13 +227,13 @@ class CodeForLengths:
             capture: returns the stage, captured for arguments with some lengths open.
         """
         kind = self.meet(arguments, num_samples, about)
-        shapes = shapes_of(arguments)
-        found = self._found(kind, shapes, num_samples)
+        wanted = _Wanted(arguments, num_samples, shapes_of(arguments))
+        found = self._found(kind, wanted)
         if found is not None:
             return found
-        if shapes == kind.firsts[num_samples] and len(kind.firsts) < MANY_COUNTS:
+        if wanted.shapes == kind.firsts[num_samples] and len(kind.firsts) < MANY_COUNTS:
             return None
-        return self._capture(kind, arguments, shapes, num_samples, capture)
+        return self._capture(kind, wanted, capture)
 
     def meet(self, arguments: Batch, num_samples: int, about: tuple[object, ...]) -> _Kind:
         """Return what is known of batches like these arguments; of the first, that these are captured as they are."""
@@ -239,35 +247,30 @@ class CodeForLengths:
         self._kinds.move_to_end(key)
         return kind
 
-    def _found(
-        self, kind: _Kind, shapes: Mapping[str, tuple[int, ...]], num_samples: int
-    ) -> StageCode | None:
+    def _found(self, kind: _Kind, wanted: _Wanted) -> StageCode | None:
         for count, stage in kind.stages:
-            found = stage.at(shapes, num_samples) if count in (None, num_samples) else None
+            if count not in (None, wanted.num_samples):
+                continue
+            found = stage.at(wanted.shapes, wanted.num_samples)
             if isinstance(found, StageCode):
                 return found
         return None
 
     def _capture(
-        self,
-        kind: _Kind,
-        arguments: Batch,
-        shapes: dict[str, tuple[int, ...]],
-        num_samples: int,
-        capture: Callable[[Batch, Lengths], StageAtLengths],
+        self, kind: _Kind, wanted: _Wanted, capture: Callable[[Batch, Lengths], StageAtLengths]
     ) -> StageCode | None:
         """Capture with symbols what may be one, or at least what differs, and return code for the arguments."""
         reason = ""
-        for attempt in _attempts(kind, shapes, num_samples, arguments):
+        for attempt in _attempts(kind, wanted):
             if kind.begins(attempt):
-                found = self._try(attempt, kind, arguments, shapes, num_samples, capture)
+                found = self._try(attempt, kind, wanted, capture)
                 if isinstance(found, StageCode):
                     return found
                 reason = found
-        if shapes == kind.firsts[num_samples]:
+        if wanted.shapes == kind.firsts[wanted.num_samples]:
             return None
         for _, stage in kind.stages[:1]:
-            refused = stage.at(shapes, num_samples)
+            refused = stage.at(wanted.shapes, wanted.num_samples)
             reason = str(refused) if isinstance(refused, Mismatch) else reason
         self._warn(reason)
         return None
@@ -276,12 +279,11 @@ class CodeForLengths:
         self,
         attempt: _Attempt,
         kind: _Kind,
-        arguments: Batch,
-        shapes: dict[str, tuple[int, ...]],
-        num_samples: int,
+        wanted: _Wanted,
         capture: Callable[[Batch, Lengths], StageAtLengths],
     ) -> StageCode | str:
         """Capture, keep the stage, and return its code for the arguments; or say why there is none."""
+        arguments, num_samples, shapes = wanted
         try:
             stage = capture(_resized(arguments, attempt.example), attempt.lengths)
         except Exception as error:
@@ -344,9 +346,7 @@ def differing_axes(first: Shapes, new: Shapes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _attempts(
-    kind: _Kind, new: dict[str, tuple[int, ...]], num_samples: int, arguments: Batch
-) -> Iterator[_Attempt]:
+def _attempts(kind: _Kind, wanted: _Wanted) -> Iterator[_Attempt]:
     """Yield from which shapes, and with which axes open, to capture: the likeliest first.
 
     First for any number of samples, from the batch at hand: what its Python asks of sizes is answered as this batch
@@ -357,6 +357,7 @@ def _attempts(
     have unlike numbers of images. Sizes of the larger batch are the better example: torch
     specialises sizes of one.
     """
+    arguments, num_samples, new = wanted
     others = [first for n, first in kind.firsts.items() if n not in (1, num_samples)]
     if num_samples > 1 and others and not isinstance(arguments, WholeUnit):
         lengths = _with_all_lengths(_unpadded_differing(others[0], new, arguments), new, arguments)

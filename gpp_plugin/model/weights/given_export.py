@@ -9,8 +9,6 @@ Characters of a stage's name that are not safe in one are escaped: ``tower.3%2Bh
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import escape_name, replace_file
+from gpp_plugin.ir.serialize import escape_name, whole_file
 from gpp_plugin.runtime.ranks.agree import exchange
 
 
@@ -48,6 +46,8 @@ def save_stages(
     #     rank 3, (0, 1)               language-tensor-1.safetensors      rank 5, (1, 1)   nothing
     #
     # All ranks come to the exchange: if one cannot write, all say so.
+    from safetensors.torch import save_file
+
     def write() -> None:
         for index, (name, state) in states.items():
             stage = plan.stages[index]
@@ -61,7 +61,9 @@ def save_stages(
                 if key.startswith(f"{name}.")
             }
             try:
-                _write_whole(Path(directory) / f"{escape_name(stage.name)}{suffix}.safetensors", own)
+                path = Path(directory) / f"{escape_name(stage.name)}{suffix}.safetensors"
+                with whole_file(path) as temporary:
+                    save_file(own, temporary, metadata={"format": "pt"})
             except OSError as error:
                 raise CheckpointError(
                     f"rank {rank} cannot write stage {stage.name!r} to {directory}: {error}"
@@ -69,17 +71,3 @@ def save_stages(
 
     names = [plan.names_on_rank(each) for each in range(plan.num_ranks)]
     exchange(write, what="save_pretrained", group=group, stages=names)
-
-
-def _write_whole(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        replace_file(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -379,7 +379,9 @@ def over_limits(sensitivity: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "mode": mode,
                 "optimization": optimization,
                 "limits": rows[0]["limits"],
-                "over_vpipe": [_mean([ratio for ratio in ratios if ratio]) for ratios in by_limit],
+                "over_vpipe": [
+                    _mean([ratio for ratio in ratios if ratio is not None]) for ratios in by_limit
+                ],
                 "paper": _mean(published),
                 "cliffs": [[row["model"], row["stages"]] for row in rows if row["is_cliff"]],
             }
@@ -388,7 +390,10 @@ def over_limits(sensitivity: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _mean(ratios: list[float]) -> float | None:
-    return statistics.geometric_mean(ratios) if ratios else None
+    """Return the geometric mean: 0 where one of them is, which is where ours fits nothing."""
+    if not ratios:
+        return None
+    return statistics.geometric_mean(ratios) if min(ratios) > 0 else 0.0
 
 
 def _cells(rows: list[dict[str, Any]]) -> Iterator[tuple[tuple[Any, ...], dict[str, dict[str, Any]]]]:

@@ -167,9 +167,14 @@ def test_dawnpipers_batches_and_balance(monkeypatch):
         for name, paper in (("dawnpiper", 84), ("pipedream", None))
     ]  # fmt: skip
     balance = [{"planner": "vpipe", "micro_batch": 110, "spread": 0.4, "fits": False}]
-    result = {"rows": rows, "balance": balance}
+    of_limits = {
+        "model": "t5_780m", "stages": 8, "optimization": "none", "limits": [1.3, 1.6],
+        "micro_batches": {"dawnpiper": [60, 95], "vpipe": [40, 0]},
+    }  # fmt: skip
+    result = {"rows": rows, "balance": balance, "sensitivity": [of_limits]}
     (batch,) = rows_of(_dawnpiper, "table-2", monkeypatch, result)
     assert (batch.paper, batch.ours) == (84.0, 90.0)
+    assert batch.note == "1.00 times the quickest plain time; micro-batches of 60, 95 at 1.3, 1.6 times"
     (spread,) = rows_of(_dawnpiper, "balance", monkeypatch, result)
     assert (spread.paper, spread.ours, spread.note) == (0.358, 0.4, "does not fit")
 

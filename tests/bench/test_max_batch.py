@@ -56,6 +56,13 @@ def test_a_ratio_that_hangs_on_the_limit_is_a_cliff():
             {**kind, "model": "b", "over_vpipe": [2.0, 1.0], "paper": None, "is_cliff": False},
         ]
     )
+    (none_fits,) = over_limits(
+        [
+            {**kind, "model": name, "over_vpipe": ratios, "paper": None, "is_cliff": False}
+            for name, ratios in {"a": [0.0, 1.0], "b": [4.0, None]}.items()
+        ]
+    )
+    assert none_fits["over_vpipe"] == [0.0, 1.0] and none_fits["paper"] is None
     assert mean["over_vpipe"] == pytest.approx([4.0, 1.0]) and mean["paper"] == pytest.approx(1.5)
     assert mean["cliffs"] == [["a", 8]]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.huggingface import trainer
 from gpp_plugin.integrations.huggingface.trainer_config import engine_config
 from tests.integrations import trainer_jobs as jobs
 from tests.ranks import run_kept_ranks
@@ -82,6 +83,29 @@ def test_trainer_itself_is_told_what_to_use() -> None:
     space = {"__name__": "accelerate.accelerator", "initialize": deepspeed.initialize}
     with pytest.raises(ConfigError, match="gpp_plugin.GraphPipelineTrainer in place of Trainer"):
         exec("initialize(model=None, config={'graph_pipeline': {}})", space)
+
+
+def test_a_model_is_told_of_its_labelled_tokens_only_where_its_loss_is_divided_by_them() -> None:
+    from transformers import (
+        BertForTokenClassification,
+        GPT2LMHeadModel,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        LlamaForTokenClassification,
+        T5ForConditionalGeneration,
+        ViTForImageClassification,
+    )
+
+    divides = {
+        kind.__name__: trainer._divides_by_items(kind.__new__(kind))
+        for kind in (
+            BertForTokenClassification, GPT2LMHeadModel, LlamaForCausalLM, LlamaForSequenceClassification,
+            LlamaForTokenClassification, T5ForConditionalGeneration, ViTForImageClassification,
+        )
+    }  # fmt: skip
+    assert [name for name, found in divides.items() if found] == [
+        "GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification",
+    ]  # fmt: skip
 
 
 def test_configurations_are_settled() -> None:

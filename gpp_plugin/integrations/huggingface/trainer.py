@@ -16,10 +16,12 @@ Tests: tests/integrations/test_trainer.py
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import os
 import random
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -531,9 +533,16 @@ def _divides_by_items(model: Any) -> bool:
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return False
     try:
-        return "loss_function(" in inspect.getsource(type(base).forward)
-    except (OSError, TypeError):
+        forward = ast.parse(textwrap.dedent(inspect.getsource(type(base).forward)))
+    except (OSError, TypeError, SyntaxError):
         return False
+    # `self.loss_function(logits, labels, **kwargs)`; most classifiers give theirs no kwargs, so that it is a mean
+    return any(
+        isinstance(call, ast.Call)
+        and getattr(call.func, "attr", None) == "loss_function"
+        and any(keyword.arg in (None, "num_items_in_batch") for keyword in call.keywords)
+        for call in ast.walk(forward)
+    )
 
 
 def _pads_to_longest(collator: Any) -> bool:

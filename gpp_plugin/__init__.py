@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gpp_plugin.extras import needs_extra
 from gpp_plugin.import_hook import register as _register
 
 __version__ = "0.1.0"
@@ -50,7 +51,14 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'gpp_plugin' has no attribute {name!r}; it has {__all__}")
-    value = getattr(importlib.import_module(home), name)
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        needed = needs_extra(error)
+        if needed is None:
+            raise
+        raise ModuleNotFoundError(f"gpp_plugin.{name} {needed}", name=error.name) from None
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

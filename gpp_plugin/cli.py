@@ -17,6 +17,7 @@ from gpp_plugin import __version__
 from gpp_plugin.commands.command_parser import CommandParser, Paragraphs
 from gpp_plugin.commands.streams import prepare_streams, run_while_read
 from gpp_plugin.errors import ConfigError, DeviceMissing, GppError
+from gpp_plugin.extras import needs_extra
 from gpp_plugin.report.printable import printable_lines
 
 if TYPE_CHECKING:
@@ -87,17 +88,6 @@ COMMANDS = (
 )
 
 
-EXTRAS = {
-    "transformers": "hf",
-    "tokenizers": "hf",
-    "sklearn": "demo",
-    "megatron": "megatron",
-    "tensorboard": "report",
-    "matplotlib": "plots",
-}
-"""What brings a module that gpp works without: ``pip install gpp_plugin[...]``."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     prepare_streams()
@@ -120,14 +110,11 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"{name}: {printable_lines(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, DeviceMissing) else 1
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRAS:
+        needed = needs_extra(error)
+        if needed is None:
             raise
         sys.stdout.flush()
-        print(
-            f"{name}: needs {missing}, which is not installed: pip install 'gpp_plugin[{EXTRAS[missing]}]'",
-            file=sys.stderr,
-        )
+        print(f"{name}: {needed}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

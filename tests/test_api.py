@@ -6,9 +6,11 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import gpp_plugin
 import gpp_plugin.api as api
 from gpp_plugin.cli import main
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ScheduleError
@@ -190,3 +192,16 @@ def test_nothing_is_shadowed_before_or_after_every_module_is_imported() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"called {len(api.__all__)}" in done.stdout
+
+
+def test_a_name_whose_extra_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(home: str) -> None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.delitem(vars(gpp_plugin), "GraphPipelineTrainer", raising=False)
+    monkeypatch.setattr(gpp_plugin, "importlib", SimpleNamespace(import_module=missing))
+    with pytest.raises(ModuleNotFoundError) as raised:
+        gpp_plugin.GraphPipelineTrainer  # noqa: B018
+    assert str(raised.value) == (
+        "gpp_plugin.GraphPipelineTrainer needs transformers, which is not installed: pip install 'gpp_plugin[hf]'"
+    )

@@ -26,6 +26,9 @@ PARTS = {
 def main() -> int:
     """Run the part that is named first, with the arguments behind it, or all of them."""
     name, *arguments = sys.argv[1:] or ["all"]
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\nparts: {', '.join(PARTS)}")
+        return 0
     if name not in {"all", *PARTS}:
         print(f"no part {name!r}; the parts are {', '.join(PARTS)}", file=sys.stderr)
         return 2

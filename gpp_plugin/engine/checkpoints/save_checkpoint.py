@@ -53,6 +53,7 @@ from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.ir.serialize import dumps, from_plain, to_plain
 from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.job_board import job_board
 
 logger = logging.getLogger(__name__)
 
@@ -350,6 +351,9 @@ class BackgroundSave:
         while absent := [rank for rank, path in enumerate(paths) if not path.exists()]:
             if unable := [rank for rank in absent if failed[rank].exists()]:
                 raise CheckpointError(f"rank {unable[0]} could not write its part")
+            board = job_board()
+            if board is not None and board.first is not None and board.first.rank in absent:
+                raise CheckpointError(f"rank {board.first.rank} is gone: {board.first}")
             if time.monotonic() > deadline:
                 raise CheckpointError(f"ranks {absent} have not written their parts in {self._timeout_s:g} s")
             time.sleep(_POLL_S)

@@ -49,6 +49,9 @@ from gpp_plugin.runtime.messages.sockets import connect_when_used
 from gpp_plugin.runtime.ranks.agents_store import did_not_come, has_agents_store, store_of_start
 from gpp_plugin.runtime.ranks.job_board import mark_shared, open_board
 
+CONNECTS_S = 0.1
+"""Between two attempts to reach the job's store."""
+
 JOINING_TIMEOUT_S = 600.0
 """How long a rank waits for the others to start: they import torch from a shared disk, on many hosts."""
 
@@ -403,6 +406,7 @@ def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
     own, size, where, port = (
         os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )
+    _await_store(where, int(port), rank=int(own), num_ranks=int(size), timeout_s=timeout_s)
     try:
         store: dist.Store = dist.TCPStore(
             where,
@@ -422,6 +426,31 @@ def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
     if has_agents_store():
         store = store_of_start(store, rank=int(own), num_ranks=int(size), timeout_s=timeout_s)
     return store, int(own), int(size)
+
+
+def _await_store(where: str, port: int, *, rank: int, num_ranks: int, timeout_s: float) -> None:
+    """Wait until the job's store takes connections: torch tries for two and a half times its own limit.
+
+    Raises:
+        CommTimeout: nobody has made it in time: rank 0 did not come.
+    """
+    if rank == 0 and not has_agents_store():
+        return
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((where, port), timeout=max(deadline - time.monotonic(), 0.01)).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise did_not_come(
+                    [0],
+                    rank=rank,
+                    num_ranks=num_ranks,
+                    waited_s=timeout_s,
+                    why=f"port {port}: {first_line(error)}; or a firewall is between the hosts",
+                ) from error
+        time.sleep(CONNECTS_S)
 
 
 def gather_placement(device_type: str, *, timeout_s: float = JOINING_TIMEOUT_S) -> JobPlacement:

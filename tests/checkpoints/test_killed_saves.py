@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from gpp_plugin.engine.checkpoints import save_checkpoint
 from gpp_plugin.engine.checkpoints.conversion import write_checkpoint
 from gpp_plugin.errors import CheckpointError
+from gpp_plugin.runtime.ranks.whereabouts import FirstFailure
 from tests.checkpoints.killed_saves import latest_or_none, number_in, save_and_die, state_of
 
 
@@ -56,3 +59,13 @@ def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monk
         write_checkpoint(state_of(2), tmp_path, "same")
     assert number_in(tmp_path, "same") == 1
     assert sorted(os.listdir(tmp_path)) == ["latest", "same"]
+
+
+def test_nobody_waits_for_the_part_of_a_dead_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written behind the training: rank 0's thread looks for the others' parts, and Python waits for the thread."""
+    gone = FirstFailure(rank=1, stage="text", where="in train_batch", why="its process is gone")
+    monkeypatch.setattr(save_checkpoint, "job_board", lambda: SimpleNamespace(first=gone))
+    with pytest.raises(
+        CheckpointError, match=r"^rank 1 \(stage 'text'\) failed first, in train_batch: its process"
+    ):
+        save_checkpoint.BackgroundSave(timeout_s=5.0)._await_parts(tmp_path, 2)

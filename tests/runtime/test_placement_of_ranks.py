@@ -4,6 +4,7 @@ launcher's variables."""
 import datetime
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import CommTimeout, ConfigError
+from gpp_plugin.launch import reserved_port
 from gpp_plugin.runtime.ranks import placement_of_ranks
 from gpp_plugin.runtime.ranks.placement_of_ranks import (
     JobPlacement,
@@ -208,6 +210,22 @@ def test_a_rank_that_does_not_come_is_named():
         CommTimeout, match=r"rank 0 of 2 ranks waited 0.2 s for all to meet at .*: rank 1 did not come"
     ):
         placement_of_ranks._gather(store, "cpu", rank=0, num_ranks=2, timeout_s=0.2)
+
+
+def test_rank_zero_is_named_where_nobody_made_the_store(monkeypatch):
+    """torch alone waits two and a half times as long, and names a socket."""
+    with reserved_port() as port:
+        for name, value in (
+            ("RANK", 1),
+            ("WORLD_SIZE", 4),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", port),
+        ):
+            monkeypatch.setenv(name, str(value))
+        started = time.monotonic()
+        with pytest.raises(CommTimeout, match=r"rank 1 of 4 ranks waited 1 s .*: rank 0 did not come \(port"):
+            placement_of_ranks._find_store(1.0)
+    assert 1.0 <= time.monotonic() - started < 2.0
 
 
 class CountedStore(dist.HashStore):

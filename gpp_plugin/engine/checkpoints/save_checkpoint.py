@@ -353,7 +353,7 @@ class BackgroundSave:
                 raise CheckpointError(f"rank {unable[0]} could not write its part")
             board = job_board()
             if board is not None and board.first is not None and board.first.rank in absent:
-                raise CheckpointError(f"rank {board.first.rank} is gone: {board.first}")
+                raise CheckpointError(str(board.first))
             if time.monotonic() > deadline:
                 raise CheckpointError(f"ranks {absent} have not written their parts in {self._timeout_s:g} s")
             time.sleep(_POLL_S)

@@ -23,6 +23,10 @@ class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
         given: as of `GraphPipelineTrainer`; the arguments are ``Seq2SeqTrainingArguments``.
     """
 
+    def _as_one_process(self, tensors: Any, **_: Any) -> Any:
+        """Return all: Seq2SeqTrainer cuts nothing, so that its mean loss counts a short last batch as a whole one."""
+        return tensors
+
     def prediction_step(
         self,
         model: Any,

@@ -9,6 +9,7 @@ import queue
 import re
 import threading
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,3 +146,12 @@ def test_a_model_is_as_it_was_afterwards() -> None:
     assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == before
     assert all(module.training for module in model.modules())
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(("beams", "fill"), [(1, 0), (4, 15)])
+def test_a_padding_token_of_zero_fills_up_no_beams(beams: int, fill: int) -> None:
+    """HuggingFace's beam search takes ``pad_token_id or eos_token_id[0]``; without beams zeros are padding."""
+    arguments = {"num_beams": beams, "pad_token_id": 0, "eos_token_id": [15, 18]}
+    parts = [torch.tensor([[3, 4, 5]]), torch.tensor([[6, 15]])]
+    found = joined_tokens(SimpleNamespace(generation_config=None), arguments, parts)
+    assert found.tolist() == [[3, 4, 5], [6, 15, fill]]

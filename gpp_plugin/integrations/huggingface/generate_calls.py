@@ -161,11 +161,12 @@ def joined_tokens(model: Any, arguments: Mapping[str, Any], parts: list[Tensor])
     """Return the tokens of several lanes as those of one call: shorter ones are filled up as HuggingFace does."""
     if len({part.shape[1] for part in parts}) > 1:
         pad = _setting(model, arguments, "pad_token_id")
+        end = _setting(model, arguments, "eos_token_id")
+        end = end[0] if isinstance(end, (list, tuple)) else end
         has_beams = (_setting(model, arguments, "num_beams") or 1) > 1
-        if pad is None or (has_beams and pad == 0):  # then `generate` fills up with the first end token
-            end = _setting(model, arguments, "eos_token_id")
-            end = end[0] if isinstance(end, (list, tuple)) else end
-            pad = pad if end is None else end
+        # `generate` fills up with the first end token where there is no padding token; beams, too, where that is 0
+        if pad is None or (has_beams and pad == 0 and end is not None):
+            pad = end
         longest = max(part.shape[1] for part in parts)
         parts = [nn.functional.pad(part, (0, longest - part.shape[1]), value=int(pad)) for part in parts]
     return torch.cat(parts)

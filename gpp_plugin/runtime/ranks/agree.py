@@ -57,7 +57,7 @@ def call_on_rank_zero(
             text = (
                 str(error)
                 if isinstance(error, GppError)
-                else f"{_name(0, ())}: {what} failed: {type(error).__name__}: {error}"
+                else f"{name_of(0, HERE.stage)}: {what} failed: {type(error).__name__}: {error}"
             )
             answer = json.dumps({"error": name, "text": text}).encode()
     body = tell_bytes(

@@ -406,13 +406,15 @@ def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
     own, size, where, port = (
         os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )
-    _await_store(where, int(port), rank=int(own), num_ranks=int(size), timeout_s=timeout_s)
+    makes_store = own == "0" and not has_agents_store()
+    if not makes_store:
+        _await_store(where, int(port), rank=int(own), num_ranks=int(size), timeout_s=timeout_s)
     try:
         store: dist.Store = dist.TCPStore(
             where,
             int(port),
             int(size),
-            own == "0" and not has_agents_store(),
+            makes_store,
             datetime.timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
@@ -434,8 +436,6 @@ def _await_store(where: str, port: int, *, rank: int, num_ranks: int, timeout_s:
     Raises:
         CommTimeout: nobody has made it in time: rank 0 did not come.
     """
-    if rank == 0 and not has_agents_store():
-        return
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -131,7 +131,8 @@ def _wrong(config: Mapping[str, Any], path: tuple[str, ...], kind: Any) -> str |
     for depth, key in enumerate(path):
         if not isinstance(value, Mapping):
             at = ".".join(path[:depth])
-            return f"{at}: expected an object, found {show(value)}" if depth > 1 and value != _AUTO else None
+            # "auto" stands for values, not for a block of them
+            return f"{at}: expected an object, found {show(value)}" if depth > 1 else None
         value = value.get(key)
         if value is None:
             return None

@@ -726,6 +726,12 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             not is_plain and _is_other_degree(graph, config),
             "its ranks are given; remove the key",
         ),
+        (
+            "tensor_parallel",
+            config.tensor_parallel,
+            not is_plain and config.tensor_parallel != 1,
+            "its stages say how many tensor ranks they have; remove the key",
+        ),
     ):
         if wrong:
             raise ConfigError(f"graph_pipeline.{key}: {value!r} with stage graph {graph.name!r}: {fix}")

@@ -151,6 +151,7 @@ def cut_part(
         num_ranks=len(ranks),
         num_stages=num_stages,
         data_parallel=None,
+        tensor_parallel=1,
         cluster=dataclasses.replace(
             request.cluster, devices=tuple(request.cluster.devices[rank] for rank in ranks)
         ),
@@ -314,6 +315,7 @@ def plan_request(
         vertical_sync=config.vertical_sync,
         virtual_stages=config.virtual_stages if isinstance(config.virtual_stages, int) else None,
         colocate=config.colocate == "auto",
+        tensor_parallel=None if config.tensor_parallel == "auto" else config.tensor_parallel,
     )
 
 

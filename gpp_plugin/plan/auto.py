@@ -159,7 +159,13 @@ def _rivals_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple
         yield (
             name,
             [
-                StageDraft(blocks=s.blocks, degree=s.degree, micro_batch_size=s.micro_batch_size, k=s.k)
+                StageDraft(
+                    blocks=s.blocks,
+                    degree=s.degree,
+                    micro_batch_size=s.micro_batch_size,
+                    k=s.k,
+                    tensor=s.tensor,
+                )
                 for s in rival.stages
             ],
         )

@@ -20,28 +20,39 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.plan.costs.memory_formula import shared_out, stashed_bytes, unreduced_bytes
+from gpp_plugin.plan.costs.tensor_costs import sharded_profile
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 
 def memory_breakdown(
-    plan: PipelinePlan, profile: Profile, *, zero_stage: int = 0, more_samples: float = 1.0
+    plan: PipelinePlan,
+    profile: Profile,
+    *,
+    graph: BlockGraph | None = None,
+    zero_stage: int = 0,
+    more_samples: float = 1.0,
 ) -> tuple[MemoryBreakdown, ...]:
     """Return the bytes of one rank of each stage at its peak.
 
     Args:
         profile: of the graph the plan was made for.
+        graph: that graph; None: tensor ranks divide nothing of the profile's costs.
         zero_stage: what the ranks of a stage share out among themselves.
         more_samples: samples of a micro-batch over those that are planned, where units have others.
     """
+    of_tensor = {
+        tensor: profile if graph is None else sharded_profile(profile, graph, tensor)
+        for tensor in {stage.tensor for stage in plan.stages}
+    }
     return tuple(
-        _of_stage(stage, plan.num_versions(index), profile, zero_stage, more_samples)
+        _of_stage(stage, plan.num_versions(index), of_tensor[stage.tensor], zero_stage, more_samples)
         for index, stage in enumerate(plan.stages)
     )
 
 
 def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """Return a finished plan that says what fills its ranks, so that each can compare what it really holds."""
-    parts = memory_breakdown(plan, request.profile, zero_stage=request.zero_stage)
+    parts = memory_breakdown(plan, request.profile, graph=request.graph, zero_stage=request.zero_stage)
     limits = [min(rank_limit(request, rank) for rank in stage.ranks) for stage in plan.stages]
     memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
     return dataclasses.replace(plan, memory=memory)

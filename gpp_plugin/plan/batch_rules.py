@@ -74,7 +74,7 @@ def tensor_rules(request: PlanRequest) -> TensorRules:
             sizes=(1, *sizes),
             refused={n: frozenset(name for name, own in degrees.items() if n not in own) for n in sizes},
             divided={n: frozenset(name for name, own in degrees.items() if n in own) for n in sizes},
-            ways=(1, *sizes, ANY_SIZE) if sizes else (1,),
+            ways=(ANY_SIZE, *sizes) if sizes else (1,),
         )
     wanted = _wanted_sizes(request, degrees)
     sizes = sorted({1, *wanted.values()})

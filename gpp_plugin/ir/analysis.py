@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpp_plugin.ir.op_graph import OpGraph
+from gpp_plugin.ir.sharding import Sharding
 
 PREPARED, RECORDED, WHOLE_UNITS = "prepared", "recorded", "whole units"
 """Means of a capture."""
@@ -50,6 +51,7 @@ class Analysis:
         means: what tracing it took beyond an export: "prepared" where entries of the batch are made ahead on the host,
             "recorded" where Python reads values of the batch, "whole units"
             where no axis is known to hold samples, so that all operators compute on whole loss units.
+        sharding: what of it tensor ranks can share out.
     """
 
     op_graph: OpGraph
@@ -62,6 +64,7 @@ class Analysis:
     unpadded: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
     means: tuple[str, ...] = ()
+    sharding: Sharding = Sharding()
 
     @property
     def reads_values(self) -> bool:

@@ -1,0 +1,90 @@
+"""What tensor ranks divide of each block, in numbers: shares of its costs, and the bytes that the ranks sum.
+
+Source: this project
+Tests: tests/capture/test_sharding.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from gpp_plugin.ir.block_graph import Block, BlockSharding
+from gpp_plugin.ir.op_graph import OpGraph
+from gpp_plugin.ir.sharding import ShardedRegion, regions_in
+
+MAX_DEGREE = 1024
+
+
+def block_shardings(
+    graph: OpGraph, regions: Sequence[ShardedRegion], blocks: Sequence[Block]
+) -> tuple[BlockSharding, ...]:
+    """Return what is divided of those blocks that hold whole regions.
+
+    Args:
+        graph: its sizes are those of the result.
+    """
+    owned = {block.name: found for block in blocks if (found := regions_in(regions, block.nodes))}
+    sizes = _together(owned)
+    return tuple(
+        _sharding(graph, block, owned[block.name], sizes[block.name])
+        for block in blocks
+        if sizes.get(block.name, 1) > 1
+    )
+
+
+def _together(owned: Mapping[str, Sequence[ShardedRegion]]) -> dict[str, int]:
+    """Return block -> what its degrees divide; the same for blocks that read the same cut parameter."""
+    sizes = {block: math.gcd(*(region.size for region in regions)) for block, regions in owned.items()}
+    holders: dict[str, list[str]] = {}
+    for block, regions in owned.items():
+        for region in regions:
+            for parameter in region.parameters:
+                holders.setdefault(parameter.name, []).append(block)
+    is_changing = True
+    while is_changing:
+        is_changing = False
+        for sharing in holders.values():
+            common = math.gcd(*(sizes[block] for block in sharing))
+            is_changing |= any(sizes[block] != common for block in sharing)
+            sizes.update(dict.fromkeys(sharing, common))
+    return sizes
+
+
+def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], size: int) -> BlockSharding:
+    operators = {name for region in regions for name in region.operators}
+    parts = {result.name for region in regions for result in region.results}
+    cut = {parameter.name for region in regions for parameter in region.parameters}
+    nodes = {node.name: node for node in graph.nodes}
+    own = [nodes[name] for name in block.nodes]
+    held = [p for p in graph.parameters if p.name in cut]
+    # a storage is kept once, whoever keeps it: of what a region keeps, its own results and what is inside are parts
+    kept = {maker: size for node in own for maker, size in node.keeps if maker in parts}
+    inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
+    summed = [_bytes(graph, name) for region in regions for name in region.sums]
+    shared = [_bytes(graph, name) for region in regions for name in region.shared]
+    flops = sum(node.flops for node in own if node.name in operators)
+    return BlockSharding(
+        block=block.name,
+        degrees=tuple(d for d in range(2, min(size, MAX_DEGREE) + 1) if size % d == 0),
+        flop_share=min(flops / block.flops, 1.0) if block.flops else 0.0,
+        parameter_bytes=sum(p.bytes for p in held),
+        trainable_bytes=sum(p.bytes for p in held if p.requires_grad),
+        saved_share=min((sum(kept.values()) + inside) / block.saved_bytes, 1.0) if block.saved_bytes else 0.0,
+        forward_sums=len(summed),
+        forward_sum_bytes=sum(summed),
+        backward_sums=len(shared),
+        backward_sum_bytes=sum(shared),
+    )
+
+
+def _bytes(graph: OpGraph, name: str) -> int:
+    """Return the bytes of an operator's result, an input or a parameter, at the graph's number of samples."""
+    for parameter in graph.parameters:
+        if name in (parameter.name, *parameter.aliases):
+            return parameter.bytes
+    specs = [node.output for node in graph.nodes if node.name == name]
+    specs += [spec for spec in graph.inputs if spec.name == name]
+    spec = specs[0]
+    assert spec is not None, f"{name} is one tensor"
+    return spec.bytes_for(graph.num_samples)

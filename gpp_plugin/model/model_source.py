@@ -461,7 +461,8 @@ class ModelSource:
                 prefix=part.stage.prefix,
                 called=part.called,
             )
-            modules = holder.make_modules(lane.lanes[0].reference, list(of_stages.values()))
+            planned = [lane.plan.stages[stage] for stage in of_stages]
+            modules = holder.make_modules(lane.lanes[0].reference, list(of_stages.values()), planned)
             made.update(zip(of_stages, modules, strict=True))
             self._held.append((holder, modules))
         stages = tuple(made[stage] for stage in lane.stages)
@@ -478,6 +479,16 @@ class ModelSource:
         """Let a captured module see the weights that training changes; another stage is the user's own module."""
         for holder, own in self._held:
             holder.share_weights([module for module in modules if any(module is each for each in own)])
+
+    def join_groups(self, plan: PipelinePlan, groups: Sequence[dist.ProcessGroup | int]) -> None:
+        """Let the code of captured stages use the process groups of their tensor ranks.
+
+        Args:
+            groups: by stage.
+        """
+        for stage, group in zip(plan.stages, groups, strict=True):
+            if stage.tensor > 1 and self._setting.rank in stage.ranks:
+                self._job.links.join(stage, group)
 
     def save_pretrained(
         self,

@@ -256,7 +256,9 @@ def _stage_bytes(
     return float(held + stage.in_flight * saved + transient)
 
 
-def _tensor_shares(stage: Stage, graph: BlockGraph) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+def _tensor_shares(
+    stage: Stage, graph: BlockGraph
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Return by block what one tensor rank of the stage has of its parameters, of what is trained, and of what is saved."""
     parameters, trained, saved = ({block.name: 1.0 for block in graph.blocks} for _ in range(3))
     saving = 1.0 - 1.0 / stage.tensor

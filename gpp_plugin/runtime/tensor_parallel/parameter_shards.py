@@ -1,0 +1,43 @@
+"""Parameters of a captured stage in parts, a part a tensor rank, and whole again.
+
+    weight of q, k, v      rank 0          rank 1              parts (4, 4, 4) along axis 0 of 2 ranks
+    q0 q1 q2 q3            q0 q1           q2 q3
+    k0 k1 k2 k3            k0 k1           k2 k3
+    v0 v1 v2 v3            v0 v1           v2 v3
+
+Source: this project
+Tests: tests/runtime/test_shard_graph.py, tests/integrations/test_captured_tensor.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.capture.sharding.block_shardings import regions_of_stage
+from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.sharding import TensorShard
+from gpp_plugin.runtime.stage_source import Reference
+
+
+def parameter_shards(reference: Reference, stage: Stage) -> dict[str, TensorShard]:
+    """Return how the parameters of a stage are cut that its tensor ranks share out, by name."""
+    if stage.tensor == 1:
+        return {}
+    regions = regions_of_stage(reference.block_graph, reference.analysis.sharding.regions, stage)
+    return {shard.name: shard for region in regions for shard in region.parameters}
+
+
+def own_part(whole: Tensor, shard: TensorShard, position: int, degree: int) -> Tensor:
+    """Return what one of ``degree`` ranks holds, in memory of its own."""
+    pieces = [whole.narrow(shard.axis, first, count) for first, count in shard.rows(position, degree)]
+    return torch.cat(pieces, shard.axis)
+
+
+def joined_parts(parts: Sequence[Tensor], shard: TensorShard) -> Tensor:
+    """Return the whole tensor, out of the parts of all ranks in order."""
+    sizes = [size // len(parts) for size in shard.parts]
+    pieces = [part.split(sizes, shard.axis) for part in parts]
+    return torch.cat([own[i] for i in range(len(sizes)) for own in pieces], shard.axis)

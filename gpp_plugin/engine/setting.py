@@ -97,6 +97,10 @@ class EngineModel(Protocol):
     def share_weights(self, modules: Sequence[StageModule]) -> None:
         """Let the user's model see the weights that training changes, where it can."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it is one module, whose weights' names and shapes every rank knows."""
+
     def join_groups(self, plan: PipelinePlan, groups: Sequence[dist.ProcessGroup | int]) -> None:
         """Let the code of captured stages use the process groups of their tensor ranks, given by stage."""
 

@@ -480,6 +480,11 @@ class ModelSource:
         for holder, own in self._held:
             holder.share_weights([module for module in modules if any(module is each for each in own)])
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it is one module, whose weights' names and shapes every rank knows."""
+        return self._job.whole is not None
+
     def join_groups(self, plan: PipelinePlan, groups: Sequence[dist.ProcessGroup | int]) -> None:
         """Let the code of captured stages use the process groups of their tensor ranks.
 
@@ -554,6 +559,13 @@ class ModelSource:
             raise ConfigError(
                 "engine.generate: the model is a graph of stages written down, which has no `generate` and no decode "
                 "step; give deepspeed.initialize the one HuggingFace model, or generate from engine.save_pretrained()"
+            )
+        shared_out = [stage.name for stage in plan.stages if stage.tensor > 1]
+        if shared_out:
+            raise ConfigError(
+                f"engine.generate: the tensor ranks of stage {shared_out[0]!r} hold its weights in parts, and the "
+                "model's own `generate` takes whole ones; set graph_pipeline.tensor_parallel to 1, or generate from "
+                "engine.save_pretrained()"
             )
         # Names are those of the analysis, which all ranks were told: of a tied parameter the first, others are aliases.
         parameters = reference.analysis.op_graph.parameters

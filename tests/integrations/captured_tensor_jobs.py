@@ -32,28 +32,35 @@ def part_of(whole: Tensor, how: Any) -> Tensor:
     return whole if how is None else own_part(whole, *how)
 
 
-def train(
-    name: str, block: dict[str, Any], options: dict[str, Any], directory: str | None = None
-) -> dict[str, Any]:
-    """Train five steps; the first step's gradients, and how they are cut."""
-    dropout = options.pop("dropout", 0.0)
-    model, make_batch = build(name, dropout=dropout)
+def train_all(cases: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Train every case: (model, block of the configuration, options of the rest)."""
+    return {case: train(*given, f"{directory}/{case.replace(' ', '-')}") for case, given in cases.items()}
+
+
+def train(name: str, block: dict[str, Any], options: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Train five steps, export, evaluate; the first step's gradients, and how they are cut."""
+    model, make_batch = build(name, layers=1)
     batches = [make_batch(B, seed) for seed in range(STEPS)]
+    block = {**block, "profile_dir": f"{directory}/../profiles"}  # every model is measured once
     engine = make_engine(model, batches[0], config(block, **options))
     engine.retain_gradients()
     losses = steps(engine, batches[:1])
-    gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
     answer = {
-        "norm": engine.get_global_grad_norm(),
-        "gradients": gradients,
+        "gradients": {name: gradient.clone() for name, gradient in engine.gradients.items()},
         "shards": shards_of(engine),
         "tensor": [stage.tensor for stage in engine._plan.stages],
     }
     losses += steps(engine, batches[1:])
     answer["losses"] = losses
     answer["evaluated"] = {n: float(engine.eval_batch(iter([make_batch(n, n)]))) for n in (B, 5)}
-    if directory is not None:
-        engine.save_pretrained(f"{directory}/export")
+    engine.save_pretrained(f"{directory}/export")
+    answer["exported"] = exported(f"{directory}/export", model)
+    answer["gathered"] = engine.gather_state_dict()
     answer["held"] = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     engine.destroy()
     return answer
+
+
+def exported(directory: str, model: Any) -> dict[str, Tensor]:
+    """Return an export as HuggingFace reads it, by all names."""
+    return dict(type(model).from_pretrained(directory).state_dict())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.runtime.lane import Reference
 from gpp_plugin.runtime.stage_module import StageModule, joined_module
-from gpp_plugin.runtime.tensor_parallel.parameter_shards import own_part, parameter_shards
+from gpp_plugin.runtime.tensor_parallel.parameter_shards import mark_part, own_part, parameter_shards
 
 
 class ModuleHolder:
@@ -82,9 +81,9 @@ class ModuleHolder:
                     frozen=frozenset(n for n in of_stage if not known[n].requires_grad or n not in used),
                     persistent=frozenset(n for n in of_stage if known[n].is_persistent),
                 ),
-                own,
+                cut,
             )
-            for of_stage, own in zip(names, parts, strict=True)
+            for of_stage, own, cut in zip(names, parts, shards, strict=True)
         )
 
     def _own_parts(self, shards: Mapping[str, TensorShard], stage: Stage) -> dict[str, Tensor]:
@@ -141,11 +140,9 @@ class ModuleHolder:
         return self._own.get(name, name.removeprefix(self._prefix))
 
 
-def _marked(module: StageModule, parts: Iterable[str]) -> StageModule:
-    """Return a stage whose parts of parameters say that each tensor rank holds its own (`engine.stage_groups`)."""
-    for name in parts:
-        parameter: Any = module.get_parameter(name)
-        parameter.tensor_model_parallel = True
+def _marked(module: StageModule, shards: Mapping[str, TensorShard]) -> StageModule:
+    for name, shard in shards.items():
+        mark_part(module.get_parameter(name), shard)
     return module
 
 

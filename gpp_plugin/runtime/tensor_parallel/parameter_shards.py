@@ -1,20 +1,22 @@
-"""Parameters of a captured stage in parts, a part a tensor rank, and whole again.
+"""Parameters of a captured stage in parts, a part a tensor rank.
 
     weight of q, k, v      rank 0          rank 1              parts (4, 4, 4) along axis 0 of 2 ranks
     q0 q1 q2 q3            q0 q1           q2 q3
     k0 k1 k2 k3            k0 k1           k2 k3
     v0 v1 v2 v3            v0 v1           v2 v3
 
+They say so by the attributes that Megatron's layers give their parameters, by which norms, checkpoints and exports go.
+
 Source: this project
-Tests: tests/runtime/test_shard_graph.py, tests/integrations/test_captured_tensor.py
+Tests: tests/integrations/test_captured_tensor.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.capture.sharding.block_shardings import regions_of_stage
 from gpp_plugin.ir.plan import Stage
@@ -36,8 +38,9 @@ def own_part(whole: Tensor, shard: TensorShard, position: int, degree: int) -> T
     return torch.cat(pieces, shard.axis)
 
 
-def joined_parts(parts: Sequence[Tensor], shard: TensorShard) -> Tensor:
-    """Return the whole tensor, out of the parts of all ranks in order."""
-    sizes = [size // len(parts) for size in shard.parts]
-    pieces = [part.split(sizes, shard.axis) for part in parts]
-    return torch.cat([own[i] for i in range(len(sizes)) for own in pieces], shard.axis)
+def mark_part(parameter: nn.Parameter, shard: TensorShard) -> None:
+    """Let a parameter say that each tensor rank holds its own part, and how parts make the whole."""
+    marked: Any = parameter
+    marked.tensor_model_parallel = True
+    marked.partition_dim = shard.axis
+    marked.partition_stride = len(shard.parts)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.sharding.block_shardings import regions_of_stage
-from gpp_plugin.ir.plan import Stage
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.sharding import TensorShard
 from gpp_plugin.runtime.stage_source import Reference
 
@@ -44,3 +45,41 @@ def mark_part(parameter: nn.Parameter, shard: TensorShard) -> None:
     marked.tensor_model_parallel = True
     marked.partition_dim = shard.axis
     marked.partition_stride = len(shard.parts)
+
+
+def check_shared_out(reference: Reference, asked: object) -> None:
+    """Refuse tensor ranks for a model of which nothing can be shared out among them.
+
+    Args:
+        asked: ``tensor_parallel`` of the configuration.
+
+    Raises:
+        ConfigError: names the operator that is in the way.
+    """
+    sharding = reference.analysis.sharding
+    if asked in (1, "auto") or reference.block_graph.sharding:
+        return
+    model = reference.analysis.op_graph.model
+    why = sharding.whole[0].reason if sharding.whole else "it has no linear operators"
+    if sharding.regions:
+        why = f'operators that go together are in several blocks at granularity "{reference.granularity}"'
+    raise ConfigError(
+        f"graph_pipeline.tensor_parallel is {asked!r} and nothing of {model} can be shared out among tensor ranks: "
+        f'{why}; set it to 1, or to "auto" for what can be'
+    )
+
+
+def describe_whole(reference: Reference, plan: PipelinePlan) -> list[str]:
+    """Return a line for each stage on tensor ranks some of whose linear operators are computed whole on all of them."""
+    reasons = {each.name: each.reason for each in reference.analysis.sharding.whole}
+    blocks = {block.name: block for block in reference.block_graph.blocks}
+    lines = []
+    for stage in plan.stages:
+        own = [n for b in stage.blocks for n in blocks[b].nodes if n in reasons]
+        if stage.tensor > 1 and own:
+            more = f", and {len(own) - 1} more" if len(own) > 1 else ""
+            lines.append(
+                f"stage {stage.name!r}: each of its {stage.tensor} tensor ranks computes all of operator "
+                f"{own[0]!r}{more}: {reasons[own[0]]}"
+            )
+    return lines

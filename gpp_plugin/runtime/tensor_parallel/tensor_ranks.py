@@ -27,6 +27,8 @@ from gpp_plugin.ir.plan import Stage
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 from gpp_plugin.runtime.ranks.waiting import all_reduce
 
+RESULT, GRADIENT = "the result of a region", "the gradient of what a region reads"
+"""What is summed."""
 _SEEDS = 1 << 48
 _NEXT_OPERATOR, _NEXT_POSITION = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 """Large odd numbers: seeds of neighbouring operators and positions lie far apart."""
@@ -39,7 +41,7 @@ class TensorRanks:
     Args:
         position, size: of this rank, and how many there are.
         group: theirs; None until the job's groups are made.
-        sent_bytes: what has been summed so far, of whole tensors, by the operator's kind.
+        sent_bytes: of `RESULT` and `GRADIENT`, the bytes of the tensors that have been summed so far.
     """
 
     stage: str
@@ -85,13 +87,13 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.sum(gradient, "the gradient of what a region reads"), None
+        return ctx.ranks.sum(gradient, GRADIENT), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
-        return ranks.sum(tensor, "the result of a region")
+        return ranks.sum(tensor, RESULT)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

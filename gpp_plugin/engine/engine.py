@@ -184,7 +184,7 @@ class GraphPipelineEngine(PipelineSurface):
             group=setting.group, who=f"rank {setting.rank}, stage {name!r}", timeout_s=self._wait_s
         )
         self._groups = StageGroups.create(plan, tied, timeout_s=limit_s, backend=setting.placement.backend)
-        source.join_groups(plan, self._groups.tensor)
+        source.join_groups(plan, reference, self._groups.tensor)
         stages = self._make_stages(modules, tied, framework)
         source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)

@@ -104,7 +104,9 @@ class EngineModel(Protocol):
     def whole_parameters(self, plan: PipelinePlan, reference: Reference) -> frozenset[str]:
         """Return the parameters of which it is known that tensor ranks hold them whole."""
 
-    def join_groups(self, plan: PipelinePlan, groups: Sequence[dist.ProcessGroup | int]) -> None:
+    def join_groups(
+        self, plan: PipelinePlan, reference: Reference, groups: Sequence[dist.ProcessGroup | int]
+    ) -> None:
         """Let the code of captured stages use the process groups of their tensor ranks, given by stage."""
 
     def save_pretrained(

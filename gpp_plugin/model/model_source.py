@@ -504,15 +504,17 @@ class ModelSource:
         cut = {name for stage in plan.stages for name in parameter_shards(reference, stage)}
         return frozenset(p.name for p in reference.analysis.op_graph.parameters) - cut
 
-    def join_groups(self, plan: PipelinePlan, groups: Sequence[dist.ProcessGroup | int]) -> None:
+    def join_groups(
+        self, plan: PipelinePlan, reference: Reference, groups: Sequence[dist.ProcessGroup | int]
+    ) -> None:
         """Let the code of captured stages use the process groups of their tensor ranks.
 
         Args:
             groups: by stage.
         """
         for stage, group in zip(plan.stages, groups, strict=True):
-            if stage.tensor > 1 and self._setting.rank in stage.ranks:
-                self._job.links.join(stage, group)
+            if self.is_plain and stage.tensor > 1 and self._setting.rank in stage.ranks:
+                self._job.links.join(stage, group, parameter_shards(reference, stage))
 
     def save_pretrained(
         self,

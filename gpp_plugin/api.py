@@ -228,7 +228,9 @@ def make_request(
         raise ConfigError(f'colocate {colocate!r}: give "auto" or "off"')
     tensor = options.get("tensor_parallel", 1)
     if isinstance(tensor, str) and tensor != "auto":
-        raise ConfigError(f'tensor_parallel {tensor!r}: give "auto", a number of at least 1, or numbers by module')
+        raise ConfigError(
+            f'tensor_parallel {tensor!r}: give "auto", a number of at least 1, or numbers by module'
+        )
     limit = options.get("memory_limit_gb")
     return PlanRequest(
         graph=graph,
@@ -248,7 +250,11 @@ def make_request(
         vertical_sync=options.get("vertical_sync", False),
         virtual_stages=None if isinstance(virtual, str) else virtual,
         colocate=colocate == "auto",
-        tensor_parallel=None if isinstance(tensor, str) else tensor if isinstance(tensor, int) else dict(tensor),
+        tensor_parallel=None
+        if isinstance(tensor, str)
+        else tensor
+        if isinstance(tensor, int)
+        else dict(tensor),
     )
 
 

@@ -98,7 +98,9 @@ def best_tensor_us(request: PlanRequest, most: int = 4) -> float | None:
     for bound, _, plan in bounded:
         if best is not None and bound >= best:
             break
-        held = (each for each in _with_more_in_flight(plan) if each is plan or _still_fits(each, plan, request))
+        held = (
+            each for each in _with_more_in_flight(plan) if each is plan or _still_fits(each, plan, request)
+        )
         us = min(step_us(each, request.cluster) for each in held)
         best = us if best is None else min(best, us)
     return best
@@ -146,7 +148,7 @@ def may_have(graph: BlockGraph, blocks: Sequence[str], tensor: int) -> bool:
 
 
 def grid_plan(request: PlanRequest, groups: Groups, grids: Sequence[Grid]) -> PipelinePlan:
-    """Return the plan of these stages on these grids: ranks in the order of stages, or of the largest tensor size first."""
+    """Return the plan of these stages on these grids: ranks in their order, or the largest tensor size first."""
     size = the_size(request)
     plan = oracle_plan(request, groups, [d for d, _ in grids], size)
     grid_of = dict(zip(groups, grids, strict=True))
@@ -162,7 +164,9 @@ def grid_plan(request: PlanRequest, groups: Groups, grids: Sequence[Grid]) -> Pi
         ranks[i] = tuple(range(first, first + count))
         first += count
     stages = [
-        _on_grid(request, dataclasses.replace(stage, ranks=ranks[i], tensor=chosen[i][1]), size // chosen[i][0])
+        _on_grid(
+            request, dataclasses.replace(stage, ranks=ranks[i], tensor=chosen[i][1]), size // chosen[i][0]
+        )
         for i, stage in enumerate(plan.stages)
     ]
     return dataclasses.replace(plan, stages=tuple(stages))

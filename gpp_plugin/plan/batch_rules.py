@@ -82,7 +82,8 @@ def tensor_rules(request: PlanRequest) -> TensorRules:
     return TensorRules(
         sizes=tuple(sizes),
         refused={
-            n: frozenset(name for name, size in wanted.items() if size != n) | (rest if n > 1 else frozenset())
+            n: frozenset(name for name, size in wanted.items() if size != n)
+            | (rest if n > 1 else frozenset())
             for n in sizes
         },
         divided={n: frozenset(name for name, size in wanted.items() if size == n) for n in sizes},
@@ -183,7 +184,9 @@ class BatchRules:
 
     def grids(self) -> list[tuple[int, int]]:
         """Return data-parallel degrees with tensor sizes that the ranks are enough for, fewest ranks first."""
-        found = [(d, t) for t in self.tensors.sizes for d in self.degrees() if d * t <= self.num_ranks or t == 1]
+        found = [
+            (d, t) for t in self.tensors.sizes for d in self.degrees() if d * t <= self.num_ranks or t == 1
+        ]
         return sorted(found, key=lambda grid: (grid[0] * grid[1], grid[1]))
 
     def wishes(self) -> list[int]:

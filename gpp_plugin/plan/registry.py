@@ -78,7 +78,9 @@ def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest, wanted: T
             )
     for stage in plan.stages if request.graph.sharding else ():
         if stage.tensor not in wanted.allowed(stage.blocks):
-            sizes = " or ".join(map(str, wanted.allowed(stage.blocks))) or "none that all its blocks are to have"
+            sizes = (
+                " or ".join(map(str, wanted.allowed(stage.blocks))) or "none that all its blocks are to have"
+            )
             raise PlanError(
                 f"planner {name!r} gave stage {stage.name!r} a tensor size of {stage.tensor} and tensor_parallel asks "
                 f"for {sizes}; use one of {', '.join(KNOW_TENSOR_SIZES)}"
@@ -95,7 +97,9 @@ def _tensor_note(name: str, plan: PipelinePlan, request: PlanRequest) -> str:
         each = ", ".join(f"{stage.name} {stage.tensor}" for stage in plan.stages if stage.tensor > 1)
         return f"tensor_parallel auto: {each}{' (1 elsewhere)' if 1 in sizes else ''}; {some}"
     if not known:
-        return f"tensor_parallel auto: 1, as none of the blocks can be divided among ranks ({whole[0]!r}, ...)"
+        return (
+            f"tensor_parallel auto: 1, as none of the blocks can be divided among ranks ({whole[0]!r}, ...)"
+        )
     if name not in KNOW_TENSOR_SIZES:
         return f"tensor_parallel auto: 1, as planner {name} knows no tensor ranks"
     return f"tensor_parallel auto: 1 for all stages, as nothing larger is quicker and fits; {some}"

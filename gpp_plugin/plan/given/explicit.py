@@ -151,7 +151,9 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     for index, stage in enumerate(plan.stages):
         rows, local = costs.indices(stage.blocks), stage.local_batch_size
         forward, backward = costs.on(stage).stage_times(rows, local, stage.ranks)
-        memory = costs.on(stage).stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
+        memory = costs.on(stage).stage_memory(
+            rows, degree=stage.degree, local=local, in_flight=stage.in_flight
+        )
         stages.append(
             dataclasses.replace(
                 stage,

@@ -115,7 +115,10 @@ def _merged(variants: Sequence[_Variant]) -> list[_Variant]:
     for variant in variants:
         left: _Variant | None = variant
         for other in kept:
-            if left is not None and (other.num_ranks, other.fitted_level) == (left.num_ranks, left.fitted_level):
+            if left is not None and (other.num_ranks, other.fitted_level) == (
+                left.num_ranks,
+                left.fitted_level,
+            ):
                 left = other.take_in(left)
         if left is not None:
             kept.append(left)

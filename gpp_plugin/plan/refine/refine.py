@@ -146,9 +146,7 @@ class Refiner:
         options = self.chooser.choose(masks, wish, limit_us=limit_us, way=way)
         if options is None and self._cutoff_us == float("inf"):
             # No plan that fits is known yet: one that needs too much memory leads the way.
-            options = self.chooser.choose(
-                masks, wish, ignore_memory=True, limit_us=limit_us, way=way
-            )
+            options = self.chooser.choose(masks, wish, ignore_memory=True, limit_us=limit_us, way=way)
         if options is None:
             return None
         times = []

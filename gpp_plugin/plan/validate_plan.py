@@ -101,7 +101,7 @@ def _check_coupled(plan: PipelinePlan, graph: BlockGraph) -> None:
 
 
 def _check_tensor_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
-    """Refuse tensor ranks that the graph's blocks cannot have; explicit stages, of no sharding, have their own rules."""
+    """Refuse tensor sizes that the blocks of the graph cannot have; explicit stages have rules of their own."""
     degrees = {each.block: each.degrees for each in graph.sharding}
     for stage in plan.stages if degrees else ():
         if stage.tensor == 1:

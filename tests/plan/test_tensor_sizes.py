@@ -183,7 +183,8 @@ def test_one_micro_batch_of_one_sample_runs_on_tensor_ranks() -> None:
     assert [stage.tensor for stage in plan.stages] == [4]
     assert plan.iteration_us == pytest.approx(300.0 * (0.2 + 0.8 / 4))
     assert any(
-        note == "tensor_parallel auto: layers.0 4; 1 of 1 blocks can be divided" for note in plan.notes
+        note == f"tensor_parallel auto: {plan.stages[0].name} 4; 1 of 1 blocks can be divided"
+        for note in plan.notes
     )
 
 

@@ -8,11 +8,11 @@ Where the request asks for tensor sizes a stage has d data x t tensor ranks, Pip
 d t is the number of devices; k counts devices, and ceil(k / (d t)) micro-batches are in flight.
 
 Deviations: no recomputation; the degree divides the micro-batch, and so the number of samples a rank takes is whole;
-all micro-batch sizes are tried. A stage computes and sends at the same time, as for all planners here; Piper adds both up. More than
-``MAX_DOWNSETS`` downsets are refused: CANDLE-Uno and DLRM have more, for which GraphPipe's authors got no plan of Piper
-(section 7). Where stages differ in their micro-batch sizes more are in flight than the bound says: if the chain does
-not fit, those of equal degrees are looked at. Prefixes of an order are downsets, so PipeDream's bottleneck bounds
-Piper's: slower stages are left out, which changes no answer.
+all micro-batch sizes are tried. A stage computes and sends at the same time, as for all planners here; Piper adds both
+up. More than ``MAX_DOWNSETS`` downsets are refused: CANDLE-Uno and DLRM have more, for which GraphPipe's authors got no
+plan of Piper (section 7). Where stages differ in their micro-batch sizes more are in flight than the bound says: if the
+chain does not fit, those of equal degrees are looked at. Prefixes of an order are downsets, so PipeDream's bottleneck
+bounds Piper's: slower stages are left out, which changes no answer.
 
 Source: Piper (NeurIPS 2021)
 Tests: tests/plan/test_baselines.py

@@ -96,6 +96,7 @@ def _sharding(traced: Traced, shadow: Shadow, notes: Mapping[str, Note]) -> Shar
         parameters={n: own for n, own in traced.parameters.items() if own not in buffers},
         called={**traced.inputs, **traced.parameters},
         needs_gradient={name for name, note in notes.items() if note.requires_grad},
+        styles=getattr(shadow.original, "_tp_plan", None) or {},
     )
 
 

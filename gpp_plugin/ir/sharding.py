@@ -26,6 +26,7 @@ class TensorShard:
         axis: along which it is cut.
         parts: sizes of what lies one behind the other along that axis, each of which is cut by itself: of a weight
             that makes queries, keys and values of 32 each ``(32, 32, 32)``; rank 1 of 2 holds the second half of each.
+            Those of a parameter are equal.
     """
 
     name: str

@@ -10,6 +10,7 @@ Tests: tests/capture/test_sharding.py
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -258,16 +259,22 @@ def slices(node: fx.Node, reads: Reads) -> Cut:
         return found
     if argument(node, 4, "step", 1) != 1:
         raise NotSharded("takes every other element of the axis that is cut")
-    first, last, _ = slice(argument(node, 2, "start"), argument(node, 3, "end")).indices(shape[axis])
-    borders = [0]
-    for size in found.parts:
-        borders.append(borders[-1] + size)
+    first, last = _stretch(node, shape[axis])
+    borders = [0, *itertools.accumulate(found.parts)]
     if first not in borders or last not in borders:
-        new = sorted({*borders, first, last})
         if shape[axis] != shape_of(found.origin)[-1]:
             raise NotSharded("takes a stretch of the axis that is cut")
-        raise NeedsParts(found.origin, tuple(b - a for a, b in zip(new, new[1:], strict=False)))
+        # q = qkv[..., :32], k = qkv[..., 32:64], v = qkv[..., 64:]: the borders of all of them
+        others = [user for user in operand.users if user.target is aten.slice.Tensor]
+        ends = {end for user in others for end in _stretch(user, shape[axis])}
+        new = sorted({*borders, *ends})
+        raise NeedsParts(found.origin, tuple(b - a for a, b in itertools.pairwise(new)))
     return found.at(axis, found.parts[borders.index(first) : borders.index(last)])
+
+
+def _stretch(node: fx.Node, size: int) -> tuple[int, int]:
+    first, last, _ = slice(argument(node, 2, "start"), argument(node, 3, "end")).indices(size)
+    return first, last
 
 
 def split(node: fx.Node, reads: Reads) -> Sequence[Cut]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from gpp_plugin.ir.block_graph import Block, BlockSharding
+from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding
 from gpp_plugin.ir.op_graph import OpGraph
+from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.sharding import ShardedRegion, regions_in
 
 MAX_DEGREE = 1024
@@ -30,6 +31,17 @@ def block_shardings(
         _sharding(graph, block, owned[block.name], sizes[block.name])
         for block in blocks
         if sizes.get(block.name, 1) > 1
+    )
+
+
+def regions_of_stage(
+    graph: BlockGraph, regions: Sequence[ShardedRegion], stage: Stage
+) -> tuple[ShardedRegion, ...]:
+    """Return the regions that a stage's tensor ranks share out: all of a block, if its degrees have the stage's."""
+    divided = {own.block for own in graph.sharding if stage.tensor in own.degrees}
+    names = divided.intersection(stage.blocks)
+    return tuple(
+        region for block in graph.blocks if block.name in names for region in regions_in(regions, block.nodes)
     )
 
 

@@ -7,6 +7,9 @@ operator on the way needs another operand cut too, the linear operators that mak
 tensor (a bias by heads). Where a linear operator's result is taken apart (queries, keys and values of one weight) it is
 cut part by part. What cannot be proven so stays whole, and the operator that is in the way is named.
 
+Where a model brings a plan of its own (HuggingFace's ``base_model_tp_plan``), the linear operators that it cuts by columns
+are tried first and those that it cuts by rows last: of several ways to share out a model its own is found.
+
 Source: this project
 Tests: tests/capture/test_sharding.py
 """
@@ -14,8 +17,10 @@ Tests: tests/capture/test_sharding.py
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -233,7 +238,7 @@ class _Trial:
         self.whole(linear.operand)
 
     def _take_in(self, linear: Linear) -> None:
-        """Let a linear operator read parts: of its features, then its results are summed; of another axis it makes it."""
+        """Let a linear operator read parts: of its features, then its results are summed; or of another axis."""
         found = self.get(linear.operand)
         if found is None:
             raise NotSharded("has parts for weights")
@@ -288,6 +293,7 @@ def find_sharding(
     parameters: Mapping[str, str],
     called: Mapping[str, str],
     needs_gradient: Collection[str],
+    styles: Mapping[str, str] = MappingProxyType({}),
 ) -> Sharding:
     """Return what of a captured graph tensor ranks can share out.
 
@@ -296,12 +302,13 @@ def find_sharding(
         parameters: placeholder -> parameter (not buffers).
         called: placeholder -> how parameters, buffers and inputs are known.
         needs_gradient: names of operators and placeholders whose results take a gradient.
+        styles: the model's own plan: module path, with ``*`` for numbers -> ``colwise``, ``rowwise`` or the like.
     """
     linears = {node: found for node in graph.nodes if (found := as_linear(node, parameters)) is not None}
     found: list[tuple[ShardedRegion, _Trial]] = []
     whole: dict[fx.Node, str] = {}
     taken: set[fx.Node] = set()
-    for node in linears:
+    for node in _in_order(linears, styles):
         if node in taken:
             continue
         try:
@@ -317,10 +324,23 @@ def find_sharding(
         taken |= own
         found.append((region, trial))
     kept = _without_half_cut(found, whole)
+    shared_out = {name for region in kept for name in region.operators}
     return Sharding(
         regions=tuple(kept),
-        whole=tuple(WholeLinear(name=n.name, reason=why) for n, why in whole.items() if n not in taken),
+        whole=tuple(
+            WholeLinear(name=n.name, reason=why) for n, why in whole.items() if n.name not in shared_out
+        ),
     )
+
+
+def _in_order(linears: Iterable[fx.Node], styles: Mapping[str, str]) -> list[fx.Node]:
+    """Return linear operators as a plan tries them: by columns, then those that it does not name, then by rows."""
+
+    def place(node: fx.Node) -> int:
+        style = styles.get(re.sub(r"\b\d+\b", "*", module_path(node)), "")
+        return 0 if "colwise" in style else 2 if "rowwise" in style else 1
+
+    return sorted(linears, key=place)
 
 
 def _try(
@@ -339,8 +359,9 @@ def _try(
         except _NeedsLinears as more:
             begins |= {other: (shape_of(other)[-1],) for other in more.nodes}
         except NeedsParts as apart:
-            if len(begins[apart.origin]) > 1:
-                break
+            # checkpoints know equal parts only (`saved_tensors.cut_shard`)
+            if len(begins[apart.origin]) > 1 or len(set(apart.parts)) > 1:
+                raise _InTheWay(apart.origin, str(apart)) from None
             begins[apart.origin] = apart.parts
     raise _InTheWay(node, "needs too many others to be cut with it")
 

@@ -11,12 +11,13 @@ from gpp_benchmarks._tensor_oracle import grid_plan
 from gpp_benchmarks.plan_quality import check_tensor
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
-from gpp_plugin.ir.cluster import Link
+from gpp_plugin.ir.cluster import Device, Link
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.batch_rules import tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.long_context import AttentionShape, expert_exchange_us, ring_attention_us
 from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
 from gpp_plugin.plan.make import StageDraft, assign_ranks, build_plan
 from gpp_plugin.plan.registry import make_plan
@@ -291,3 +292,17 @@ def test_piper_chooses_both_degrees_as_in_its_paper() -> None:
     assert any(stage.tensor > 1 for stage in plan.stages)
     forced = make_plan("piper", request_of(graph, ranks=4, tensor_parallel=2))
     assert {stage.tensor for stage in forced.stages} == {2}
+
+
+def test_ring_attention_hides_its_sends_in_long_texts_alone() -> None:
+    device = Device(name="d", memory_bytes=1, flops_per_s=1e15, memory_bytes_per_s=1e12)
+    link = Link(name="l", span=8, bytes_per_s=4.5e11, latency_us=4.0)
+
+    def ring(length: int, ranks: int) -> tuple[float, float]:
+        shape = AttentionShape(length=length, query_width=4096, key_width=4096)
+        return ring_attention_us(shape, ranks, device, link)
+
+    assert ring(32768, 4) == (pytest.approx(ring(32768, 1)[0] / 4), 0.0)
+    us, unhidden = ring(2048, 4)
+    assert unhidden > 0 and us == pytest.approx(ring(2048, 1)[0] / 4 + unhidden)
+    assert expert_exchange_us(4096, 4096, 2, 1, link) == 0.0

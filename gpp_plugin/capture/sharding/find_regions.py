@@ -7,8 +7,8 @@ operator on the way needs another operand cut too, the linear operators that mak
 tensor (a bias by heads). Where a linear operator's result is taken apart (queries, keys and values of one weight) it is
 cut part by part. What cannot be proven so stays whole, and the operator that is in the way is named.
 
-Where a model brings a plan of its own (HuggingFace's ``base_model_tp_plan``), the linear operators that it cuts by columns
-are tried first and those that it cuts by rows last: of several ways to share out a model its own is found.
+Where a model brings a plan of its own (HuggingFace's ``base_model_tp_plan``), the linear operators that it cuts by
+columns are tried first and those that it cuts by rows last: of several ways to share out a model its own is found.
 
 Source: this project
 Tests: tests/capture/test_sharding.py

@@ -40,10 +40,11 @@ Groups = tuple[tuple[str, ...], ...]
 TaskKey = tuple[int, str, int]
 """Rank, ``F`` or ``B``, micro-batch."""
 MessageKey = tuple[int, int, int, int]
-"""0 for activations and 1 for gradients, the edge, the first sample, the receiver's place in its row: who is ready first
-goes first, ties so."""
+"""0 for activations and 1 for gradients, the edge, the first sample, the receiver's place in its row: who is ready
+first goes first, ties so."""
 Sent = tuple[TaskKey, TaskKey, float, int, int]
-"""Task that makes it, task that reads it, bytes, rank that sends, rank that receives; a row's tasks are its first rank's."""
+"""Task that makes it, task that reads it, bytes, rank that sends, rank that receives; tasks of a row are its first
+rank's."""
 
 
 def oracle_plan(request: PlanRequest, groups: Groups, degrees: Sequence[int], size: int) -> PipelinePlan:

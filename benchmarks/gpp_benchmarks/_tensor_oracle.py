@@ -39,7 +39,9 @@ def tensor_request(seed: int) -> PlanRequest:
     size = rng.choice([1, 1, 2, 4])
     request = random_request(rng, order, ranks=ranks, is_tight=seed % 2 == 1, micro_batch_size=size)
     cluster = request.cluster
-    links = (dataclasses.replace(cluster.links[0], bytes_per_s=rng.choice([1e8, 1e9, 1e10])),)
+    links: tuple[Link, ...] = (
+        dataclasses.replace(cluster.links[0], bytes_per_s=rng.choice([1e8, 1e9, 1e10])),
+    )
     if ranks == 4 and rng.random() < 0.4:
         node = Link(name="node", span=2, bytes_per_s=links[0].bytes_per_s * 8, latency_us=1.0)
         links = (node, *links)
@@ -148,7 +150,7 @@ def may_have(graph: BlockGraph, blocks: Sequence[str], tensor: int) -> bool:
 
 
 def grid_plan(request: PlanRequest, groups: Groups, grids: Sequence[Grid]) -> PipelinePlan:
-    """Return the plan of these stages on these grids: ranks in the order of stages, or of the largest tensor size first."""
+    """Return the plan of these stages on these grids: ranks in their order, or the largest tensor size first."""
     size = the_size(request)
     plan = oracle_plan(request, groups, [d for d, _ in grids], size)
     grid_of = dict(zip(groups, grids, strict=True))

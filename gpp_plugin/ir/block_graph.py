@@ -85,8 +85,8 @@ class BlockSharding:
         parameter_bytes, trainable_bytes: of those of the block, what is held as shards.
         saved_share: share of ``Block.saved_bytes`` that is divided.
         forward_sums, backward_sums: all-reduces of one task, whatever its number of samples.
-        forward_sum_bytes, backward_sum_bytes: bytes that they sum at ``BlockGraph.num_samples`` samples (of whole tensors,
-            not what a ring sends of them).
+        forward_sum_bytes, backward_sum_bytes: bytes that they sum at ``BlockGraph.num_samples`` samples (of whole
+            tensors, not what a ring sends of them).
     """
 
     block: str

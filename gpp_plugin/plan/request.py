@@ -44,8 +44,8 @@ class PlanRequest:
         virtual_stages: stages that every group of ranks holds (interleaving): 1, exactly that many, or None: as many
             as make the step shortest in simulation.
         colocate: stages of a branch may be placed on the ranks of others where that is shorter.
-        tensor_parallel: tensor size of all stages whose blocks tensor ranks can divide; None: the planner chooses, stage
-            by stage; a map from module paths to sizes: of stages with those blocks, 1 of all others.
+        tensor_parallel: tensor size of all stages whose blocks tensor ranks can divide; None: the planner chooses,
+            stage by stage; a map from module paths to sizes: of stages with those blocks, 1 of all others.
         rank_order: all ranks in the order in which stages take them; None: by their numbers, or, where devices are of
             several speeds, the best of the orders that keep each kind together.
     """
@@ -203,8 +203,8 @@ def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
         return
     if r.must_share_ranks and r.tensor_parallel not in (1, None):
         raise PlanError(
-            f"tensor_parallel {r.tensor_parallel}: ranks that hold several stages are planned without tensor ranks; set "
-            f"virtual_stages to 1 and stages to at most {r.num_ranks}, or tensor_parallel to 1"
+            f"tensor_parallel {r.tensor_parallel}: ranks that hold several stages are planned without tensor ranks; "
+            f"set virtual_stages to 1 and stages to at most {r.num_ranks}, or tensor_parallel to 1"
         )
     if r.mode == "async":
         asked = "virtual_stages" if virtual != 1 else "colocate" if r.colocate else f"{r.num_stages} stages"

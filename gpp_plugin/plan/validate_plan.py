@@ -32,8 +32,8 @@ def validate_plan(
     those of the graph, with all its tensors; ranks are 0..n-1, and stages that share some run on grids
     that go together; micro-batches divide the mini-batch and ranks divide micro-batches; coupled stages
     compute whole loss units; tensors with one value a loss unit join stages that compute the same units;
-    tensor ranks divide all blocks of their stage that can be divided, and at least one; every stage may hold enough micro-batches to run and (given costs) its ranks have the memory for all
-    they hold.
+    tensor ranks divide all blocks of their stage that can be divided, and at least one; every stage may
+    hold enough micro-batches to run and (given costs) its ranks have the memory for all they hold.
 
     Raises:
         PlanError: the plan is malformed.
@@ -101,7 +101,7 @@ def _check_coupled(plan: PipelinePlan, graph: BlockGraph) -> None:
 
 
 def _check_tensor_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
-    """Refuse tensor ranks that the graph's blocks cannot have; explicit stages have no sharding, and their own rules."""
+    """Refuse tensor sizes that the blocks of the graph cannot have; explicit stages have rules of their own."""
     degrees = {each.block: each.degrees for each in graph.sharding}
     for stage in plan.stages if degrees else ():
         if stage.tensor == 1:
@@ -259,7 +259,7 @@ def _stage_bytes(
 def _tensor_shares(
     stage: Stage, graph: BlockGraph
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Return by block what one tensor rank of the stage has of its parameters, of what is trained, and of what is saved."""
+    """Return by block what one tensor rank of the stage has of parameters, of what is trained and what is saved."""
     parameters, trained, saved = ({block.name: 1.0 for block in graph.blocks} for _ in range(3))
     saving = 1.0 - 1.0 / stage.tensor
     for each in graph.sharding if stage.tensor > 1 else ():

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from gpp_benchmarks import plan_quality
+from gpp_benchmarks import plan_quality, tensor_parallel
 from gpp_benchmarks._map_cases import best_map_us, check_map, map_request
 from gpp_benchmarks._oracle_costs import step_us
 from gpp_benchmarks._unlike_oracle import best_unlike_us, unlike_request
@@ -47,10 +47,24 @@ def test_stages_on_fewer_ranks_are_as_quick_as_the_best_map(seed: int) -> None:
 
 
 def test_counts_are_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    args = argparse.Namespace(cases=0, sp_cases=0, memory_cases=0, map_cases=0, unlike_cases=1, seed=5)
+    args = argparse.Namespace(
+        cases=0, sp_cases=0, memory_cases=0, map_cases=0, unlike_cases=1, tensor_cases=0, seed=5
+    )
     found = plan_quality.run(args)
     assert found["summary"]["unlike_cases"] == 1 and found["summary"]["map_cases"] == 0
     assert found["summary"]["unlike_within_5_percent"] == 1
     text = capsys.readouterr().out
     assert "devices of two speeds" in text and "all maps" not in text
+    json.dumps(found)
+
+
+def test_tensor_sizes_by_devices_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    tensor_parallel.add_arguments(parser)
+    asked = ["--model", "gpt2_345m", "--cases", "2:2", "--sizes", "2", "--slower", "1,4", "--draw"]
+    found = tensor_parallel.run(parser.parse_args(asked))
+    assert [(row["devices"], row["slower"]) for row in found["rows"]] == [(2, 1), (2, 4)]
+    for row in found["rows"]:
+        assert row["auto_us"] <= min(row["forced_us"].values()) * (1 + 1e-9)
+    assert "4 x slower" in capsys.readouterr().out
     json.dumps(found)

@@ -3,7 +3,7 @@
 Legend, of a block at tensor size t (`BlockSharding`):
 
     time     C ((1 - f) + f / t)  +  n 2 (t - 1) latency  +  2 (t - 1) / t S / bandwidth
-    bytes    P ((1 - p) + p / t)      parameters; gradients and optimizer state by the trained share; saved by saved_share
+    bytes    P ((1 - p) + p / t)      parameters; gradients and optimizer state by the trained share; saved likewise
 
     C  forward or backward on one device, f the share of its operations that is divided
     n  all-reduces of one task, S bytes they sum at its samples; `ring_us` over the link that joins the tensor ranks
@@ -14,7 +14,7 @@ Blocks without sharding, and explicit stages, whose costs are of one tensor rank
 a backward belong to its input gradient. Saved tensors (`SavedTensor`) shrink as the block that is charged with them.
 
 Source: Megatron-LM (arXiv 1909.08053), section 3; the cost: this project
-Tests: tests/plan/test_tensor_parallel.py
+Tests: tests/plan/test_tensor_sizes.py
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ A region begins with linear operators whose weights are cut by columns (their re
 whose weights are cut by rows, whose results are summed over the ranks. Between the two every operator computes on a
 part of one axis of its result, and as many parts as ranks are the whole. Nothing outside a region knows of it.
 
+A vocabulary is shared out likewise: of an embedding each rank has some rows, and zeros for other tokens are summed; of
+logits each rank has some columns, and a cross entropy needs the largest one, a sum and the label's of each row.
+
 Source: Megatron-LM (arXiv 1909.08053), section 3
 Tests: tests/capture/test_sharding.py
 """
@@ -57,6 +60,7 @@ class ShardedRegion:
         results: of its operators, those that ranks hold parts of.
         parameters: that are cut.
         sums: its last operators, whose results are summed over the ranks.
+        losses: or cross entropies over what is cut, which sum three numbers a row.
         shared: whole tensors and parameters that it reads and whose gradient is summed over the ranks.
         sliced: of the whole tensors that it reads, those of which each rank reads its part.
     """
@@ -67,11 +71,12 @@ class ShardedRegion:
     sums: tuple[str, ...]
     shared: tuple[str, ...]
     sliced: tuple[TensorShard, ...]
+    losses: tuple[str, ...] = ()
 
     @property
     def operators(self) -> tuple[str, ...]:
         """Return the operators of the region."""
-        return (*(result.name for result in self.results), *self.sums)
+        return (*(result.name for result in self.results), *self.sums, *self.losses)
 
     def is_divided_by(self, degree: int) -> bool:
         """Return whether so many ranks can share it out."""

@@ -473,8 +473,7 @@ class ModelSource:
                 prefix=part.stage.prefix,
                 called=part.called,
             )
-            planned = [lane.plan.stages[stage] for stage in of_stages]
-            modules = holder.make_modules(lane.lanes[0].reference, list(of_stages.values()), planned)
+            modules = holder.make_modules(lane.lanes[0].reference, lane.plan, of_stages)
             made.update(zip(of_stages, modules, strict=True))
             self._held.append((holder, modules))
         stages = tuple(made[stage] for stage in lane.stages)
@@ -501,7 +500,7 @@ class ModelSource:
         """Return the parameters of which it is known that tensor ranks hold them whole."""
         if not self.is_plain:
             return frozenset()
-        cut = {name for stage in plan.stages for name in parameter_shards(reference, stage)}
+        cut = {n for index in range(len(plan.stages)) for n in parameter_shards(reference, plan, index)}
         return frozenset(p.name for p in reference.analysis.op_graph.parameters) - cut
 
     def join_groups(
@@ -512,9 +511,9 @@ class ModelSource:
         Args:
             groups: by stage.
         """
-        for stage, group in zip(plan.stages, groups, strict=True):
+        for index, (stage, group) in enumerate(zip(plan.stages, groups, strict=True)):
             if self.is_plain and stage.tensor > 1 and self._setting.rank in stage.ranks:
-                self._job.links.join(stage, group, parameter_shards(reference, stage))
+                self._job.links.join(stage, group, parameter_shards(reference, plan, index))
 
     def save_pretrained(
         self,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.tensor_parallel.parameter_shards import own_part, parameter_shards
 from gpp_plugin.runtime.tensor_parallel.tensor_ranks import GRADIENT, RESULT
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
@@ -25,7 +26,7 @@ def shards_of(engine: Any) -> dict[str, Any]:
     found = {}
     for index in engine.rank_engine.indices:
         stage = engine._plan.stages[index]
-        for name, shard in parameter_shards(reference, stage).items():
+        for name, shard in parameter_shards(reference, engine._plan, index).items():
             found[name] = (shard, stage.position(engine.global_rank)[1], stage.tensor)
     return found
 
@@ -146,3 +147,49 @@ def go_on(directory: str) -> dict[str, list[float]]:
         answers[run] = steps(engine, batches[2:])
         engine.destroy()
     return answers
+
+
+class Pair(nn.Module):
+    def __init__(self, *, sums: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.sums = nn.Linear(6, 8), nn.Linear(8, 6), sums
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = torch.tanh(self.up(x))
+        if self.sums:
+            inner = inner.cumsum(-1)
+        return self.down(inner), inner
+
+
+class Inside(nn.Module):
+    """Yields what is made between two linear operators, when it is asked for."""
+
+    def __init__(self, *, sums: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.pair = Pair(sums=sums)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        outer, inner = self.pair(x)
+        return {"loss": ((outer - labels) ** 2).mean(), "inner": inner}
+
+
+def inside_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {key: torch.randn(B, 6, generator=generator) for key in ("x", "labels")}
+
+
+def evaluate_inside(directory: str) -> dict[str, Any]:
+    """Ask for a tensor of which each rank has a part in training; and for tensor ranks where nothing is shared out."""
+    engine = make_engine(Inside(), inside_batch(), config({**TWO, "profile_dir": f"{directory}/profiles"}))
+    held = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
+    loss, inner = engine.eval_batch(iter([inside_batch()]), return_logits=True, outputs=("inner",))
+    trained = steps(engine, [inside_batch()] * 2)
+    engine.destroy()
+    try:
+        make_engine(Inside(sums=True), inside_batch(), config(TWO))
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    return {"held": held, "loss": float(loss), "inner": inner, "trained": trained, "refused": refused}

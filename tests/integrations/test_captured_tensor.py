@@ -143,3 +143,15 @@ def test_checkpoints_are_cut_anew_for_other_tensor_sizes(tmp_path):
         assert answer["same"] == answer["first"]
         assert answer["whole"] == pytest.approx(answer["first"], rel=1e-5)
         assert answer["back"] == pytest.approx(answer["first"], rel=1e-5)
+
+
+def test_evaluation_has_what_lies_inside_of_a_region_and_what_cannot_be_shared_out_is_refused(tmp_path):
+    model, batch = jobs.Inside(), jobs.inside_batch()
+    wanted = model(**batch)
+    reference = train_reference(model, [batch] * 2, unit=U)
+    for answer in run_kept_ranks(jobs.evaluate_inside, 2, str(tmp_path)):
+        assert answer["held"]["pair.up.weight"] == (4, 6)
+        assert answer["loss"] == pytest.approx(float(wanted["loss"]), rel=1e-6)
+        assert torch.allclose(answer["inner"], wanted["inner"].detach(), rtol=1e-6)
+        assert answer["trained"] == pytest.approx(reference.losses, rel=1e-5)
+        assert "aten.cumsum.default" in answer["refused"] and "tensor_parallel" in answer["refused"]

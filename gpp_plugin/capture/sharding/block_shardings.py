@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding
-from gpp_plugin.ir.op_graph import OpGraph
-from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.op_graph import OpGraph, OpNode
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.sharding import ShardedRegion, regions_in
 
 MAX_DEGREE = 1024
+_NUMBER_BYTES = 4
 
 
 def block_shardings(
@@ -35,13 +36,23 @@ def block_shardings(
 
 
 def regions_of_stage(
-    graph: BlockGraph, regions: Sequence[ShardedRegion], stage: Stage
+    graph: BlockGraph, regions: Sequence[ShardedRegion], plan: PipelinePlan, index: int
 ) -> tuple[ShardedRegion, ...]:
-    """Return the regions that a stage's tensor ranks share out: all of a block, if its degrees have the stage's."""
+    """Return the regions that a stage's tensor ranks share out: all of a block, if its degrees have the stage's.
+
+    Not those with a parameter that a stage of another tensor size holds too: both hold it whole.
+    """
+    stage = plan.stages[index]
     divided = {own.block for own in graph.sharding if stage.tensor in own.degrees}
     names = divided.intersection(stage.blocks)
+    sizes = {block: own.tensor for own in plan.stages for block in own.blocks}
+    whole = {n for n, users in graph.tied.items() if any(sizes[user] != stage.tensor for user in users)}
     return tuple(
-        region for block in graph.blocks if block.name in names for region in regions_in(regions, block.nodes)
+        region
+        for block in graph.blocks
+        if block.name in names
+        for region in regions_in(regions, block.nodes)
+        if whole.isdisjoint(parameter.name for parameter in region.parameters)
     )
 
 
@@ -66,6 +77,7 @@ def _together(owned: Mapping[str, Sequence[ShardedRegion]]) -> dict[str, int]:
 def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], size: int) -> BlockSharding:
     operators = {name for region in regions for name in region.operators}
     parts = {result.name for region in regions for result in region.results}
+    parts.update(name for region in regions for name in region.losses)
     cut = {parameter.name for region in regions for parameter in region.parameters}
     nodes = {node.name: node for node in graph.nodes}
     own = [nodes[name] for name in block.nodes]
@@ -74,6 +86,12 @@ def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], si
     kept = {maker: size for node in own for maker, size in node.keeps if maker in parts}
     inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
     summed = [_bytes(graph, name) for region in regions for name in region.sums]
+    for name in (name for region in regions for name in region.losses):
+        rows = _rows(graph, nodes[name])
+        summed += [
+            rows * _NUMBER_BYTES,
+            2 * rows * _NUMBER_BYTES,
+        ]  # the largest logits; sums and the labels' logits
     shared = [_bytes(graph, name) for region in regions for name in region.shared]
     flops = sum(node.flops for node in own if node.name in operators)
     return BlockSharding(
@@ -88,6 +106,13 @@ def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], si
         backward_sums=len(shared),
         backward_sum_bytes=sum(shared),
     )
+
+
+def _rows(graph: OpGraph, loss: OpNode) -> int:
+    """Return how many labels a cross entropy reads."""
+    (logits,) = (node.output for node in graph.nodes if node.name == loss.inputs[0])
+    assert logits is not None
+    return logits.shape_for(graph.num_samples)[0]
 
 
 def _bytes(graph: OpGraph, name: str) -> int:

@@ -7,6 +7,9 @@ operator on the way needs another operand cut too, the linear operators that mak
 tensor (a bias by heads). Where a linear operator's result is taken apart (queries, keys and values of one weight) it is
 cut part by part. What cannot be proven so stays whole, and the operator that is in the way is named.
 
+A cross entropy takes in the logits of a vocabulary. Where the weight that makes them is the embedding's too, both are
+cut by rows, or none is: what reads a parameter whole keeps everybody from cutting it.
+
 Where a model brings a plan of its own (HuggingFace's ``base_model_tp_plan``), the linear operators that it cuts by
 columns are tried first and those that it cuts by rows last: of several ways to share out a model its own is found.
 
@@ -16,6 +19,7 @@ Tests: tests/capture/test_sharding.py
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -43,6 +47,8 @@ aten = torch.ops.aten
 
 MAX_TRIALS = 16
 """How often a region begins anew with further linear operators, or with other parts."""
+VOCABULARY_STEP = 16
+"""What divides a vocabulary that is cut: another one would keep the whole model from degrees that divide all else."""
 MAX_STEPS_BACK = 48
 """How many operators are looked through for the linear ones that make an operand."""
 
@@ -120,6 +126,7 @@ class _Trial:
     cuts: dict[fx.Node, Cut] = field(default_factory=dict)
     of_parts: dict[fx.Node, list[Cut]] = field(default_factory=dict)
     sums: list[fx.Node] = field(default_factory=list)
+    losses: list[fx.Node] = field(default_factory=list)
     of_parameters: dict[fx.Node, Cut] = field(default_factory=dict)
     sliced: dict[fx.Node, Cut] = field(default_factory=dict)
     wholes: dict[fx.Node, None] = field(default_factory=dict)
@@ -145,7 +152,7 @@ class _Trial:
             if (known.axis, known.parts) != (cut.axis, cut.parts):
                 raise NotSharded("reads parts of unlike axes")
             return
-        if operand in self.wholes or operand in self.sums:
+        if operand in self.wholes or operand in self.sums or operand in self.losses:
             raise NotSharded("reads parts of what is whole")
         if operand.name in self.parameters:
             self.of_parameters[operand] = cut
@@ -223,6 +230,9 @@ class _Trial:
         if linear is not None:
             self._take_in(linear)
             return
+        if node.target is aten.cross_entropy_loss.default:
+            self._take_logits(node)
+            return
         found = rule_of(node)(node, self)
         if isinstance(found, Cut):
             self.cuts[node] = found
@@ -251,6 +261,19 @@ class _Trial:
             self.whole(linear.bias)
         self.cuts[linear.node] = found
 
+    def _take_logits(self, node: fx.Node) -> None:
+        """Let a cross entropy read parts of its classes."""
+        logits, target = node.args[0], node.args[1]
+        found, dims = self.get(logits), len(shape_of(logits))
+        is_plain = argument(node, 2, "weight") is None and not argument(node, 5, "label_smoothing", 0.0)
+        is_summed = argument(node, 3, "reduction", 1) in (1, 2)
+        if found is None or found.axis != dims - 1 or len(found.parts) > 1:
+            raise NotSharded("reads parts of what is no axis of classes")
+        if not is_plain or not is_summed or dims != 2 or len(shape_of(target)) != 1:
+            raise NotSharded("has weights, smoothed labels, no sum, or further axes")
+        self.whole(target)
+        self.losses.append(node)
+
     # ---- what came of it -----------------------------------------------------------------------
 
     def region(self) -> ShardedRegion:
@@ -259,11 +282,17 @@ class _Trial:
         Raises:
             _InTheWay: nothing takes in what is cut.
         """
-        first = min(self.begins)
-        if not self.sums:
+        first = min([*self.begins, *self.sums])
+        if not self.sums and not self.losses:
             raise _InTheWay(first, "makes parts that no linear operator takes in")
         cuts = [*self.cuts.values(), *self.of_parameters.values(), *self.sliced.values()]
         size = math.gcd(*(part for cut in cuts for part in cut.parts))
+        is_vocabulary = bool(self.losses) or not self.begins
+        if is_vocabulary and size % VOCABULARY_STEP:
+            pad = f"resize_token_embeddings(pad_to_multiple_of={VOCABULARY_STEP})"
+            raise _InTheWay(
+                first, f"has a vocabulary of {size}, which {VOCABULARY_STEP} does not divide; {pad}"
+            )
         if size < 2:
             raise _InTheWay(
                 first, f"makes features that no number divides with what is made of them ({size})"
@@ -275,6 +304,7 @@ class _Trial:
             results=tuple(_shard(node.name, cut) for node, cut in sorted(results.items())),
             parameters=tuple(_shard(self.parameters[n.name], cut) for n, cut in self.of_parameters.items()),
             sums=tuple(node.name for node in self.sums),
+            losses=tuple(node.name for node in self.losses),
             shared=tuple(dict.fromkeys(self._name(n) for n in read if n.name in self.needs_gradient)),
             sliced=tuple(_shard(self._name(node), cut) for node, cut in self.sliced.items()),
         )
@@ -317,12 +347,13 @@ def find_sharding(
         except _InTheWay as error:
             whole[node] = str(error)
             continue
-        own = {*trial.cuts, *trial.of_parts, *trial.sums}
+        own = {*trial.cuts, *trial.of_parts, *trial.sums, *trial.losses}
         if not own.isdisjoint(taken):
             whole[node] = f"{node.target} ({node.name}) is in two regions"
             continue
         taken |= own
         found.append((region, trial))
+    found += _embeddings(graph, found, parameters, called, styles)
     kept = _without_half_cut(found, whole)
     shared_out = {name for region in kept for name in region.operators}
     return Sharding(
@@ -331,6 +362,32 @@ def find_sharding(
             WholeLinear(name=n.name, reason=why) for n, why in whole.items() if n.name not in shared_out
         ),
     )
+
+
+def _embeddings(
+    graph: fx.Graph,
+    found: Iterable[tuple[ShardedRegion, _Trial]],
+    parameters: Mapping[str, str],
+    called: Mapping[str, str],
+    styles: Mapping[str, str],
+) -> list[tuple[ShardedRegion, _Trial]]:
+    """Return embeddings by rows: of a weight that a head cuts so too, or where the plan of the model says so."""
+    heads = {node for _, trial in found for node, cut in trial.of_parameters.items() if cut.axis == 0}
+    regions = []
+    for node in graph.nodes:
+        if node.target is not aten.embedding.default or node.args[0].name not in parameters:
+            continue
+        weight = node.args[0]
+        is_planned = "embedding_rowwise" in styles.get(module_path(node), "")
+        is_plain = not any(argument(node, place, "", False) for place in (3, 4)) and not node.kwargs
+        if not is_plain or not (is_planned or weight in heads):
+            continue
+        trial = _Trial({}, {}, parameters, called, ())
+        trial.of_parameters[weight] = Cut(0, (shape_of(weight)[0],), node)
+        trial.sums.append(node)
+        with contextlib.suppress(_InTheWay):
+            regions.append((trial.region(), trial))
+    return regions
 
 
 def _in_order(linears: Iterable[fx.Node], styles: Mapping[str, str]) -> list[fx.Node]:
@@ -377,7 +434,7 @@ def _without_half_cut(
         for _, trial in kept:
             for node, cut in trial.of_parameters.items():
                 cuts.setdefault(node, set()).add((cut.axis, cut.parts))
-                readers.setdefault(node, set()).update(trial.cuts, trial.of_parts, trial.sums)
+                readers.setdefault(node, set()).update(trial.cuts, trial.of_parts, trial.sums, trial.losses)
         bad = {
             node for node, ways in cuts.items() if len(ways) > 1 or not readers[node].issuperset(node.users)
         }
@@ -386,5 +443,5 @@ def _without_half_cut(
         for _, trial in kept:
             for node in bad.intersection(trial.of_parameters):
                 reason = f"{trial.parameters[node.name]} is read whole by others too"
-                whole[min(trial.begins)] = reason
+                whole[min([*trial.begins, *trial.sums])] = reason
         kept = [each for each in kept if bad.isdisjoint(each[1].of_parameters)]

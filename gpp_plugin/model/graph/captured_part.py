@@ -35,7 +35,7 @@ from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inp
 from gpp_plugin.ir.analysis import PREPARED, Analysis
 from gpp_plugin.ir.block_graph import Block, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, Parameter
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.graph.given_module import describe_tensors
 from gpp_plugin.model.graph.graph_shapes import Shapes
@@ -565,7 +565,7 @@ class CapturedPart:
         view = self.view(captured)
         cut = self._cut(reference, plan, stage, view, captured)
         op_graph = captured.op_graph
-        captured, nodes = self._shared_out(captured, cut.nodes, reference, plan.stages[stage])
+        captured, nodes = self._shared_out(captured, cut.nodes, reference, plan, stage)
         function = build_stage_function(
             captured, [n for own in nodes.values() for n in own], [cut.made[name] for name in cut.outputs]
         )
@@ -583,17 +583,19 @@ class CapturedPart:
         captured: CapturedGraph,
         blocks: Mapping[str, tuple[str, ...]],
         reference: Reference,
-        stage: Stage,
+        plan: PipelinePlan,
+        index: int,
     ) -> tuple[CapturedGraph, Mapping[str, tuple[str, ...]]]:
         """Return a capture as this rank computes it where a stage's ranks share it out, and its blocks' operators.
 
         Args:
             blocks: of the stage -> their operators, as the capture calls them.
         """
+        stage = plan.stages[index]
         if stage.tensor == 1:
             return captured, blocks
         assert self._links is not None, "a rank of a job knows its place"
-        regions = regions_of_stage(reference.block_graph, captured.analysis.sharding.regions, stage)
+        regions = regions_of_stage(reference.block_graph, captured.analysis.sharding.regions, plan, index)
         own = [node for of_block in blocks.values() for node in of_block]
         sharded = shard_graph(captured, regions, self._links.of(stage), own)
         beside = {name: block for block, names in blocks.items() for name in names}
@@ -634,7 +636,7 @@ class CapturedPart:
         capture = self.capture_for_lengths(analysis, arguments, lengths)
         view = self.view(analysis)
         cut = self._cut(reference, plan, stage, view, capture.captured)
-        captured, own = self._shared_out(capture.captured, cut.nodes, reference, plan.stages[stage])
+        captured, own = self._shared_out(capture.captured, cut.nodes, reference, plan, stage)
         capture = dataclasses.replace(capture, captured=captured)
         op_graph = analysis.op_graph
         # at every new length those tensors are told anew that pass this stage's boundary, and no others

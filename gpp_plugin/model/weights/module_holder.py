@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.sharding import TensorShard
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.model.weights.materialize import release_parameters
@@ -49,24 +49,25 @@ class ModuleHolder:
         self._own = {called[name]: own[name] for name in called}
 
     def make_modules(
-        self, reference: Reference, names: Sequence[Sequence[str]], stages: Sequence[Stage]
+        self, reference: Reference, plan: PipelinePlan, held: Mapping[int, Sequence[str]]
     ) -> tuple[StageModule, ...]:
         """Return stages of these parameters and buffers; the user's module keeps those only, and its buffers.
 
         Stages that hold the same tensor share its memory. Of what a stage's tensor ranks share out, this rank's part.
 
         Args:
-            stages: as planned, in the same order.
+            held: stage of the plan -> the names of what it holds.
         """
+        names = list(held.values())
         known = {p.name: p for p in reference.analysis.op_graph.parameters}
         used = {name for block in reference.block_graph.blocks for name in block.parameters}
-        shards = [parameter_shards(reference, stage) for stage in stages]
+        shards = [parameter_shards(reference, plan, index) for index in held]
         tensors = self._materialize(
             dict.fromkeys(
                 n for of_stage, cut in zip(names, shards, strict=True) for n in of_stage if n not in cut
             )
         )
-        parts = [self._own_parts(cut, stage) for cut, stage in zip(shards, stages, strict=True)]
+        parts = [self._own_parts(cut, plan.stages[index]) for cut, index in zip(shards, held, strict=True)]
         theirs = dict(self._module.named_parameters())
         # what was cast is a copy: the module keeps only what the stage shares with it
         local = {self._local(name): tensor for name, tensor in tensors.items()}

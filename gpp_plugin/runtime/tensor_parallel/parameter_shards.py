@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.sharding.block_shardings import regions_of_stage
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.sharding import TensorShard
 from gpp_plugin.runtime.stage_source import Reference
 
 
-def parameter_shards(reference: Reference, stage: Stage) -> dict[str, TensorShard]:
+def parameter_shards(reference: Reference, plan: PipelinePlan, index: int) -> dict[str, TensorShard]:
     """Return how the parameters of a stage are cut that its tensor ranks share out, by name."""
-    if stage.tensor == 1:
+    if plan.stages[index].tensor == 1:
         return {}
-    regions = regions_of_stage(reference.block_graph, reference.analysis.sharding.regions, stage)
+    regions = regions_of_stage(reference.block_graph, reference.analysis.sharding.regions, plan, index)
     return {shard.name: shard for region in regions for shard in region.parameters}
 
 

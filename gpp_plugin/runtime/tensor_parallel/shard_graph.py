@@ -39,6 +39,7 @@ from gpp_plugin.runtime.tensor_parallel.tensor_ranks import (
     shared,
     summed,
 )
+from gpp_plugin.runtime.tensor_parallel.vocabulary import cross_entropy, embedded
 
 aten = torch.ops.aten
 
@@ -105,6 +106,8 @@ class _Writer:
         self._region_of = {name: i for i, region in enumerate(regions) for name in region.operators}
         self._results = {result.name: result for region in regions for result in region.results}
         self._sums = {name for region in regions for name in region.sums}
+        self._losses = {name for region in regions for name in region.losses}
+        self._parameters = {shard.name: shard for region in regions for shard in region.parameters}
         self._shared = [frozenset(region.shared) for region in regions]
         self._sliced = [{shard.name: shard for shard in region.sliced} for region in regions]
         self._names = {**captured.inputs, **captured.parameters}
@@ -150,6 +153,8 @@ class _Writer:
         kwargs: Any = fx.map_arg(node.kwargs, operand)
         shard = self._results.get(node.name)
         target: Any = node.target
+        if node.name in self._losses:
+            target = cross_entropy(self._ranks, self._first_class(node))
         if shard is not None:
             args, kwargs = self._local(node, shard, args, kwargs)
         if number is not None:
@@ -218,7 +223,13 @@ class _Writer:
     def _summed(self, node: fx.Node, operand: Any) -> fx.Node:
         """Return the sum of the ranks' products, with the bias added once."""
         target: Any = node.target
-        if target is aten.addmm.default:
+        bias: fx.Node | None = None
+        if target is aten.embedding.default:
+            table: Any = node.args[0]
+            rows = self._parameters[self._names[table.name]].rows(self._ranks.position, self._ranks.size)
+            args = (operand(table), operand(node.args[1]), *node.args[2:])
+            product = self._add(embedded(rows[0][0]), args, node, f"tensor_{node.name}_own", node)
+        elif target is aten.addmm.default:
             bias, left, weight = (operand(each) for each in node.args)
             product = self._add(aten.mm.default, (left, weight), node, f"tensor_{node.name}_product", node)
         else:
@@ -236,6 +247,11 @@ class _Writer:
             )
         last.meta = dict(node.meta)
         return last
+
+    def _first_class(self, node: fx.Node) -> int:
+        """Return the first column of the logits that this rank has of a cross entropy."""
+        logits: Any = node.args[0]
+        return self._results[logits.name].rows(self._ranks.position, self._ranks.size)[0][0]
 
     # ---- sizes of parts ------------------------------------------------------------------------
 

@@ -54,11 +54,13 @@ class TensorRanks:
     parts: Mapping[str, TensorShard] | None = None
     sent_bytes: dict[str, int] = field(default_factory=dict)
 
-    def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """Return the sum of the ranks' tensors."""
+    def sum(self, tensor: Tensor, what: str, *, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Return the sum of the ranks' tensors, or what else ``op`` makes of them."""
         assert self.group is not None, "the groups of a job are made before it runs"
         total = tensor.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group=self.group, what=f"{what} over the tensor ranks of stage {self.stage!r}")
+        all_reduce(
+            total, op=op, group=self.group, what=f"{what} over the tensor ranks of stage {self.stage!r}"
+        )
         self.sent_bytes[what] = self.sent_bytes.get(what, 0) + total.numel() * total.element_size()
         return total
 

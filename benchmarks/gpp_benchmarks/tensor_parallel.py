@@ -26,7 +26,7 @@ from gpp_plugin.plan.costs.cost_model import ring_us
 from gpp_plugin.plan.costs.long_context import AttentionShape, expert_exchange_us, ring_attention_us
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.plan_text import draw_stages
-from gpp_plugin.report.units import format_table
+from gpp_plugin.report.units import fill_text, format_table
 
 MODELLED = {
     (8, 8): (2, 1.20),
@@ -100,6 +100,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             cluster = _slower(read_cluster(args.cluster, num_devices=devices, dtype=args.dtype), slower)
             rows.append(_row(args, _with(base, cluster, batch), slower))
     print(format_table(HEADER, [_line(args, row) for row in rows], left=0))
+    print(
+        fill_text(
+            "modelled: a tensor group taken for one larger device, of batches that are told for 8 and 64 devices alone. "
+            "Ours divides what each block's sharding says (norms and residuals are whole), counts every all-reduce with "
+            "its latency, and lets data-parallel degree, micro-batches, stages and schedule be others at every size."
+        )
+    )
     on_paper = _on_paper(args, base) if args.context else []
     return {"rows": rows, "model": args.model, "length": args.length, "on_paper": on_paper}
 

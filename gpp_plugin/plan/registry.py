@@ -38,6 +38,8 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
             f"no planner {name!r}{PLANNERS.suggestion(name)} (planners: {', '.join(PLANNERS.names())})"
         )
     check_request(request)
+    if request.mode == "async":
+        request = dataclasses.replace(request, tensor_parallel=1)
     wanted = tensor_rules(request)
     request = one_stage_a_rank(request)
     plan = _plan_in_mode(name, request)

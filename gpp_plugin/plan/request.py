@@ -98,7 +98,7 @@ def one_stage_a_rank(request: PlanRequest) -> PlanRequest:
         return request
     # numbers of stages that are meant for shared ranks say nothing of a plan without
     stages = None if request.must_share_ranks or request.data_parallel is not None else request.num_stages
-    tensor = 1 if request.must_share_ranks else request.tensor_parallel
+    tensor = 1 if request.must_share_ranks else request.tensor_parallel  # these have no tensor ranks
     return dataclasses.replace(
         request, num_stages=stages, virtual_stages=1, colocate=False, tensor_parallel=tensor
     )
@@ -151,6 +151,10 @@ def check_request(request: PlanRequest) -> None:
     if r.vertical_sync and r.mode == "sync":
         raise PlanError(
             "vertical sync has no meaning in mode sync, where all stages step at once; choose async"
+        )
+    if r.mode == "async" and r.tensor_parallel not in (1, None):
+        raise PlanError(
+            f"tensor_parallel {r.tensor_parallel}: mode async is planned without tensor ranks; set it to 1, or mode to sync"
         )
     unknown = set(r.memory_optimization) - {"recompute", "swap"}
     if unknown:

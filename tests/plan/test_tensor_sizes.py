@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from gpp_benchmarks._oracle_costs import step_us
 from gpp_benchmarks._tensor_oracle import grid_plan
 from gpp_benchmarks.plan_quality import check_tensor
-from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin import api
+from gpp_plugin.commands import plan_command
+from gpp_plugin.config import read_config
+from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Device, Link
 from gpp_plugin.ir.profile import Profile
@@ -267,6 +271,10 @@ def test_a_planner_without_tensor_ranks_says_so() -> None:
 def test_ranks_of_several_stages_have_no_tensor_ranks() -> None:
     with pytest.raises(PlanError, match="ranks that hold several stages are planned without tensor ranks"):
         make_plan("auto", request_of(divisible(4), ranks=2, tensor_parallel=2, virtual_stages=2))
+    with pytest.raises(PlanError, match="mode async is planned without tensor ranks"):
+        make_plan("auto", request_of(divisible(4), ranks=2, tensor_parallel=2, mode="async"))
+    plan = make_plan("auto", request_of(divisible(4), ranks=2, mode="async", micro_batch_sizes={"*": 2}))
+    assert {stage.tensor for stage in plan.stages} == {1}
 
 
 @pytest.mark.parametrize(("name", "divided"), [("transformer", 4), ("mmt", 4), ("gpt2_345m", 4), ("dlrm", 0)])
@@ -306,3 +314,32 @@ def test_ring_attention_hides_its_sends_in_long_texts_alone() -> None:
     us, unhidden = ring(2048, 4)
     assert unhidden > 0 and us == pytest.approx(ring(2048, 1)[0] / 4 + unhidden)
     assert expert_exchange_us(4096, 4096, 2, 1, link) == 0.0
+
+
+@pytest.mark.parametrize("asked", ["auto", 2, {"language_model": 4}])
+def test_the_key_of_the_configuration(asked: object) -> None:
+    config = read_config({"graph_pipeline": {"tensor_parallel": asked}})
+    assert config is not None and config.tensor_parallel == asked
+    default = read_config({"graph_pipeline": {}})
+    assert default is not None and default.tensor_parallel == 1
+    for wrong in (0, "two", {"language_model": 0}):
+        with pytest.raises(ConfigError, match="graph_pipeline.tensor_parallel"):
+            read_config({"graph_pipeline": {"tensor_parallel": wrong}})
+
+
+def test_the_api_and_the_command_ask_for_sizes() -> None:
+    sizes = {"layers": 2, "hidden": 64, "inner": 128, "heads": 4, "length": 16}
+    request = api.make_request(
+        "transformer", num_devices=2, sizes=sizes, mini_batch=1, tensor_parallel={"layers": 2}
+    )
+    assert request.tensor_parallel == {"layers": 2}
+    plan = api.plan_for(request)
+    assert "ranks 0-1 (1x2)" in api.format_plan(plan)
+    with pytest.raises(ConfigError, match='give "auto", a number'):
+        api.make_request("transformer", num_devices=2, sizes=sizes, tensor_parallel="most")
+    parser = argparse.ArgumentParser()
+    plan_command.add_arguments(parser)
+    for text, asked in (("auto", "auto"), ("4", 4), ("a=2,b.c=4", {"a": 2, "b.c": 4})):
+        assert parser.parse_args(["mmt", "--tensor-parallel", text]).tensor_parallel == asked
+    with pytest.raises(SystemExit):
+        parser.parse_args(["mmt", "--tensor-parallel", "a=none"])

@@ -1,7 +1,7 @@
 """What ring attention and experts on ranks of their own would take, on paper: nothing here is built.
 
 Context parallelism. c ranks hold L / c tokens each; keys and values go round in c - 1 steps beside attention to those
-that are there, so that a step takes what its longer half does. Causal ranks are given halves that even out (striped), so
+that are there, so that a step takes what its longer half does. Causal ranks hold halves that even out (striped), so
 each step attends to half of all pairs. Legend: h width of queries, k of keys and values, F FLOP/s reached, b bytes a
 number:
 

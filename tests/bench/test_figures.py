@@ -126,7 +126,11 @@ def test_autopipes_steps_and_start_ups():
     for plan in (found.sliced, found.autopipe, chunked):
         assert _autopipe.start_up_us(plan, found.cluster_request) < 0.75 * usual
     failed = list(_autopipe._step_rows("case", options, "gpt2_345m", 40, 4, 8, ("a", "b", "c")))
-    assert [row.ours for row in failed] == [None] * 3 and failed[0].note
+    assert [row.ours for row in failed] == [None] * 3 and failed[0].note and failed[1].note == "as above"
+    two = list(_autopipe._step_rows("case", options, "gpt2_345m", 2, 4, 4, ("a", "b", "c")))
+    assert [row.ours == 1.0 for row in two] == [False, True, False] and "stay whole" in two[1].note
+    uneven = _autopipe._start_up_note(_autopipe._interleaved(8, 4, 30.0), found.even)
+    assert uneven == "24 layers in 16 stages are not even; Megatron-LM refuses"
 
 
 def test_autopipes_tables(monkeypatch):

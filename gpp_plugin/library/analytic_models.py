@@ -158,7 +158,7 @@ def profile_model(
     Args:
         dtype: of activations, parameters and gradients; the device's speed is taken to be in it.
         largest: times are given for every power of two up to this number of samples.
-        recompute: keep only the input of blocks that are checkpointed, and run their forward again before their backward.
+        recompute: keep only the input of blocks that are checkpointed, and run their forward again before the backward.
     """
     # 1, 2, 4, ... up to ``largest``; what lies between is interpolated (`ir.profile`).
     samples = tuple(1 << n for n in range(largest.bit_length()) if 1 << n <= largest) or (1,)

@@ -42,14 +42,14 @@ _WHY_STEP = (
 )
 _WHY_PLANNERS = (
     f"{_WHY_STEP}. Memory decides the stages, and is by analysis too: two stages of GPT-2 1.3B fit here, which the "
-    "paper's DAPPLE had no memory for, so that its other planners took four or five. Unequal degrees that do not divide a "
-    "micro-batch (1 and 3 GPUs, which the paper's DAPPLE likes) nobody can have here. Piper minimises the slowest stage "
-    "and knows no time to fill the pipeline, which shows where micro-batches are few"
+    "paper's DAPPLE had no memory for, so that its other planners took four or five. Degrees that do not divide a "
+    "micro-batch (1 and 3 GPUs, which the paper's DAPPLE likes) nobody can have here. Piper minimises the slowest "
+    "stage and knows no time to fill the pipeline, which shows where micro-batches are few"
 )
 _WHY_LINKS = f"{_WHY_STEP}. Messages travel beside compute here, so that a sliced micro-batch blocks nothing"
 _WHY_EVEN = (
-    f"{_WHY_LINKS}. Here the head takes as long as 1.3 to 2.1 layers (BERT-large 1.5), atop as many layers as other stages "
-    "have in Megatron-LM; where these are few, as in twelve stages, that decides, and ours gains more than was measured"
+    f"{_WHY_LINKS}. Here the head takes as long as 1.3 to 2.1 layers (BERT-large 1.5), atop as many layers as other "
+    "stages have in Megatron-LM; where these are few, as in twelve stages, that decides, and ours gains more than was measured"
 )
 _TWO_STAGES = (
     "two stages stay whole: the only warm-up forward is also the last one, whose halves leave together"

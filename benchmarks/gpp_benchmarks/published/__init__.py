@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return all rows, by quantity how many that were not fitted are within their limit, and the error of held-out ones."""
+    """Return all rows, how many of each that was not fitted are within their limit, and the error of held-out ones."""
     rows: list[Row] = []
     for name in args.sources:
         found = list(SOURCES[name]())

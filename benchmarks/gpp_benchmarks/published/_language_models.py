@@ -25,8 +25,8 @@ MT_NLG = ((240, 2240, 60.1), (192, 2800, 50.2), (160, 3360, 44.4))
 """Micro-batches of a pipeline (batch 1,920, 8-way tensor, 35-way pipeline), GPUs, seconds of a step."""
 LIMIT = 0.08
 _WHY_LLAMA = (
-    "assumed: the number of micro-batches (torchtitan's default is 8, as many as pipeline ranks), the chunks of a rank, "
-    "equal stages, and no time for messages and FSDP's collectives; memory (82.5 and 72.7 GiB) is not simulated"
+    "assumed: the number of micro-batches (torchtitan's default is 8, as many as pipeline ranks), the chunks of a "
+    "rank, equal stages, and no time for messages and FSDP's collectives; memory (82.5 and 72.7 GiB) is not simulated"
 )
 _WHY_MT_NLG = (
     "a stage's time from the first row; the gradient reduction, which grows with the replicas, takes none"

@@ -96,7 +96,7 @@ def count_within(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def held_out_error(rows: Iterable[Row]) -> dict[str, Any] | None:
-    """Return how far held-out times are off, whatever their limits: the mean, the median and the worst; None: no row."""
+    """Return how far held-out times are off, whatever their limits: mean, median and worst; None: no such row."""
     errors = [abs(row.error) for row in rows if row.known == HELD_OUT and row.unit == "s"]
     if not errors:
         return None

@@ -49,7 +49,8 @@ _WHY_PLANNERS = (
 _WHY_LINKS = f"{_WHY_STEP}. Messages travel beside compute here, so that a sliced micro-batch blocks nothing"
 _WHY_EVEN = (
     f"{_WHY_LINKS}. Here the head takes as long as 1.3 to 2.1 layers (BERT-large 1.5), atop as many layers as other "
-    "stages have in Megatron-LM; where these are few, as in twelve stages, that decides, and ours gains more than was measured"
+    "stages have in Megatron-LM; where these are few, as in twelve stages, it decides, and ours gains more than was "
+    "measured"
 )
 _TWO_STAGES = (
     "two stages stay whole: the only warm-up forward is also the last one, whose halves leave together"

@@ -103,9 +103,9 @@ def figures() -> tuple[Figure, ...]:
         Figure(
             name="13",
             title="standard deviation of stage times over AutoPipe's, GPT-2 345M, micro-batches of 32",
-            why=f"{_WHY_PLANNERS}. In two stages AutoPipe's best cut is between whole layers here, which planners of whole "
-            "layers find too; the paper's DAPPLE put 17 of 24 layers into its second stage, and its Piper took four and "
-            "six stages. A ratio of 0 is one stage",
+            why=f"{_WHY_PLANNERS}. In two stages AutoPipe's best cut is between whole layers here, which the others "
+            "find too; the paper's DAPPLE put 17 of 24 layers into its second stage, and its Piper took four and six "
+            "stages. A ratio of 0 is one stage",
             rows=_figure_13,
             scale="log",
         ),

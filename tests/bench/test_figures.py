@@ -192,6 +192,8 @@ def test_pictures_leave_out_what_is_not_known():
     root = ElementTree.fromstring(draw_bars("title", rows, scale="log"))
     bars = [r for r in root.findall("{*}rect") if r.get("height") == "8"]
     assert [float(bar.get("width")) for bar in bars] == pytest.approx([440 / 3, 440, 880 / 3], abs=0.1)
+    # where the paper gives a range, or only draws, its words stand in place of a bar
+    assert [text.text for text in root.findall("{*}text")].count(PICTURE_ONLY) == 1
 
 
 def test_unknown_figures_are_refused(tmp_path):

@@ -12,6 +12,7 @@ WIDTH, LABELS, NUMBERS = 900, 380, 80
 """Pixels of the picture, of the names on the left and of the numbers on the right."""
 BAR, GAP, TOP = 9, 8, 46
 COLOURS = {"paper": "#9aa5b1", "ours": "#1f6fb2"}
+WORDS = "#5c6873"
 
 
 def draw_bars(title: str, rows: Sequence[FigureRow], *, scale: str = "linear") -> str:
@@ -41,7 +42,7 @@ def draw_bars(title: str, rows: Sequence[FigureRow], *, scale: str = "linear") -
         parts.append(f'<text x="{LABELS - 8}" y="{y + BAR + 3}" text-anchor="end">{label}</text>')
         if row.paper is None and row.paper_says:
             parts.append(
-                f'<text x="{LABELS + 4}" y="{y + BAR - 1}" fill="{COLOURS["paper"]}">{escape(row.paper_says)}</text>'
+                f'<text x="{LABELS + 4}" y="{y + BAR - 2}" fill="{WORDS}">{escape(row.paper_says)}</text>'
             )
         for offset, name, value in ((0, "paper", row.paper), (BAR, "ours", row.ours)):
             if value is None:

@@ -31,8 +31,8 @@ TABLE_1: dict[str, dict[int, tuple[float | None, float, float]]] = {
 RIVALS = ("piper", "pipedream", "graphpipe")
 _WHY_THROUGHPUT = (
     "ours is predicted, with costs by analysis on a Summit-like cluster, every plan in one runtime and its baseline as "
-    "a chain, with the micro-batch sizes, micro-batches in flight and exchanges between nodes that ours has; the paper's "
-    "is measured on FlexFlow. Mini-batches and models are those of appendix A.2"
+    "a chain, with the micro-batch sizes, micro-batches in flight and exchanges between nodes that ours has; the "
+    "paper's is measured on FlexFlow. Mini-batches and models are those of appendix A.2"
 )
 _AT_32 = "1.25 to 1.61 over the three models (section 7.4)"
 _PARALLEL_AT_32 = "1.12 to 1.40 over the three models (section 7.4)"

@@ -95,4 +95,4 @@ def _mark(event: Event) -> str | None:
         return _LETTERS[event.micro_batch % len(_LETTERS)]
     if event.kind is EventKind.WEIGHT_GRADIENT:
         return _LETTERS[event.micro_batch % len(_LETTERS)].upper()
-    return {EventKind.REDUCE: "=", EventKind.STEP: "#"}.get(event.kind)
+    return {EventKind.GATHER: "+", EventKind.REDUCE: "=", EventKind.STEP: "#"}.get(event.kind)

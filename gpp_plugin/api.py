@@ -122,7 +122,7 @@ class RequestOptions(TypedDict, total=False):
         data_parallel: ranks of every stage; the planner chooses by default.
         memory: what may be used to fit: ``recompute``, ``swap``, both or (the default) neither.
         memory_limit_gb: most GB of one rank; what the device has by default.
-        zero_stage: 0 (the default), 1 or 2.
+        zero_stage: 0 (the default) to 3.
         mode: ``sync`` (the default) or ``async``.
         vertical_sync: in mode ``async``.
     """

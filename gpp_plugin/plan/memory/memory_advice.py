@@ -55,6 +55,6 @@ def _changes(largest: str, allowed: Sequence[str]) -> list[str]:
 
 
 def _zero(zero_stage: int, degree: int) -> str:
-    if degree == 1 or zero_stage >= 2:
+    if degree == 1 or zero_stage >= 2:  # stage 3 shares out parameters, on ranks of several stages
         return ""
     return f"zero_optimization.stage {zero_stage + 1}: this stage has {degree} ranks to share them out"

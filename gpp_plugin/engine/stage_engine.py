@@ -191,7 +191,7 @@ class StageEngine:
     def reduce_data(self) -> None:
         """Sum the gradients over the stage's ranks; collective over them.
 
-        Once a mini-batch, after its last backward; under ZeRO 2 as often as the program says.
+        Once a mini-batch, after its last backward; under ZeRO 2 and 3 as often as the program says.
         """
         self.reductions.reduce_data()
 
@@ -272,7 +272,7 @@ class StageEngine:
 
     @property
     def is_partitioned(self) -> bool:
-        """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1 and 2)."""
+        """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1 to 3)."""
         return bool(self._updater.layout)
 
     @property

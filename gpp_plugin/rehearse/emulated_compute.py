@@ -14,6 +14,7 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.compute import BoundaryGradients
 from gpp_plugin.runtime.messages.wires import held_shape
+from gpp_plugin.runtime.ranks.waiting import all_gather
 
 CPU = torch.device("cpu")
 SPIN_US = 200.0
@@ -176,6 +177,33 @@ class EmulatedHooks:
         """Agree with all ranks, as they do on the gradients' norm; no parameter is there to update."""
         if self._world_group is not None:
             dist.all_reduce(self._norm, group=self._world_group)
+
+
+class EmulatedWeights:
+    """The stage's parameters where its ranks hold parts of them: gathered at their real (scaled) size.
+
+    Args:
+        data_group: of the ranks that hold the other parts.
+        num_bytes: of all of them.
+    """
+
+    def __init__(
+        self, *, data_group: dist.ProcessGroup, num_bytes: float, device: torch.device = CPU
+    ) -> None:
+        self._group = data_group
+        self._part = torch.zeros(max(1, round(num_bytes / data_group.size())), dtype=torch.uint8, device=device)
+        self._whole = torch.zeros(self._part.numel() * data_group.size(), dtype=torch.uint8, device=device)
+
+    def gather(self) -> None:
+        """Bring the parts together."""
+        all_gather(self._whole, self._part, group=self._group, what="a rehearsed gather")
+
+    def free(self) -> None:
+        """Keep the memory: the next gather needs it."""
+
+    def apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs: nothing that is computed is a view of these."""
+        return outputs
 
 
 def _names(edges: Iterable[StageEdge]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ optimizer step follow at the end. Two stages of one rank, one micro-batch:
 
 A part of a longer schedule (`windows`) is lowered by the same code; what differs stands in its task graph.
 
-ZeRO 2 keeps no whole gradients, so it needs a reduction behind every micro-batch's backward. A reduction is a
+ZeRO 2 and 3 keep no whole gradients, so they need a reduction behind every micro-batch's backward. A reduction is a
 rendezvous of the stage's ranks, so it can stop programs that finish without it: rank a reduces before it sends what
 rank b, by way of other stages, needs for its backward. What is tried first is one reduction after each backward, before
 the next task; then all programs are executed serially, and a reduction at which they stop is moved, on all ranks of its

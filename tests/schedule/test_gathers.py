@@ -14,19 +14,9 @@ from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.gathers import gathered_at_once
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.simulate.program_times import simulate_programs
-from tests.schedule.plans import simple_plan
+from tests.schedule.plans import sharded, simple_plan
 
 GATHER, FREE = InstructionKind.GATHER, InstructionKind.FREE
-
-
-def sharded(plan, *ranks, num_bytes=80):
-    """Return the plan with its stages on these ranks (None: as they are), which hold their parameters in parts."""
-    own = [stage.ranks for stage in plan.stages] if not ranks else ranks
-    stages = tuple(
-        dataclasses.replace(stage, ranks=of_stage, sharded_bytes=num_bytes if len(of_stage) > 1 else 0)
-        for stage, of_stage in zip(plan.stages, own, strict=True)
-    )
-    return dataclasses.replace(plan, stages=stages)
 
 
 def proven(plan, **options):

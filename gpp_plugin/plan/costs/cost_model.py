@@ -233,8 +233,8 @@ class CostModel:
         return num_reductions(num_micro_batches, self.zero_stage)
 
     def gather_us(self, blocks: Sequence[int], ranks: Sequence[int]) -> float:
-        """Return microseconds of one gather of a stage's parameters (ZeRO 3): half an all-reduce of them."""
-        return self.all_reduce_us(self.sharded_bytes(blocks, len(ranks)), ranks) / 2
+        """Return microseconds of one gather of a stage's parameters (ZeRO 3)."""
+        return gather_us(self.sharded_bytes(blocks, len(ranks)), ranks, self.cluster)
 
     def cost_key(self, block: int) -> tuple[object, ...]:
         """Return everything the profile says of a block but its name: equal keys, equal costs."""
@@ -360,6 +360,20 @@ def ring_us(num_bytes: float, degree: int, link: Link) -> float:
         return 0.0
     steps = 2 * (degree - 1)
     return float(steps * (link.latency_us + link.occupied_us(num_bytes / degree)))
+
+
+def gather_us(num_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
+    """Return microseconds of one gather of ``num_bytes`` of parameters: half an all-reduce of them."""
+    return 0.0 if num_bytes <= 0 else ring_us(num_bytes, len(ranks), group_link(cluster, ranks)) / 2
+
+
+def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
+    """Return by stage the microseconds of one gather of its parameters, where its ranks hold parts of them."""
+    return {
+        index: gather_us(stage.sharded_bytes, stage.data_ranks(0), cluster)
+        for index, stage in enumerate(plan.stages)
+        if stage.gathered_bytes
+    }
 
 
 def group_link(cluster: Cluster, ranks: Sequence[int]) -> Link:

@@ -25,7 +25,7 @@ PLACED: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     ),
     "gpt2, two stages on both ranks": (
         "gpt2",
-        [{"modules": ["transformer.wte", "transformer.wpe", "transformer.h.0"], "ranks": BOTH},
+        [{"modules": ["transformer.wte", "transformer.h.0"], "ranks": BOTH},
          {"modules": ["*"], "ranks": BOTH}],
         {},
     ),

@@ -135,7 +135,7 @@ class Evaluator:
         self._lanes.clear()
 
     def _weights_for(self, plan: PipelinePlan) -> AbstractContextManager[None]:
-        """Let a plan's programs gather weights that ranks hold in parts; where it leaves some of these idle, gather all."""
+        """Let a plan's programs gather weights that ranks hold in parts; where it leaves some idle, gather all."""
         is_whole = all(own.ranks == of.ranks for own, of in zip(plan.stages, self._plan.stages, strict=True))
         return self._stages.attached() if is_whole else self._stages.gathered()
 

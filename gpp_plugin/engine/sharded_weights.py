@@ -1,4 +1,4 @@
-"""A stage's parameters under ZeRO 3: each data-parallel rank holds a part of them, and all of them for the stage's tasks.
+"""A stage's parameters under ZeRO 3: each data-parallel rank holds a part of them, and all for the stage's tasks.
 
     flat      | embed            | norm | layer.weight          | bias | pad |     parameters are views of it
     part      | rank 0             | rank 1             | rank 2             |     what a rank keeps
@@ -8,8 +8,8 @@ values as before. Parameters, and whatever autograd has kept of them for a backw
 as they are; so a micro-batch's forward may be of one gather and its backward of another. The part is given back while
 the flat buffer, in which it lies too, is there: a rank never holds more than the whole.
 
-Trained parameters lie in the flat buffers of the optimizer, whose partitions are the ranks' parts, and which steps those
-(`WeightUpdater.publish_to`); the others in flat buffers made here, one for each type. Buffers stay whole.
+Trained parameters lie in the flat buffers of the optimizer, whose partitions are the ranks' parts, and which steps
+those (`WeightUpdater.publish_to`); the others in flat buffers made here, one for each type. Buffers stay whole.
 
 Between mini-batches a parameter has its shape and no memory: it reads as not-a-number, and cannot be written. Whoever
 needs values has `whole`, which gathers all stages of the rank, and takes what was written there.
@@ -70,7 +70,9 @@ class _Sharded:
 
     def __init__(self, flat: FlatWeights, group: dist.ProcessGroup, position: int, degree: int) -> None:
         self._whole, self._group = flat.whole.detach(), group
-        assert self._whole.untyped_storage().nbytes() == self._whole.nbytes, "a flat buffer has its storage alone"
+        assert self._whole.untyped_storage().nbytes() == self._whole.nbytes, (
+            "a flat buffer has its storage alone"
+        )
         self._own = self._whole.view(degree, -1)[position]
         self.part = torch.empty_like(self._own)
         self._sizes = self._whole.nbytes, self.part.nbytes
@@ -78,7 +80,9 @@ class _Sharded:
             (parameter, self._whole.narrow(0, first, parameter.numel()).view(parameter.shape))
             for parameter, first in flat.places
         ]
-        self.placeholder = torch.full((), _nothing(self.part.dtype), dtype=self.part.dtype, device=self.part.device)
+        self.placeholder = torch.full(
+            (), _nothing(self.part.dtype), dtype=self.part.dtype, device=self.part.device
+        )
         self.part.untyped_storage().resize_(0)
 
     @property
@@ -180,7 +184,9 @@ class ShardedWeights:
             ConfigError: they are gathered.
         """
         if self.is_whole:
-            raise ConfigError("train_batch within engine.gathered_parameters(): leave it before the next call")
+            raise ConfigError(
+                "train_batch within engine.gathered_parameters(): leave it before the next call"
+            )
         for flat in self._flats:
             for parameter, view in flat.views:
                 parameter.data = view

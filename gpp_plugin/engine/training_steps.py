@@ -144,8 +144,8 @@ class LaneMaker:
             most = gathered_at_once(plan, program)
             if most > planned:
                 logger.warning(
-                    "memory: rank %d holds %d bytes of gathered weights at a time where %d are planned: its stages' ranks "
-                    "need each other between their tasks; put stages that share a rank on the same ranks",
+                    "memory: rank %d holds %d bytes of gathered weights at a time where %d are planned: its stages' "
+                    "ranks need each other between their tasks; put stages that share a rank on the same ranks",
                     *(program.rank, most, planned),
                 )
 

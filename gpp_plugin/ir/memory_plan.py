@@ -86,7 +86,7 @@ class MemoryBreakdown:
     """Predicted bytes of one rank of a stage at its peak, by what they hold.
 
     Args:
-        weights: the current ones, under ZeRO 3 the rank's part; ``stashed_weights``: older versions (asynchronous mode).
+        weights: the current ones, under ZeRO 3 the rank's part; ``stashed_weights``: older versions (mode async).
         gathered: the rest of them while one of the stage's tasks runs (ZeRO 3).
         activations: kept for backward by all micro-batches in flight, after swap and recompute.
         working: tensors back in use, or on their way to or from the host.

@@ -88,7 +88,9 @@ class Stage:
     def gathered_bytes(self) -> int:
         """Return what a rank holds of the parameters beside its own part while they are whole; 0 where it always does.
 
-        >>> Stage(name="a", blocks=("a",), ranks=(0, 1, 2, 3), micro_batch_size=4, in_flight=1, sharded_bytes=80).gathered_bytes
+        >>> held = {"ranks": (0, 1, 2, 3), "sharded_bytes": 80}
+        >>> stage = Stage(name="a", blocks=("a",), micro_batch_size=4, in_flight=1, **held)
+        >>> stage.gathered_bytes
         60
         """
         return self.sharded_bytes - self.sharded_bytes // self.degree

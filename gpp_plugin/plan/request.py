@@ -144,8 +144,8 @@ def check_request(request: PlanRequest) -> None:
         raise PlanError(f"no mode {r.mode!r}; choose sync or async")
     if not 0 <= r.zero_stage <= 3 or (r.zero_stage == 3 and r.mode == "async"):
         raise PlanError(
-            f"ZeRO stage {r.zero_stage} in mode {r.mode}: choose 0 to 3, and in mode async, which needs several versions "
-            "of the weights at a time, at most 2"
+            f"ZeRO stage {r.zero_stage} in mode {r.mode}: choose 0 to 3, and in mode async, which needs several "
+            "versions of the weights at a time, at most 2"
         )
     if r.vertical_sync and r.mode == "sync":
         raise PlanError(

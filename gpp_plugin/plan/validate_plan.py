@@ -204,7 +204,9 @@ def _versions(plan: PipelinePlan, stage: int) -> str:
 def _gathered_bytes(stage: Stage, profile: Profile, zero_stage: int) -> float:
     """Return what of its parameters a rank of a stage holds only while a task runs (ZeRO 3)."""
     costs = profile.by_block()
-    whole = sum(costs[block].parameter_bytes for block in stage.blocks) - profile.counted_again(stage.blocks)[0]
+    whole = (
+        sum(costs[block].parameter_bytes for block in stage.blocks) - profile.counted_again(stage.blocks)[0]
+    )
     return whole - whole / stage.degree if zero_stage >= 3 else 0.0
 
 

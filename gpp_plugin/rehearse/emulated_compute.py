@@ -191,7 +191,9 @@ class EmulatedWeights:
         self, *, data_group: dist.ProcessGroup, num_bytes: float, device: torch.device = CPU
     ) -> None:
         self._group = data_group
-        self._part = torch.zeros(max(1, round(num_bytes / data_group.size())), dtype=torch.uint8, device=device)
+        self._part = torch.zeros(
+            max(1, round(num_bytes / data_group.size())), dtype=torch.uint8, device=device
+        )
         self._whole = torch.zeros(self._part.numel() * data_group.size(), dtype=torch.uint8, device=device)
 
     def gather(self) -> None:

@@ -3,10 +3,10 @@
 A stage is gathered before a task, and let go of behind it where another stage's task comes next on a rank; between
 neighbouring tasks of one stage letting go would only mean to gather again, as its own tasks are what needs most:
 
-    rank 0, stages 0 and 1   gather(0) 0F0 0F1 free(0)  gather(1) 1F0 1B0 free(1)  gather(0) 0B0 free(0)  gather(1) 1F1 ...
+    rank 0, stages 0 and 1   gather(0) 0F0 free(0)  gather(1) 1F0 1B0 free(1)  gather(0) 0F1 0B0 free(0)  gather(1) ...
 
-So a rank of several stages holds one of them whole at a time; a rank of one stage gathers it once a mini-batch, which is
-what ZeRO 1 and 2 send behind their step. A gather is a rendezvous of the stage's ranks, which come to it between the
+So a rank of several stages holds one of them whole at a time; a rank of one stage gathers it once a mini-batch, which
+is what ZeRO 1 and 2 send behind their step. A gather is a rendezvous of the stage's ranks, which come to it between the
 same two tasks of the stage. What is tried first is right before the task, wherever on any of its ranks another stage
 comes between. Then all programs are executed serially (`checks.rendezvous`); a gather at which they stop is moved, on
 all ranks of its stage, before the receives that stand there, and then before the sends. One at which they still stop is
@@ -61,7 +61,7 @@ def gather_around_tasks(plan: PipelinePlan, programs: Sequence[RankProgram]) -> 
 
 
 def gathered_at_once(plan: PipelinePlan, program: RankProgram) -> int:
-    """Return the most bytes that a rank holds beside its parts of parameters: of the stages that are whole at a time."""
+    """Return the most bytes that a rank holds beside its parts of parameters: of stages that are whole at a time."""
     most = now = 0
     for instruction in program.instructions:
         if instruction.kind in (InstructionKind.GATHER, InstructionKind.FREE):

@@ -68,9 +68,7 @@ def train(case: str, zero: int, more: dict[str, Any]) -> dict[str, Any]:
         "evaluated": [float(engine.eval_batch(iter([make_batch(n, n)]))) for n in (B, 5)],
         "memory": engine.memory_report().ranks[engine.global_rank],
         "state": engine.module_state_dict(),
-        "gathers": [
-            i.stage for i in engine._lane._program.instructions if i.kind is InstructionKind.GATHER
-        ],
+        "gathers": [i.stage for i in engine._lane._program.instructions if i.kind is InstructionKind.GATHER],
         "stages": [stage.stage for stage in stages],
     }
     engine.destroy()

@@ -68,7 +68,11 @@ def test_overflow_skips_as_under_zero_2() -> None:
     for two, three in zip(twos, threes, strict=True):
         assert 1 <= three["skipped"] < 12 and all(three["same"][: three["skipped"]])
         assert not three["same"][-1]
-        assert (two["skipped"], two["scale"], two["same"]) == (three["skipped"], three["scale"], three["same"])
+        assert (two["skipped"], two["scale"], two["same"]) == (
+            three["skipped"],
+            three["scale"],
+            three["same"],
+        )
         assert all(torch.equal(value, three["state"][name]) for name, value in two["state"].items())
 
 

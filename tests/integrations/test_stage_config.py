@@ -133,7 +133,9 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
     derived = derive({"zero_optimization": asked})
     assert (derived.zero_stage, derived.bucket_elements) == (3, 99)
     zero = derived.deepspeed["zero_optimization"]
-    assert zero["stage"] == 1 and not [key for key in zero if key.startswith("stage3") or key == "sub_group_size"]
+    assert zero["stage"] == 1 and not [
+        key for key in zero if key.startswith("stage3") or key == "sub_group_size"
+    ]
     assert [note for note in derived.notes if "stage3_max_live_parameters, sub_group_size without" in note]
 
 

@@ -85,7 +85,9 @@ def sharded(plan: PipelinePlan, *ranks: tuple[int, ...], num_bytes: int = 80) ->
     """Return the plan with its stages on these ranks (none: as they are), which hold their parameters in parts."""
     own = [stage.ranks for stage in plan.stages] if not ranks else ranks
     stages = tuple(
-        dataclasses.replace(stage, ranks=of_stage, sharded_bytes=num_bytes if len(of_stage) > stage.tensor else 0)
+        dataclasses.replace(
+            stage, ranks=of_stage, sharded_bytes=num_bytes if len(of_stage) > stage.tensor else 0
+        )
         for stage, of_stage in zip(plan.stages, own, strict=True)
     )
     return dataclasses.replace(plan, stages=stages)

@@ -253,8 +253,8 @@ def _derive_zero(derived: dict[str, Any], notes: list[str]) -> None:
         del zero[key]
     if of_stage_3:
         notes.append(
-            f"zero_optimization: {', '.join(sorted(of_stage_3))} without effect: the program says when a stage's weights "
-            "are gathered, and files always hold whole ones"
+            f"zero_optimization: {', '.join(sorted(of_stage_3))} without effect: the program says when a stage's "
+            "weights are gathered, and files always hold whole ones"
         )
     zero.update(
         stage=1,

@@ -328,7 +328,8 @@ class CostModel:
     def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
         """Return by stage the microseconds of its gradient reductions in one step: its own, then tied ones.
 
-        Gathers of parameters (ZeRO 3) are among them. The gradient of a parameter that several stages hold is summed over all their ranks at the end.
+        Gathers of parameters (ZeRO 3) are among them. The gradient of a parameter that several stages hold is summed
+        over all their ranks at the end.
         """
         times = {
             i: self.stage_all_reduce_us(

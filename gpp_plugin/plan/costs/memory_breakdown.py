@@ -19,7 +19,7 @@ from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.plan.costs.memory_formula import shared_out, sharded_bytes, stashed_bytes, unreduced_bytes
+from gpp_plugin.plan.costs.memory_formula import sharded_bytes, shared_out, stashed_bytes, unreduced_bytes
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 

@@ -88,7 +88,7 @@ def rank_bytes(peaks: Sequence[tuple[float, float]]) -> float:
         peaks: by stage, M and of it P - P / p.
 
     >>> rank_bytes([(100, 40), (80, 30)])
-    110
+    150
     """
     return sum(most - gathered for most, gathered in peaks) + max(gathered for _, gathered in peaks)
 

@@ -1,8 +1,8 @@
 """Executes the programs of all ranks serially, in order, with rendezvous: the one definition of what that means.
 
 A send or a receive ends when its other end is posted; a gather or a reduction of data when all ranks of the stage have
-come to it, a task with tensor ranks when all of its data position have, as it contains their collectives; everything else
-ends at once, what passes between two stages of one rank included.
+come to it, a task with tensor ranks when all of its data position have, as it contains their collectives; everything
+else ends at once, what passes between two stages of one rank included.
 
 Programs that finish so finish on any device, whatever its queues and whoever waits for it on the way: each of these
 adds waits for what a rank has launched before, and here every rank waits for all of that at every instruction.
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
-
 
 OF_STAGE = (InstructionKind.GATHER, InstructionKind.REDUCE_DATA)
 """What all ranks of a stage do together."""

@@ -26,16 +26,24 @@ def check_gathers(checked: CheckedPrograms, part: RankProgram) -> None:
             is_gather = kind is InstructionKind.GATHER
             if not is_sharded or is_gather is is_whole:
                 held = "whole" if is_whole else "in parts"
-                raise checked.fail(part, position, f"{instruction}: its parameters are {held} there; lower anew")
+                raise checked.fail(
+                    part, position, f"{instruction}: its parameters are {held} there; lower anew"
+                )
             is_whole = is_gather
         elif kind is InstructionKind.COMPUTE and not is_whole:
             raise checked.fail(
-                part, position, f"runs {instruction} while its parameters are not gathered; gather them before it"
+                part,
+                position,
+                f"runs {instruction} while its parameters are not gathered; gather them before it",
             )
         elif kind is InstructionKind.STEP and is_whole and is_sharded:
             raise checked.fail(
-                part, position, "steps while its parameters are gathered, of which it would step a part; free them before"
+                part,
+                position,
+                "steps while its parameters are gathered, and it steps parts of them; free them before",
             )
     if is_whole and is_sharded:
         end = len(part.instructions) - 1
-        raise checked.fail(part, end, "ends while its parameters are gathered; free them behind its last task")
+        raise checked.fail(
+            part, end, "ends while its parameters are gathered; free them behind its last task"
+        )

@@ -15,12 +15,12 @@ What is proven for a plan, its schedules and the programs of all ranks:
    data between tasks, after a backward, at the same place on all its ranks (programs that step after each backward,
    as asynchronous ones do, have a reduction and a step of the stage behind each, before its next task, and nowhere
    else);
-6. a stage that its ranks hold in parts (ZeRO 3) is gathered before each of its tasks, and on all of them between the same
+6. a stage that its ranks hold in parts (ZeRO 3) is gathered before each of its tasks, on all of them between the same
    two; it is let go of before the step, and nothing that is whole anyway is gathered;
 7. everything finishes when each rank executes its instructions serially, in order, with rendezvous messages: a send
    or a receive ends when its other end is posted; a gather or a reduction of data when all ranks of the stage have come
-   to it, and a task, which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.
-   Then it finishes on any device as well, whoever waits for it on the way (`rendezvous`).
+   to it, and a task, which has the collectives of tensor parallelism inside, when all tensor ranks of its data position
+   have. Then it finishes on any device as well, whoever waits for it on the way (`rendezvous`).
 
 Source: this project
 Tests: tests/schedule/test_validate.py

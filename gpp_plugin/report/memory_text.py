@@ -16,18 +16,8 @@ _PARTS = ("weights", "gradients", "optimizer")
 
 def format_memory_report(report: MemoryReport) -> str:
     """Return the table of ranks, ``predicted / measured`` where both are known, and the lines below it."""
-    header = [
-        "rank",
-        "stage",
-        *_PARTS,
-        "gathered",
-        "stashed",
-        "activations",
-        "working",
-        "transient",
-        "buffers",
-    ]
-    header += ["ahead", "swapped", "recomputed", "peak", "of"]
+    header = ["rank", "stage", *_PARTS, "gathered", "stashed", "activations", "working"]
+    header += ["transient", "buffers", "ahead", "swapped", "recomputed", "peak", "of"]
     table = format_table(header, [_row(rank) for rank in report.ranks], left=2)
     lines = [
         table,

@@ -149,4 +149,9 @@ def refusals() -> dict[str, str]:
             )
         except GppError as error:
             said[name] = str(error)
+    next(model.parameters()).ds_id = 0  # as deepspeed.zero.Init leaves it
+    try:
+        make_engine(model, batch, config_of(zero_optimization={"stage": 3}, block={"stages": 1}))
+    except GppError as error:
+        said["in parts"] = str(error)
     return said

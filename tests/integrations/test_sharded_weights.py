@@ -95,4 +95,5 @@ def test_what_cannot_be_done_is_said() -> None:
         assert "mode async" in said["async"] and "use stage 2" in said["async"]
         assert "graph_pipeline.backends" in said["backends"]
         assert "offload_param.device: 'cpu' is not supported" in said["offload"]
+        assert "deepspeed.zero.Init" in said["in parts"]
         assert all("\n" not in line for line in said.values())

@@ -80,6 +80,7 @@ class _Sharded:
             (parameter, self._whole.narrow(0, first, parameter.numel()).view(parameter.shape))
             for parameter, first in flat.places
         ]
+        # one number, seen in every shape: what reads it notices, and what writes to it is refused by torch
         self.placeholder = torch.full(
             (), _nothing(self.part.dtype), dtype=self.part.dtype, device=self.part.device
         )
@@ -96,10 +97,19 @@ class _Sharded:
     def address(self) -> int:
         return self._whole.untyped_storage()._cdata
 
+    # Three parameters of 4, 4 and 2 elements on two ranks, this one the first; x are bytes that are there:
+    #
+    #                 whole         part
+    #     freed       . . . . . . . . . .    x x x x x     `free`: its own half goes back into the part first
+    #     gathered    x x x x x x x x x x    . . . . .     `gather`: the halves of both ranks, then the part goes
+    #
+    # `_cdata` of a storage is torch's own object, the same before and after; the address of its bytes is not.
+
     @torch.no_grad()
     def gather(self) -> None:
         storage = self._whole.untyped_storage()
         storage.resize_(self._sizes[0])
+        # a gather that broke off has left the part as it was: what is freed then is the half-filled whole
         try:
             all_gather(self._whole, self.part, group=self._group, what=GATHERED)
         except BaseException:
@@ -178,15 +188,7 @@ class ShardedWeights:
     # ---- for everybody else ------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Let the parameters be views of the flat buffers, whether there is anything in these or not.
-
-        Raises:
-            ConfigError: they are gathered.
-        """
-        if self.is_whole:
-            raise ConfigError(
-                "train_batch within engine.gathered_parameters(): leave it before the next call"
-            )
+        """Let the parameters be views of the flat buffers, whether there is anything in these or not."""
         for flat in self._flats:
             for parameter, view in flat.views:
                 parameter.data = view
@@ -219,7 +221,13 @@ class ShardedWeights:
 
 @contextlib.contextmanager
 def attached(weights: Sequence[ShardedWeights]) -> Iterator[None]:
-    """Let programs gather and free these weights while the context lasts."""
+    """Let programs gather and free these weights while the context lasts.
+
+    Raises:
+        ConfigError: they are gathered.
+    """
+    if any(of_stage.is_whole for of_stage in weights):
+        raise ConfigError("train_batch within engine.gathered_parameters(): leave it before the next call")
     try:
         for of_stage in weights:
             of_stage.attach()

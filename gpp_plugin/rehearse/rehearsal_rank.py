@@ -116,13 +116,6 @@ class RehearsalRank:
                 device=device,
             )
             tensor_group = tensor_groups.get(stage.tensor_ranks(data_position))
-            weights = None
-            if stage.gathered_bytes:
-                weights = EmulatedWeights(
-                    data_group=data_groups[stage.data_ranks(tensor_position)],
-                    num_bytes=stage.sharded_bytes * settings.scale_bytes,
-                    device=device,
-                )
             self._step = hooks.step
             return functools.partial(
                 _make_executor,
@@ -133,7 +126,7 @@ class RehearsalRank:
                 hooks=hooks,
                 device=device,
                 hand_overs=hand_overs,
-                weights=weights,
+                weights=EmulatedWeights.of(stage, hooks.data_group, settings.scale_bytes, device),
             )
 
         makers = [maker(index) for index in program.stages]

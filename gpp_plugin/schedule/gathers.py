@@ -51,6 +51,7 @@ def gather_around_tasks(plan: PipelinePlan, programs: Sequence[RankProgram]) -> 
         stuck = _stuck_gathers(plan, changed)
         if not stuck:
             return changed
+        # every round takes a place one attempt further, and after the last one there is none: it ends
         for place in stuck:
             assert place in attempts, "nothing stops at a program's beginning"
             attempts[place] += 1
@@ -82,6 +83,11 @@ def _first_attempts(
     programs: Sequence[RankProgram], sharded: Collection[int]
 ) -> tuple[dict[_Place, int], set[int]]:
     """Return where stages are to be gathered, and which of them at the beginning of the programs."""
+    # Between tasks k - 1 and k of a stage it may be freed if on any rank of it another stage comes between. With stage 0
+    # on ranks 0 and 1, and stage 1 on rank 0 as well, both free stage 0 at its task 1, as they gather it together:
+    #
+    #     rank 0   0F0 1F0 1B0 0F1 0B0      places (0, 0), (0, 1), (1, 0)
+    #     rank 1   0F0         0F1 0B0
     places = {(stage, 0) for stage in sharded}
     tasks: dict[int, set[tuple[Task, ...]]] = defaultdict(set)
     for program in programs:
@@ -113,8 +119,8 @@ def _with_gathers(
         at_start: stages whose first gather is at the program's beginning, in the order of stages.
     """
     totals = dict.fromkeys(program.stages, 0)
-    for task in _tasks(program):
-        totals[task.stage] += 1
+    for each in _tasks(program):
+        totals[each.stage] += 1
     body: list[Instruction] = []
     for stage in program.stages:
         if stage in at_start:

@@ -85,7 +85,8 @@ def overflow(zero: int) -> dict[str, Any]:
     fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
     block = {"stages": 1, "data_parallel": 2}
     engine = make_engine(model, batch, config_of(fp16=fp16, zero_optimization={"stage": zero}, block=block))
-    before, same = engine.module_state_dict(), []
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    same = []
     for _ in range(12):
         steps(engine, [batch])
         now = engine.module_state_dict()

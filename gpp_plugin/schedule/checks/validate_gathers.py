@@ -17,6 +17,9 @@ def check_gathers(checked: CheckedPrograms, part: RankProgram) -> None:
         ScheduleError: a task runs, or a step is taken, while it must not; or there is a gather that nothing needs.
     """
     # ``is_whole`` is what the rank has at an instruction. A stage that it always has whole has no gathers at all.
+    #
+    #     gather  0F0  0F1  free  ...  gather  0B0  0B1  free  reduce_data  step
+    #             whole                        whole           in parts
     stage = checked.plan.stages[part.stage]
     is_sharded = stage.gathered_bytes > 0
     is_whole = not is_sharded

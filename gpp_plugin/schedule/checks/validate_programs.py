@@ -199,7 +199,7 @@ def _collectives(checked: CheckedPrograms, program: RankProgram) -> tuple[tuple[
     if checked.presence is not None:
         position = {task: i for i, task in enumerate(checked.schedules[program.stage].tasks)}
         places = [*(position[task] for task in checked.tasks[program.rank, program.stage]), len(position)]
-    found = []
+    found: list[tuple[int, InstructionKind]] = []
     num_tasks = 0
     for instruction in program.instructions:
         num_tasks += instruction.task is not None

@@ -83,8 +83,8 @@ def _first_attempts(
     programs: Sequence[RankProgram], sharded: Collection[int]
 ) -> tuple[dict[_Place, int], set[int]]:
     """Return where stages are to be gathered, and which of them at the beginning of the programs."""
-    # Between tasks k - 1 and k of a stage it may be freed if on any rank of it another stage comes between. With stage 0
-    # on ranks 0 and 1, and stage 1 on rank 0 as well, both free stage 0 at its task 1, as they gather it together:
+    # Between tasks k - 1 and k of a stage it is freed if on any rank of it another stage comes between. With stage 0 on
+    # ranks 0 and 1, and stage 1 on rank 0 as well, both free stage 0 at its task 1, as they gather it together:
     #
     #     rank 0   0F0 1F0 1B0 0F1 0B0      places (0, 0), (0, 1), (1, 0)
     #     rank 1   0F0         0F1 0B0

@@ -12,7 +12,7 @@ Trained parameters lie in the flat buffers of the optimizer, whose partitions ar
 those (`WeightUpdater.publish_to`); the others in flat buffers made here, one for each type. Buffers stay whole.
 
 Between mini-batches a parameter has its shape and no memory: it reads as not-a-number, and cannot be written. Whoever
-needs values has `whole`, which gathers all stages of the rank, and takes what was written there.
+needs values has `gathered`, which gathers all stages of the rank into buffers of their own, and takes what is written.
 
 Source: ZeRO (Rajbhandari et al., SC 2020; arXiv 1910.02054), section 5.3; storages that are let go of and come back:
     FSDP (Zhao et al., VLDB 2023; arXiv 2304.11277), section 4.2
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.runtime.ranks.waiting import all_gather
 
 GATHERED = "the gather of a stage's parameters"
@@ -73,26 +73,32 @@ class _Sharded:
         assert self._whole.untyped_storage().nbytes() == self._whole.nbytes, (
             "a flat buffer has its storage alone"
         )
-        self._own = self._whole.view(degree, -1)[position]
+        self._shape = degree, position
+        self._places = flat.places
+        self._own = self._own_part(self._whole)
         self.part = torch.empty_like(self._own)
         self._sizes = self._whole.nbytes, self.part.nbytes
-        self.views = [
-            (parameter, self._whole.narrow(0, first, parameter.numel()).view(parameter.shape))
-            for parameter, first in flat.places
-        ]
+        self.views = self._views_of(self._whole)
+        self._read: Tensor | None = None
         # one number, seen in every shape: what reads it notices, and what writes to it is refused by torch
-        self.placeholder = torch.full(
-            (), _nothing(self.part.dtype), dtype=self.part.dtype, device=self.part.device
-        )
+        nothing = _nothing(self.part.dtype)
+        self.placeholder = torch.full((), nothing, dtype=self.part.dtype, device=self.part.device)
         self.part.untyped_storage().resize_(0)
+
+    def _own_part(self, whole: Tensor) -> Tensor:
+        degree, position = self._shape
+        return whole.view(degree, -1)[position]
+
+    def _views_of(self, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(p, whole.narrow(0, first, p.numel()).view(p.shape)) for p, first in self._places]
 
     @property
     def gathered_bytes(self) -> int:
         return self._sizes[0] - self._sizes[1]
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self._whole, self.part
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._whole, self.part) if self._read is None else (self._whole, self.part, self._read)
 
     def address(self) -> int:
         return self._whole.untyped_storage()._cdata
@@ -119,9 +125,33 @@ class _Sharded:
 
     @torch.no_grad()
     def free(self) -> None:
+        storage = self._whole.untyped_storage()
+        if not storage.resizable():
+            raise RuntimeFailure(
+                "a stage's weights cannot be let go of behind its task: the model calls numpy() of a parameter in its "
+                "forward, and the array shares its memory; use parameter.detach().clone().numpy(), or ZeRO 2"
+            )
         self.part.untyped_storage().resize_(self._sizes[1])
         self.part.copy_(self._own)
-        self._whole.untyped_storage().resize_(0)
+        storage.resize_(0)
+
+    # What others read is a buffer of its own: a numpy array of a parameter would hold on to the storage of ``whole``.
+
+    @torch.no_grad()
+    def begin_reading(self) -> list[tuple[nn.Parameter, Tensor]]:
+        read = torch.empty(self._whole.shape, dtype=self._whole.dtype, device=self._whole.device)
+        all_gather(read, self.part, group=self._group, what=GATHERED)
+        self._read = read
+        return self._views_of(read)
+
+    @torch.no_grad()
+    def keep_written(self) -> None:
+        if self._read is not None:
+            self.part.copy_(self._own_part(self._read))
+
+    def end_reading(self) -> None:
+        self.keep_written()
+        self._read = None
 
 
 class ShardedWeights:
@@ -154,8 +184,7 @@ class ShardedWeights:
         self._addresses = frozenset(flat.address() for flat in self._flats)
         self._num_bytes = sum(flat.gathered_bytes for flat in self._flats)
         self._count = count
-        self.is_whole = True
-        self.is_attached = False
+        self.is_whole, self.is_read = True, False
         self._free()
         self.detach()
 
@@ -192,7 +221,6 @@ class ShardedWeights:
         for flat in self._flats:
             for parameter, view in flat.views:
                 parameter.data = view
-        self.is_attached = True
 
     def detach(self) -> None:
         """Let go of what is gathered, and let the parameters have shapes alone."""
@@ -202,11 +230,25 @@ class ShardedWeights:
         for flat in self._flats:
             for parameter, view in flat.views:
                 parameter.data = flat.placeholder.expand(view.shape)
-        self.is_attached = False
 
-    def gather_for_reading(self) -> None:
-        """Gather beside a program: what `free` does is to be done by `detach`."""
-        self._gather()
+    def begin_reading(self) -> None:
+        """Let the parameters have their values, outside of programs; collective over the stage's ranks."""
+        self.is_read = True
+        for flat in self._flats:
+            for parameter, view in flat.begin_reading():
+                parameter.data = view
+
+    def keep_written(self) -> None:
+        """Take into the rank's part what was written to parameters that are read."""
+        for flat in self._flats:
+            flat.keep_written()
+
+    def end_reading(self) -> None:
+        """Keep what was written, and let the parameters have shapes alone."""
+        for flat in self._flats:
+            flat.end_reading()
+        self.is_read = False
+        self.detach()
 
     def _gather(self) -> None:
         for flat in self._flats:
@@ -224,18 +266,19 @@ def attached(weights: Sequence[ShardedWeights]) -> Iterator[None]:
     """Let programs gather and free these weights while the context lasts.
 
     Raises:
-        ConfigError: they are gathered.
+        ConfigError: they are gathered for somebody else.
     """
-    if any(of_stage.is_whole for of_stage in weights):
-        raise ConfigError("train_batch within engine.gathered_parameters(): leave it before the next call")
+    if any(of_stage.is_read for of_stage in weights):
+        raise ConfigError(
+            "a mini-batch within engine.gathered_parameters(): leave it before the next train_batch() or eval_batch()"
+        )
     try:
         for of_stage in weights:
             of_stage.attach()
         yield
     finally:
         for of_stage in weights:
-            if of_stage.is_attached:
-                of_stage.detach()
+            of_stage.detach()
 
 
 @contextlib.contextmanager
@@ -244,13 +287,18 @@ def gathered(weights: Sequence[ShardedWeights]) -> Iterator[None]:
 
     All ranks gather those of their stages in the order of stages. Within another such context nothing is to be done.
     """
-    if any(of_stage.is_whole for of_stage in weights):
+    if any(of_stage.is_read for of_stage in weights):
         yield
         return
-    with attached(weights):
+    begun = []
+    try:
         for of_stage in weights:
-            of_stage.gather_for_reading()
+            begun.append(of_stage)
+            of_stage.begin_reading()
         yield
+    finally:
+        for of_stage in begun:
+            of_stage.end_reading()
 
 
 def _flattened(parameters: Sequence[nn.Parameter], degree: int) -> Iterator[FlatWeights]:

@@ -315,6 +315,8 @@ class StageEngine:
 
     def refresh_masters(self) -> None:
         """Take master weights anew after the module's parameters were written from outside."""
+        if self.weights is not None:
+            self.weights.keep_written()
         self._updater.refresh_masters()
 
     def close(self) -> None:

@@ -77,6 +77,7 @@ class MasterWeights:
         self.partitioned = isinstance(wrapper, DeepSpeedZeroOptimizer)
         self.layout: tuple[FlatGroup, ...] = ()
         self._publish: Callable[[], None] = self._copy_masters
+        self._parts: tuple[Tensor, ...] = ()
         # The four cases of the table above, the same question for each: which tensor does the inner optimizer step for
         # which part of which parameter? Example, ZeRO on two ranks, parameters a (6 elements) and b (4): rank 0 steps
         # all of a but its last element, rank 1 that element and b: one fragment on rank 0, two on rank 1.
@@ -131,6 +132,7 @@ class MasterWeights:
     def publish_to(self, parts: Sequence[Tensor]) -> None:
         """Publish this rank's masters to its parts of `flat_weights` from now on, which others gather."""
         masters = self._wrapper.single_partition_of_fp32_groups
+        self._parts = tuple(parts)
 
         def publish() -> None:
             for part, master in zip(parts, masters, strict=True):
@@ -238,7 +240,10 @@ class MasterWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the masters anew from the parameters, which were written from outside."""
-        if not self.is_plain:
+        if self._parts:
+            for part, master in zip(self._parts, self._wrapper.single_partition_of_fp32_groups, strict=True):
+                master.data.copy_(part)
+        elif not self.is_plain:
             self._wrapper.refresh_fp32_params()
 
     @torch.no_grad()

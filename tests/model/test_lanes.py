@@ -9,6 +9,7 @@ import queue
 import re
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,17 +34,19 @@ class ThreadWire:
     device = torch.device("cpu")
 
     def __init__(self, told: Told, lock: threading.Lock, position: int, number: int, part: int) -> None:
-        self._told, self._lock, self._number = told, lock, number
+        self._told, self._lock = told, lock
         self.position, self.messages = position, 0
+        self.ranks = tuple(range(number))
         self._part, self.turns = part, None
 
-    def tell(self, value: Tensor, *, source: int, has_failed: bool) -> Tensor:
+    def tell(self, value: Tensor, *, source: int, readers: Sequence[int], has_failed: bool) -> Tensor:
         number, self.messages = self.messages, self.messages + 1
         with self._lock:
-            queues = [self._told[self._part, number, reader] for reader in range(self._number)]
+            queues = {reader: self._told[self._part, number, reader] for reader in readers}
         if source == self.position:
-            for each in queues:
+            for each in queues.values():
                 each.put(value.clone())
+        if self.position not in readers:
             return value
         with contextlib.nullcontext() if self.turns is None else self.turns.waiting(self._part):
             came = queues[self.position].get(timeout=LIMIT_S)

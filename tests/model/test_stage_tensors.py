@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +23,18 @@ class Wire:
 
     device = torch.device("cpu")
     position = 1
+    ranks = (0, 1)
+    turns = None
 
     def __init__(self, comes: dict[int, Tensor]) -> None:
         self.comes = comes
         self.told: list[int] = []
 
-    def tell(self, value: Tensor, *, source: int, has_failed: bool) -> Tensor:
+    def tell(self, value: Tensor, *, source: int, readers: Sequence[int], has_failed: bool) -> Tensor | None:
         self.told.append(source)
-        return value if source == self.position else self.comes[len(self.told)]
+        if has_failed and source == self.position:
+            return None
+        return self.comes[len(self.told)] if self.position in readers else value
 
 
 def lane(**comes: Tensor) -> tuple[LaneRun, Wire]:

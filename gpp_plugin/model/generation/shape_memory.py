@@ -104,6 +104,8 @@ class ShapeMemory:
     ) -> Any:
         """Run the module on shapes and take note of what came of it."""
         before = {place: _length(layer) for place, layer in layers.items()}
+        # of what was handed over copies lie on several ranks; what is made here is the owner's alone
+        args, kwargs = map_leaves((args, kwargs), StageTensor, lambda t: self._as_shape(t, owner))
         made = map_tensors(forward(*args, **kwargs), lambda t: _Shape(tuple(t.shape), t.dtype))
         # Layers of a cache are made when they are first written to; those of a cache that is new are found next time.
         grown = {place: _length(layer) - before[place] for place, layer in layers.items()}
@@ -121,6 +123,9 @@ class ShapeMemory:
         )
         del seen[:-4]  # of states that are never alike, as where an output grows with the cache, the last few
         return _rebuilt(made, owner, self._run)
+
+    def _as_shape(self, tensor: StageTensor, owner: int) -> StageTensor:
+        return StageTensor(tensor.value.to("meta"), (owner,), self._run)
 
 
 def _find(seen: list[_Seen], now: tuple[Any, ...], were_empty: tuple[bool, ...]) -> _Seen | None:

@@ -1,4 +1,4 @@
-"""Generation of all models of the tests, on two and three ranks, in stages that share ranks, and with Seq2SeqTrainer."""
+"""Generation of all models of the tests, on two to four ranks, in stages that share ranks, and with Seq2SeqTrainer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from tests.integrations import generation_jobs as jobs
 from tests.integrations.test_generation import check
 from tests.ranks import run_kept_ranks
 
-ALL = ("gpt2", "llama", "t5", "bart", "whisper", "llava")
+ALL = ("gpt2", "llama", "t5", "bart", "whisper", "llava", "qwen2_5_vl")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0 where every token is that of one process."""
-    argparse.ArgumentParser(prog="python -m tests.soak generation").parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m tests.soak generation")
+    parser.add_argument("--models", nargs="+", choices=ALL, default=ALL, help="these (all)")
+    models = tuple(parser.parse_args(arguments).models)
     wrong = 0
     for ranks, names, block in (
-        (2, ALL, {"stages": 2}),
-        (3, ALL, {"stages": 3}),
-        (2, ALL[:2], {"stages": 4}),
+        (2, models, {"stages": 2}),
+        (3, models, {"stages": 3}),
+        (3, models, {"stages": 2, "data_parallel": "auto"}),
+        (4, models, {"stages": 4}),
+        (2, tuple(name for name in models if name in ALL[:2]), {"stages": 4}),
     ):
         wrong += _told(f"{ranks} ranks, {block}", run_kept_ranks(jobs.generate_all, ranks, names, block))
     cases = tuple((number, way) for number in (5, 1) for way in jobs.WAYS)
-    for name in ALL:
+    for name in models:
         answers = run_kept_ranks(jobs.share_prompts, 4, name, cases, name in ("gpt2", "llama", "llava"))
         wrong += _told(f"4 ranks, 2 stages of 2, {name}", answers)
     with tempfile.TemporaryDirectory() as directory:

@@ -56,6 +56,7 @@ from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
 from gpp_plugin.model.generation.micro_batches import Turns, twin_of
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.sequence_cache import shared_caches
+from gpp_plugin.model.generation.shape_memory import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
 from gpp_plugin.plan.costs.cache_parallelism import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
@@ -120,6 +121,9 @@ class Generator:
         # of each lane, and, with caches that may be cut, of a position's ranks in all lanes; None: not with this rank
         self._lane_groups: list[dist.ProcessGroup | None] = []
         self._peer_groups: list[dist.ProcessGroup | None] = []
+        # what modules of other ranks return, by their path; as long as the model is called the same way
+        self._memories: dict[str, ShapeMemory] = {}
+        self._remembers = ""
         self.is_broken = False
         """Whether a generation ended in a way that other ranks do not share."""
 
@@ -157,6 +161,9 @@ class Generator:
         number = parts[0].lanes
         self._make_wires(len(parts))
         self._cache, self._micro_batches = "sequence" if are_cut else "data", len(parts)
+        way = f"{self._cache} {model.config.to_dict()}"
+        if way != self._remembers:
+            self._memories, self._remembers = {}, way
         own = self._own_lane(number)
         outcomes = self._attempt_all(self._models(model, len(parts)), arguments, own, parts)
         # In one lane of all ranks everybody has the tokens; else the first rank of each lane brings them.
@@ -316,7 +323,7 @@ class Generator:
         part: LanePart,
     ) -> _Outcome:
         with contextlib.ExitStack() as around:
-            around.enter_context(on_all_ranks(model, weights, run))
+            around.enter_context(on_all_ranks(model, weights, run, self._memories))
             caches: list[Any] = [None]
             note = model.register_forward_pre_hook(functools.partial(_note_cache, caches), with_kwargs=True)
             around.callback(note.remove)

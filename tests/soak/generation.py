@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.integrations import generation_jobs as jobs
@@ -27,11 +27,15 @@ def main(arguments: Sequence[str]) -> int:
         (4, models, {"stages": 4}),
         (2, tuple(name for name in models if name in ALL[:2]), {"stages": 4}),
     ):
-        wrong += _told(f"{ranks} ranks, {block}", run_kept_ranks(jobs.generate_all, ranks, names, block))
+        for name in names:  # each by itself: what fails in one says nothing of the others
+            wrong += _tried(f"{ranks} ranks, {block}", name, jobs.generate_all, ranks, (name,), block)
     cases = tuple((number, way) for number in (5, 1) for way in jobs.WAYS)
     for name in models:
-        answers = run_kept_ranks(jobs.share_prompts, 4, name, cases, name in ("gpt2", "llama", "llava"))
-        wrong += _told(f"4 ranks, 2 stages of 2, {name}", answers)
+        are_cut = name in ("gpt2", "llama", "llava")
+        wrong += _tried("4 ranks, 2 stages of 2", name, jobs.share_prompts, 4, name, cases, are_cut)
+    for setting, (ranks, name, _, _) in jobs.SETTINGS.items():
+        if name in models:
+            wrong += _tried(f"{ranks} ranks, {name}", setting, jobs.generate_in_setting, ranks, setting)
     with tempfile.TemporaryDirectory() as directory:
         plain = jobs.predict(directory)
         for found in run_kept_ranks(jobs.predict_on_ranks, 2, directory):
@@ -43,6 +47,16 @@ def main(arguments: Sequence[str]) -> int:
     return int(wrong > 0)
 
 
+def _tried(what: str, name: str, job: Callable[..., Any], ranks: int, *arguments: Any) -> int:
+    """Run a job of one model and return how many of its lines are wrong."""
+    try:
+        return _told(what, run_kept_ranks(job, ranks, *arguments))
+    except Exception as error:
+        last = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
+        print(f"  {what}: {name}: WRONG: {type(error).__name__}: {last}", flush=True)
+        return 1
+
+
 def _told(what: str, answers: list[dict[str, Any]]) -> int:
     """Print one line for each model and return how many are wrong."""
     wrong = 0
@@ -51,7 +65,7 @@ def _told(what: str, answers: list[dict[str, Any]]) -> int:
             check([{name: answer[name]} for answer in answers])
         except AssertionError as error:
             wrong += 1
-            print(f"  {what}: WRONG: {error}")
+            print(f"  {what}: WRONG: {error}", flush=True)
         else:
-            print(f"  {what}: {name}: the same")
+            print(f"  {what}: {name}: the same", flush=True)
     return wrong

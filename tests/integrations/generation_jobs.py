@@ -340,12 +340,17 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
     return answers
 
 
-def predict(directory: str, is_alone: bool = True) -> dict[str, Any]:
-    """Train T5 for two steps with Seq2SeqTrainer, evaluate and predict by generating."""
+def predict(directory: str, block: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train T5 for two steps with Seq2SeqTrainer, evaluate and predict by generating.
+
+    Args:
+        block: of stages; None: in one process.
+    """
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from gpp_plugin import GraphPipelineSeq2SeqTrainer
 
+    is_alone = block is None
     model, make_batch = build("t5")
     whole = make_batch(16, 0)
     whole["labels"] = whole["labels"].clamp_min(PAD)
@@ -367,7 +372,7 @@ def predict(directory: str, is_alone: bool = True) -> dict[str, Any]:
     if is_alone:
         trainer: Any = Seq2SeqTrainer(model, args, **common)
     else:
-        config = config_of(block={"stages": 2, "verify": False})
+        config = config_of(block=block)
         trainer = GraphPipelineSeq2SeqTrainer(
             model, args, config={"graph_pipeline": config["graph_pipeline"]}, **common
         )
@@ -378,8 +383,3 @@ def predict(directory: str, is_alone: bool = True) -> dict[str, Any]:
         trainer.engine.destroy()
     keys = ("eval_loss", "eval_sum", "eval_right")
     return {"metrics": [metrics[key] for key in keys], "predictions": found.predictions.tolist()}
-
-
-def predict_on_ranks(directory: str) -> dict[str, Any]:
-    """The same on stages."""
-    return predict(directory, False)

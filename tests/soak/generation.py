@@ -38,12 +38,13 @@ def main(arguments: Sequence[str]) -> int:
             wrong += _tried(f"{ranks} ranks, {name}", setting, jobs.generate_in_setting, ranks, setting)
     with tempfile.TemporaryDirectory() as directory:
         plain = jobs.predict(directory)
-        for found in run_kept_ranks(jobs.predict_on_ranks, 2, directory):
-            is_same = found["predictions"] == plain["predictions"] and all(
-                abs(a - b) < 1e-5 for a, b in zip(found["metrics"], plain["metrics"], strict=True)
-            )
-            print(f"  Seq2SeqTrainer: {'the same' if is_same else 'WRONG'}")
-            wrong += not is_same
+        for block in ({"stages": 2}, {"stages": 1, "data_parallel": 2}):
+            for found in run_kept_ranks(jobs.predict, 2, directory, block):
+                is_same = found["predictions"] == plain["predictions"] and all(
+                    abs(a - b) < 1e-5 for a, b in zip(found["metrics"], plain["metrics"], strict=True)
+                )
+                print(f"  Seq2SeqTrainer, {block}: {'the same' if is_same else 'WRONG'}", flush=True)
+                wrong += not is_same
     return int(wrong > 0)
 
 

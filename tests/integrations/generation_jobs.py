@@ -274,6 +274,7 @@ def refuse(engine: Any, model: nn.Module) -> dict[str, str]:
         "assisted": {**given, "assistant_model": model},
         "lookup": {**given, "prompt_lookup_num_tokens": 3},
         "static": {**given, "cache_implementation": "static"},
+        "clock": {**given, "max_time": 1.0},
         "nothing": {"max_new_tokens": 2},
         "unknown": {**given, "max_new_tokns": 2},
         "too long": {**long, "max_new_tokens": 2},  # the table of positions ends: on the rank that holds it

@@ -172,15 +172,19 @@ def _check_memory(
     if profile.graph != plan.graph:
         raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
     held: dict[int, list[tuple[int, float]]] = {}
+    gathered: dict[int, list[float]] = {}
     for index, stage in enumerate(plan.stages):
         need = _stage_bytes(stage, graph, profile, zero_stage, num_versions=plan.num_versions(index))
+        rest = _gathered_bytes(stage, graph, profile, zero_stage)
         for rank in stage.ranks:
             held.setdefault(rank, []).append((index, need))
+            gathered.setdefault(rank, []).append(rest)
     for rank, needs in held.items():
+        twice = sum(gathered[rank]) - max(gathered[rank])  # one stage's parameters are whole at a time
         limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
         if cluster is not None:
             limits.append(cluster.devices[rank].memory_bytes)
-        if limits and sum(need for _, need in needs) > min(limits) + len(needs):
+        if limits and sum(need for _, need in needs) - twice > min(limits) + len(needs):
             raise PlanInfeasible(_too_much(plan, rank, needs, min(limits)))
 
 
@@ -218,6 +222,26 @@ def _versions(plan: PipelinePlan, stage: int) -> str:
     return f" and {count} versions of its weights" if count > 1 else ""
 
 
+def _gathered_bytes(stage: Stage, graph: BlockGraph, profile: Profile, zero_stage: int) -> float:
+    """Return what of its parameters a rank of a stage holds only while a task runs (ZeRO 3)."""
+    whole = _parameter_bytes(stage, profile, _tensor_shares(stage, graph)[0])
+    return whole - whole / stage.degree if zero_stage >= 3 else 0.0
+
+
+def _parameter_bytes(stage: Stage, profile: Profile, weights: dict[str, float]) -> float:
+    """Return the parameters of a stage, each once.
+
+    Args:
+        weights: what one tensor rank has of those of each block.
+    """
+    costs = profile.by_block()
+    whole = sum(costs[block].parameter_bytes * weights[block] for block in stage.blocks)
+    for tie in profile.tied:
+        again = sum(block in costs and block in stage.blocks for block in tie.blocks) - 1
+        whole -= max(again, 0) * tie.parameter_bytes * weights.get(tie.blocks[0], 1.0)
+    return whole
+
+
 def _stage_bytes(
     stage: Stage, graph: BlockGraph, profile: Profile, zero_stage: int, *, num_versions: int
 ) -> float:
@@ -225,14 +249,13 @@ def _stage_bytes(
     costs = profile.by_block()
     own = [costs[block] for block in stage.blocks]
     weights, trained, kept = _tensor_shares(stage, graph)
-    parameter = sum(c.parameter_bytes * weights[c.block] for c in own)
+    parameter = _parameter_bytes(stage, profile, weights)
     gradients = sum(c.gradient_bytes * trained[c.block] for c in own)
     states = sum(c.optimizer_bytes * trained[c.block] for c in own)
     for tie in profile.tied:
         again = sum(block in costs and block in stage.blocks for block in tie.blocks) - 1
         if again > 0:
             first = tie.blocks[0]
-            parameter -= again * tie.parameter_bytes * weights.get(first, 1.0)
             gradients -= again * tie.gradient_bytes * trained.get(first, 1.0)
             states -= again * tie.optimizer_bytes * trained.get(first, 1.0)
     optimizer = states / (stage.degree if zero_stage >= 1 else 1)

@@ -23,6 +23,7 @@ from gpp_plugin.engine.guards.agreement import agree_on_state
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.engine.training_steps import StepStrategy
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.op_graph import Parameter
@@ -150,10 +151,16 @@ class PipelineFiles:
         """
         self._steps.drain()
         with self._stages.gathered():
-            for stage in self._stages.stages:
-                joined = self._joined(stage)
-                if stage.stage.ranks[0] == self._setting.rank:  # its replicas hold the same
-                    own |= _state_of(stage) | joined
+            self._source.save_pretrained(
+                directory,
+                states={
+                    stage.stage_index: dict(stage.module.state_dict()) | self._joined(stage)
+                    for stage in self._stages.stages
+                },
+                plan=self._stages.plan,
+                group=self._setting.group,
+                timeout_s=self._timeout_s,
+            )
 
     def export_as(self, directory: str | Path, filename: str) -> None:
         """Write what `export` does, where ``filename`` is one that users of DeepSpeed pass."""

@@ -335,7 +335,8 @@ def find_sharding(
         needs_gradient: names of operators and placeholders whose results take a gradient.
         styles: the model's own plan: module path, with ``*`` for numbers -> ``colwise``, ``rowwise`` or the like.
     """
-    linears = {node: own for node in graph.nodes if (own := as_linear(node, parameters)) is not None}
+    known = ((node, as_linear(node, parameters)) for node in graph.nodes)
+    linears = {node: linear for node, linear in known if linear is not None}
     found: list[tuple[ShardedRegion, _Trial]] = []
     whole: dict[fx.Node, str] = {}
     taken: set[fx.Node] = set()

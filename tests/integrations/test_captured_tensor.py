@@ -41,6 +41,7 @@ CASES = {
     "gpt2, four tensor ranks": _case("gpt2", 4, tensor=4),
     "t5, two stages": _case("t5", 4, stages=2, clipping=CLIPPING),
     "llava, two stages": _case("llava", 4, stages=2, zero=1, memory=FULL),
+    "llama, weights in parts twice": _case("llama", 4, zero=3, clipping=CLIPPING),
     "gpt2, backwards in two parts": _case("gpt2", 4, stages=2, schedule="zero_bubble"),
     "gpt2, one stage of two": (3, ("gpt2", UNLIKE, {"zero": 1, "clipping": CLIPPING})),
 }

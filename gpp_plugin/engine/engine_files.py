@@ -274,6 +274,7 @@ def gather_parts(own: Tensor, *, size: int, group: dist.ProcessGroup | int, is_f
     Raises:
         CommTimeout: a rank did not come.
     """
+    assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
     part = own.contiguous()
     parts = [torch.empty_like(part) for _ in range(size)] if is_first else []
     work = dist.gather(part, parts or None, group=group, group_dst=0, async_op=True)

@@ -17,7 +17,7 @@ from tests.reference import ReferenceRun, gradient_errors, train_reference
 
 CLIPPING = 0.5
 FULL = {"recompute": "full"}
-UNLIKE = {"stages": 2, "data_parallel": 1, "tensor_parallel": {"transformer.h.0": 2, "lm_head": 2}}
+UNLIKE = {"stages": 2, "data_parallel": 1, "tensor_parallel": {"transformer.wte": 2, "transformer.h.0": 2}}
 """Both stages hold the embedding, one on two tensor ranks and one on a single one."""
 
 

@@ -237,6 +237,10 @@ class ModelSource:
             return plan
         if job.takes_whole_units(whole.name) or self._config.units is not None:
             return plan
+        if any(
+            stage.tensor > 1 for stage in plan.stages
+        ):  # rank 0 alone cannot run what ranks compute together
+            return plan
         part = job.owns[whole.name]
         assert isinstance(part, CapturedPart), "a plain model is captured"
         graph = reference.block_graph

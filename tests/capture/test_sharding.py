@@ -28,7 +28,9 @@ def regions_by_parameters(sharding: Sharding) -> dict[frozenset[str], Any]:
 
 def test_attention_of_grouped_heads_and_a_gated_mlp():
     graph = captured("llama")
-    first, second = graph.analysis.sharding.regions[:2]
+    regions = regions_by_parameters(graph.analysis.sharding)
+    first = next(r for own, r in regions.items() if "model.layers.0.self_attn.q_proj.weight" in own)
+    second = next(r for own, r in regions.items() if "model.layers.0.mlp.up_proj.weight" in own)
     attention = "model.layers.0.self_attn"
     assert {p.name: (p.axis, p.parts) for p in first.parameters} == {
         f"{attention}.q_proj.weight": (0, (32,)),
@@ -44,7 +46,7 @@ def test_attention_of_grouped_heads_and_a_gated_mlp():
         "down_proj.weight",
     }
     own = {each.block: each for each in coarsen(graph).sharding}
-    assert own.keys() == {"model.layers.0", "model.layers.1"}
+    assert own.keys() == {"model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"}
     layer = own["model.layers.0"]
     assert layer.degrees == (2,)
     hidden = 2 * TEXT_LENGTH * 32 * 4  # two samples
@@ -84,6 +86,18 @@ def test_every_layer_of_other_models_is_shared_out(name):
     blocks = coarsen(captured(name))
     layers = {b.name for b in blocks.blocks if b.name.rpartition(".")[2].isdigit()}
     assert layers and layers <= {each.block for each in blocks.sharding}
+
+
+def test_a_vocabulary_is_shared_out_with_all_that_read_its_weight():
+    graph = captured("gpt2")
+    name = "transformer.wte.weight"
+    of_weight = [r for r in graph.analysis.sharding.regions if name in {p.name for p in r.parameters}]
+    assert len(of_weight) == 2  # embedding and head
+    assert all(TensorShard(name=name, axis=0, parts=(64,)) in r.parameters for r in of_weight)
+    head = next(r for r in of_weight if r.losses)
+    assert head.losses == ("cross_entropy_loss",) and head.sums == () and len(head.shared) == 1
+    own = next(each for each in coarsen(graph).sharding if each.block == "lm_head")
+    assert (own.forward_sums, own.forward_sum_bytes) == (2, 3 * 4 * 2 * TEXT_LENGTH)
 
 
 class Odd(nn.Module):

@@ -17,13 +17,13 @@ from tests.reference import ReferenceRun, gradient_errors, train_reference
 
 CLIPPING = 0.5
 FULL = {"recompute": "full"}
-UNLIKE = {"stages": 2, "data_parallel": 1, "tensor_parallel": {"transformer.h.0": 2}}
+UNLIKE = {"stages": 2, "data_parallel": 1, "tensor_parallel": {"transformer.h.0": 2, "lm_head": 2}}
 """Both stages hold the embedding, one on two tensor ranks and one on a single one."""
 
 
 def _case(name: str, ranks: int, *, stages: int = 1, tensor: int = 2, zero: int = 0, clipping: float = 0.0,
-          memory: dict[str, Any] | None = None) -> Any:  # fmt: skip
-    block: dict[str, Any] = {"stages": stages, "tensor_parallel": tensor}
+          memory: dict[str, Any] | None = None, schedule: str = "auto") -> Any:  # fmt: skip
+    block: dict[str, Any] = {"stages": stages, "tensor_parallel": tensor, "schedule": schedule}
     block["data_parallel"] = ranks // stages // tensor
     if memory:
         block["memory"] = memory
@@ -41,6 +41,7 @@ CASES = {
     "gpt2, four tensor ranks": _case("gpt2", 4, tensor=4),
     "t5, two stages": _case("t5", 4, stages=2, clipping=CLIPPING),
     "llava, two stages": _case("llava", 4, stages=2, zero=1, memory=FULL),
+    "gpt2, backwards in two parts": _case("gpt2", 4, stages=2, schedule="zero_bubble"),
     "gpt2, one stage of two": (3, ("gpt2", UNLIKE, {"zero": 1, "clipping": CLIPPING})),
 }
 

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.export import capture_model
+from gpp_plugin.ir.sharding import TensorShard
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.tensor_parallel import tensor_ranks
 from gpp_plugin.runtime.tensor_parallel.parameter_shards import own_part
 from gpp_plugin.runtime.tensor_parallel.shard_graph import shard_graph
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, seeded
+from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, joined, seeded
 from gpp_plugin.runtime.tensor_parallel.vocabulary import cross_entropy, embedded
 from tests.models import build
 
@@ -161,6 +162,17 @@ def test_what_draws_is_seeded_by_its_forward_its_place_and_in_regions_by_the_ran
     assert not torch.equal(whole[0], drop(ranks[0], number, place=4, is_part=False))
     assert not torch.equal(whole[0], drop(ranks[0], torch.tensor(8), place=3, is_part=False))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_joined_parameter_gives_each_rank_its_part_of_the_gradient(monkeypatch):
+    shard = TensorShard(name="qkv", axis=0, parts=(4, 4))
+    whole = torch.arange(8.0)
+    monkeypatch.setattr(TensorRanks, "join", lambda self, part, shard: whole.clone())
+    for position, wanted in enumerate(([0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0])):
+        ranks = TensorRanks(stage="all", position=position, size=2)
+        part = own_part(whole, shard, position, 2).requires_grad_()
+        (joined(ranks, shard)(part) ** 2).sum().backward()
+        assert part.tolist() == wanted and part.grad.tolist() == [2 * value for value in wanted]
 
 
 def test_code_is_not_made_for_ranks_that_have_no_group():

@@ -225,7 +225,8 @@ class _Trial:
         if written_arguments(node):
             raise NotSharded("writes into its operand")
         if is_part(node):
-            self.cuts[node] = self.of_parts[reads[0]][int(node.args[1])]  # type: ignore[call-overload]
+            number: Any = node.args[1]
+            self.cuts[node] = self.of_parts[reads[0]][number]
             return
         if linear is not None:
             self._take_in(linear)
@@ -334,7 +335,7 @@ def find_sharding(
         needs_gradient: names of operators and placeholders whose results take a gradient.
         styles: the model's own plan: module path, with ``*`` for numbers -> ``colwise``, ``rowwise`` or the like.
     """
-    linears = {node: found for node in graph.nodes if (found := as_linear(node, parameters)) is not None}
+    linears = {node: own for node in graph.nodes if (own := as_linear(node, parameters)) is not None}
     found: list[tuple[ShardedRegion, _Trial]] = []
     whole: dict[fx.Node, str] = {}
     taken: set[fx.Node] = set()

@@ -75,7 +75,8 @@ def shard_graph(
         own: the operators that the rank computes.
 
     A parameter that is held in parts (`TensorRanks.parts`) and that nobody reads so here is joined: an evaluation may
-    ask for a tensor inside of what was a region in training. What is held whole is never cut.
+    ask for a tensor inside of what was a region in training, a unit that lacks inputs has operators of its own. What is
+    held whole is never cut.
 
     Raises:
         CaptureError: an operator's sizes are not what they were when the regions were found.

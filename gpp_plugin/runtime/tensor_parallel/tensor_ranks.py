@@ -2,7 +2,7 @@
 
     shared    x ──► x      backward: the gradients of all ranks summed     where a region begins
     summed    x ──► sum    backward: the gradient as it is                 where a region ends
-    joined    part of a parameter ──► whole    (evaluation)                where a whole one is read
+    joined    part of a parameter ──► whole    backward: its own part      where a whole one is read
     drawn     a number that all of them have                               in front of what draws at random
 
 What is whole must be the same bits on every rank, dropped elements too, whatever a rank's generators have drawn before.
@@ -116,6 +116,20 @@ class _Summed(torch.autograd.Function):
         return gradient, None
 
 
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, shard: TensorShard) -> Tensor:
+        ctx.ranks, ctx.shard = ranks, shard
+        return ranks.join(part, shard)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        shard = ctx.shard
+        rows = shard.rows(ctx.ranks.position, ctx.ranks.size)
+        own = [gradient.narrow(shard.axis, first, count) for first, count in rows]
+        return torch.cat(own, shard.axis), None, None
+
+
 class TensorOperator:
     """An operator of generated code that knows the tensor ranks: the target of a graph's node.
 
@@ -160,8 +174,13 @@ def summed(ranks: TensorRanks) -> TensorOperator:
 
 
 def joined(ranks: TensorRanks, shard: TensorShard) -> TensorOperator:
-    """Return what makes a whole parameter of the ranks' parts, where no gradient is asked for (evaluation)."""
-    return TensorOperator("tensor_joined", lambda part: ranks.join(part, shard))
+    """Return what makes a whole parameter of the ranks' parts; all of them compute the same with it."""
+
+    def join(part: Tensor) -> Tensor:
+        found: Tensor = _Joined.apply(part, ranks, shard)  # type: ignore[no-untyped-call]
+        return found
+
+    return TensorOperator("tensor_joined", join)
 
 
 def drawn(ranks: TensorRanks) -> TensorOperator:

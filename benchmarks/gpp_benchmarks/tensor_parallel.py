@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(format_table(HEADER, [_line(args, row) for row in rows], left=0))
     print(
         fill_text(
-            "modelled: a tensor group taken for a larger device, of batches that are told for 8 and 64 devices alone. "
-            "Ours divides what blocks say of themselves (norms and residuals are whole), counts every all-reduce with "
-            "its latency, and lets data-parallel degree, micro-batches, stages and schedule be others at every size."
+            "modelled: a tensor group taken for one larger device; batches are told for 8 and 64 devices alone. Ours "
+            "divides what each block's sharding says (norms and residuals are whole), counts every all-reduce with its "
+            "latency, and lets data-parallel degree, micro-batches, stages and schedule be others at every size."
         )
     )
     on_paper = _on_paper(args, base) if args.context else []

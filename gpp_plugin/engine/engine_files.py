@@ -256,7 +256,7 @@ class PipelineFiles:
 
 def _state_of(stage: StageEngine) -> dict[str, Tensor]:
     """Return a stage's state dict; copies, where the weights themselves will not stay whole."""
-    state = dict(stage.module.state_dict())
+    state: dict[str, Tensor] = dict(stage.module.state_dict())
     return state if stage.weights is None else {name: value.clone() for name, value in state.items()}
 
 

@@ -348,8 +348,8 @@ def merged(name: str, parts: Sequence[BlockSpec]) -> BlockSpec:
         saved=sum(part.saved for part in parts),
         elementwise=sum(part.elementwise for part in parts),
         launches=sum(part.launches for part in parts),
-        divided=_divided_together([part.divided for part in parts]),
         is_checkpointed=all(part.is_checkpointed for part in parts),
+        divided=_divided_together([part.divided for part in parts]),
     )
 
 

@@ -159,8 +159,8 @@ def check_request(request: PlanRequest) -> None:
         )
     if r.mode == "async" and r.tensor_parallel not in (1, None):
         raise PlanError(
-            f"tensor_parallel {r.tensor_parallel}: mode async is planned without tensor ranks; set it to 1, or mode "
-            "to sync"
+            f"tensor_parallel {r.tensor_parallel}: mode async is planned without tensor ranks; set it to 1, or mode to "
+            "sync"
         )
     unknown = set(r.memory_optimization) - {"recompute", "swap"}
     if unknown:

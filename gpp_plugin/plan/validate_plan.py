@@ -224,20 +224,16 @@ def _versions(plan: PipelinePlan, stage: int) -> str:
 
 def _gathered_bytes(stage: Stage, graph: BlockGraph, profile: Profile, zero_stage: int) -> float:
     """Return what of its parameters a rank of a stage holds only while a task runs (ZeRO 3)."""
-    whole = _parameter_bytes(stage, profile, _tensor_shares(stage, graph)[0])
+    whole = _parameter_bytes(stage, graph, profile)
     return whole - whole / stage.degree if zero_stage >= 3 else 0.0
 
 
-def _parameter_bytes(stage: Stage, profile: Profile, weights: dict[str, float]) -> float:
-    """Return the parameters of a stage, each once.
-
-    Args:
-        weights: what one tensor rank has of those of each block.
-    """
-    costs = profile.by_block()
+def _parameter_bytes(stage: Stage, graph: BlockGraph, profile: Profile) -> float:
+    """Return the bytes of a stage's parameters, or of one tensor rank's part of them."""
+    costs, (weights, _, _) = profile.by_block(), _tensor_shares(stage, graph)
     whole = sum(costs[block].parameter_bytes * weights[block] for block in stage.blocks)
     for tie in profile.tied:
-        again = sum(block in costs and block in stage.blocks for block in tie.blocks) - 1
+        again = sum(block in stage.blocks for block in tie.blocks) - 1
         whole -= max(again, 0) * tie.parameter_bytes * weights.get(tie.blocks[0], 1.0)
     return whole
 
@@ -249,13 +245,14 @@ def _stage_bytes(
     costs = profile.by_block()
     own = [costs[block] for block in stage.blocks]
     weights, trained, kept = _tensor_shares(stage, graph)
-    parameter = _parameter_bytes(stage, profile, weights)
+    parameter = sum(c.parameter_bytes * weights[c.block] for c in own)
     gradients = sum(c.gradient_bytes * trained[c.block] for c in own)
     states = sum(c.optimizer_bytes * trained[c.block] for c in own)
     for tie in profile.tied:
         again = sum(block in costs and block in stage.blocks for block in tie.blocks) - 1
         if again > 0:
             first = tie.blocks[0]
+            parameter -= again * tie.parameter_bytes * weights.get(first, 1.0)
             gradients -= again * tie.gradient_bytes * trained.get(first, 1.0)
             states -= again * tie.optimizer_bytes * trained.get(first, 1.0)
     optimizer = states / (stage.degree if zero_stage >= 1 else 1)

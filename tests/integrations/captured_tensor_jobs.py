@@ -59,7 +59,7 @@ def train(name: str, block: dict[str, Any], options: dict[str, Any], directory: 
     engine.save_pretrained(f"{directory}/export")
     answer["exported"] = exported(f"{directory}/export", model)
     answer["gathered"] = engine.gather_state_dict()
-    answer["held"] = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    answer["held"] = {n: value.clone() for n, value in engine.module_state_dict().items()}
     engine.destroy()
     return answer
 

@@ -34,9 +34,8 @@ from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, tracing_device
 from gpp_plugin.capture.tracing.traced import Traced, structure_of
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis
+from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis, Sharding
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
-from gpp_plugin.ir.sharding import Sharding
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layout
 
 logger = logging.getLogger(__name__)

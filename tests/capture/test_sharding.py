@@ -11,8 +11,8 @@ from torch import nn
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
+from gpp_plugin.ir.analysis import Sharding, TensorShard
 from gpp_plugin.ir.block_graph import BlockSharding
-from gpp_plugin.ir.sharding import Sharding, TensorShard
 from tests.models import TEXT_LENGTH, build
 from tests.tiers import some
 

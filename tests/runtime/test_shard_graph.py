@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.ir.sharding import TensorShard
+from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.tensor_parallel import tensor_ranks

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from gpp_plugin.ir.analysis import ShardedRegion, regions_in
 from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.sharding import ShardedRegion, regions_in
 
 MAX_DEGREE = 1024
 _NUMBER_BYTES = 4

@@ -1,4 +1,4 @@
-"""Find the regions of a captured graph that tensor ranks can share out (`ir.sharding`).
+"""Find the regions of a captured graph that tensor ranks can share out (`ShardedRegion`).
 
 Every linear operator is tried as the beginning of one: its weight cut by columns, what is cut is followed through all
 its readers by `axis_rules`, until linear operators whose weights are cut by rows have taken all of it in. Where an
@@ -41,7 +41,7 @@ from gpp_plugin.capture.sharding.axis_rules import (
     shape_of,
 )
 from gpp_plugin.capture.tracing.clean import written_arguments
-from gpp_plugin.ir.sharding import ShardedRegion, Sharding, TensorShard, WholeLinear
+from gpp_plugin.ir.analysis import ShardedRegion, Sharding, TensorShard, WholeLinear
 
 aten = torch.ops.aten
 

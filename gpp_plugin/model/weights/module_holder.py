@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.ir.sharding import TensorShard
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.runtime.lane import Reference

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.sharding.block_shardings import regions_of_stage
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.sharding import TensorShard
 from gpp_plugin.runtime.stage_source import Reference
 
 

@@ -29,8 +29,8 @@ from gpp_plugin.capture.layout.layouts import is_random
 from gpp_plugin.capture.sharding.axis_rules import argument
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import ShardedRegion, TensorShard
 from gpp_plugin.ir.op_graph import OpNode
-from gpp_plugin.ir.sharding import ShardedRegion, TensorShard
 from gpp_plugin.runtime.tensor_parallel.tensor_ranks import (
     TensorRanks,
     drawn,

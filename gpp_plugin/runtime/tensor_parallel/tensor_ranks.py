@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.plan import Stage
-from gpp_plugin.ir.sharding import TensorShard
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 from gpp_plugin.runtime.ranks.waiting import all_reduce, finish
 

@@ -1,8 +1,8 @@
 """Along which axis an operator's result is cut where its operands are: one rule for each kind of operator.
 
 Each rule proves that the operator, given every rank's parts of its operands, yields that rank's part of its result.
-What it reads whole it says (`Reads.whole`), and what must be cut for it too (`Reads.cut`); of anything else it says
-that it cannot (`NotSharded`).
+What it reads whole it says (`OperandReads.whole`), and what must be cut for it too (`OperandReads.cut`); of anything
+else it says that it cannot (`NotSharded`).
 
 Source: this project
 Tests: tests/capture/test_sharding.py
@@ -24,16 +24,16 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class AxisCut:
     """An axis and the sizes of its parts, as of `TensorShard`; ``origin`` is the linear operator it comes from."""
 
     axis: int
     parts: tuple[int, ...]
     origin: fx.Node
 
-    def at(self, axis: int, parts: tuple[int, ...] | None = None) -> Cut:
+    def at(self, axis: int, parts: tuple[int, ...] | None = None) -> AxisCut:
         """Return the same cut along another axis."""
-        return Cut(axis, self.parts if parts is None else parts, self.origin)
+        return AxisCut(axis, self.parts if parts is None else parts, self.origin)
 
 
 class NotSharded(Exception):
@@ -48,20 +48,20 @@ class NeedsParts(Exception):
         self.origin, self.parts = origin, parts
 
 
-class Reads(Protocol):
+class OperandReads(Protocol):
     """What is known of an operator's operands."""
 
-    def get(self, operand: Any) -> Cut | None:
+    def get(self, operand: Any) -> AxisCut | None:
         """Return how an operand is cut; None where it is whole."""
 
     def whole(self, operand: Any) -> None:
         """Read an operand whole, on every rank."""
 
-    def cut(self, operand: fx.Node, cut: Cut) -> None:
+    def cut(self, operand: fx.Node, cut: AxisCut) -> None:
         """Read a part of an operand."""
 
 
-Rule = Callable[[fx.Node, Reads], Cut | Sequence[Cut]]
+Rule = Callable[[fx.Node, OperandReads], AxisCut | Sequence[AxisCut]]
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def _one(node: fx.Node, reads: Reads) -> tuple[fx.Node, Cut]:
+def _one(node: fx.Node, reads: OperandReads) -> tuple[fx.Node, AxisCut]:
     """Return an operator's first operand, which is cut."""
     operand = node.args[0]
     found = reads.get(operand)
@@ -90,7 +90,7 @@ def _own_axis(axis: Any, dims: int) -> int:
     return int(axis) % dims if dims else 0
 
 
-def aligned(node: fx.Node, operands: Sequence[Any], reads: Reads, *, shape: Sequence[int]) -> Cut:
+def aligned(node: fx.Node, operands: Sequence[Any], reads: OperandReads, *, shape: Sequence[int]) -> AxisCut:
     """Return how a result of ``shape`` is cut that broadcasts its operands.
 
     scores [B, H, T, S] cut at 1     bias [1, H, T, S]  is cut at 1 too
@@ -117,17 +117,17 @@ def aligned(node: fx.Node, operands: Sequence[Any], reads: Reads, *, shape: Sequ
     return result
 
 
-def pointwise(node: fx.Node, reads: Reads) -> Cut:
+def pointwise(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Every element by itself."""
     return aligned(node, node.all_input_nodes, reads, shape=shape_of(node))
 
 
-def same(node: fx.Node, reads: Reads) -> Cut:
+def same(node: fx.Node, reads: OperandReads) -> AxisCut:
     """The first operand again, perhaps copied or cast; others tell types only."""
     return _one(node, reads)[1]
 
 
-def view(node: fx.Node, reads: Reads) -> Cut:
+def view(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Axes split and joined: what is cut must be, or become, the outermost of those that are joined."""
     operand, found = _one(node, reads)
     before, after = shape_of(operand), shape_of(node)
@@ -164,7 +164,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     return groups
 
 
-def _regrouped(found: Cut, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> Cut:
+def _regrouped(found: AxisCut, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> AxisCut:
     sizes = {axis: size for axis, size in old}
     if any(size != 1 for axis, size in old if axis < found.axis):
         raise NotSharded("joins what is cut behind another axis")
@@ -183,7 +183,7 @@ def _regrouped(found: Cut, old: list[tuple[int, int]], new: list[tuple[int, int]
     return found.at(wide[0][0], (wide[0][1],))
 
 
-def permute(node: fx.Node, reads: Reads) -> Cut:
+def permute(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Axes in another order."""
     _, found = _one(node, reads)
     dims = len(shape_of(node))
@@ -198,14 +198,14 @@ def permute(node: fx.Node, reads: Reads) -> Cut:
     return found.at(order.index(found.axis))
 
 
-def unsqueeze(node: fx.Node, reads: Reads) -> Cut:
+def unsqueeze(node: fx.Node, reads: OperandReads) -> AxisCut:
     """One axis more."""
     _, found = _one(node, reads)
     new = _own_axis(node.args[1], len(shape_of(node)))
     return found.at(found.axis + (new <= found.axis))
 
 
-def squeeze(node: fx.Node, reads: Reads) -> Cut:
+def squeeze(node: fx.Node, reads: OperandReads) -> AxisCut:
     """One axis less."""
     operand, found = _one(node, reads)
     gone = _own_axis(node.args[1], len(shape_of(operand)))
@@ -214,7 +214,7 @@ def squeeze(node: fx.Node, reads: Reads) -> Cut:
     return found.at(found.axis - (gone < found.axis))
 
 
-def expand(node: fx.Node, reads: Reads) -> Cut:
+def expand(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Axes of one repeated."""
     operand, found = _one(node, reads)
     axis = found.axis + len(shape_of(node)) - len(shape_of(operand))
@@ -223,7 +223,7 @@ def expand(node: fx.Node, reads: Reads) -> Cut:
     return found.at(axis)
 
 
-def select(node: fx.Node, reads: Reads) -> Cut:
+def select(node: fx.Node, reads: OperandReads) -> AxisCut:
     """One element of an axis."""
     operand, found = _one(node, reads)
     shape = shape_of(operand)
@@ -233,7 +233,7 @@ def select(node: fx.Node, reads: Reads) -> Cut:
     return found.at(found.axis - (axis < found.axis))
 
 
-def unbind(node: fx.Node, reads: Reads) -> Sequence[Cut]:
+def unbind(node: fx.Node, reads: OperandReads) -> Sequence[AxisCut]:
     """Every element of an axis."""
     operand, found = _one(node, reads)
     shape = shape_of(operand)
@@ -243,14 +243,14 @@ def unbind(node: fx.Node, reads: Reads) -> Sequence[Cut]:
     return [found.at(found.axis - (axis < found.axis))] * shape[axis]
 
 
-def _need_parts(found: Cut, number: int) -> None:
+def _need_parts(found: AxisCut, number: int) -> None:
     features = shape_of(found.origin)[-1]
     if len(found.parts) > 1 or features % number:
         raise NotSharded("takes one element of the axis that is cut")
     raise NeedsParts(found.origin, (features // number,) * number)
 
 
-def slices(node: fx.Node, reads: Reads) -> Cut:
+def slices(node: fx.Node, reads: OperandReads) -> AxisCut:
     """A stretch of an axis: of another one, or of whole parts of the one that is cut."""
     operand, found = _one(node, reads)
     shape = shape_of(operand)
@@ -277,7 +277,7 @@ def _stretch(node: fx.Node, size: int) -> tuple[int, int]:
     return first, last
 
 
-def split(node: fx.Node, reads: Reads) -> Sequence[Cut]:
+def split(node: fx.Node, reads: OperandReads) -> Sequence[AxisCut]:
     """An axis taken apart: another one, or the parts of the one that is cut."""
     operand, found = _one(node, reads)
     sizes = sizes_of_split(node)
@@ -297,7 +297,7 @@ def sizes_of_split(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(value.shape[axis]) for value in node.meta["val"])
 
 
-def cat(node: fx.Node, reads: Reads) -> Cut:
+def cat(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Tensors one behind the other, along another axis than the one that is cut."""
     tensors: Any = node.args[0]
     known = [found for each in tensors if (found := reads.get(each)) is not None]
@@ -309,7 +309,7 @@ def cat(node: fx.Node, reads: Reads) -> Cut:
     return known[0]
 
 
-def softmax(node: fx.Node, reads: Reads) -> Cut:
+def softmax(node: fx.Node, reads: OperandReads) -> AxisCut:
     """A softmax over another axis."""
     operand, found = _one(node, reads)
     if _own_axis(node.args[1], len(shape_of(operand))) == found.axis:
@@ -317,7 +317,7 @@ def softmax(node: fx.Node, reads: Reads) -> Cut:
     return found
 
 
-def reduction(node: fx.Node, reads: Reads) -> Cut:
+def reduction(node: fx.Node, reads: OperandReads) -> AxisCut:
     """A sum, a mean or the like over other axes."""
     operand, found = _one(node, reads)
     dims = len(shape_of(operand))
@@ -331,7 +331,7 @@ def reduction(node: fx.Node, reads: Reads) -> Cut:
     return found if keeps else found.at(found.axis - sum(axis < found.axis for axis in gone))
 
 
-def norm(node: fx.Node, reads: Reads) -> Cut:
+def norm(node: fx.Node, reads: OperandReads) -> AxisCut:
     """A normalisation over the last axes, with weights of these."""
     operand, found = _one(node, reads)
     if found.axis >= len(shape_of(operand)) - len(argument(node, 1, "normalized_shape")):
@@ -342,7 +342,7 @@ def norm(node: fx.Node, reads: Reads) -> Cut:
     return found
 
 
-def matmul(node: fx.Node, reads: Reads) -> Cut:
+def matmul(node: fx.Node, reads: OperandReads) -> AxisCut:
     """A product of matrices, along an axis of many of them, the rows of the left or the columns of the right."""
     left, right = node.args[0], node.args[1]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
@@ -374,7 +374,7 @@ def matmul(node: fx.Node, reads: Reads) -> Cut:
     return known.at(axis)
 
 
-def attention(node: fx.Node, reads: Reads) -> Cut:
+def attention(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Attention of each head by itself; groups of keys and values are cut as the heads that read them."""
     query, key, value = (each for each in node.args[:3] if isinstance(each, fx.Node))
     shape = shape_of(query)
@@ -395,7 +395,7 @@ def attention(node: fx.Node, reads: Reads) -> Cut:
     return known.at(axis, (shape[axis],))
 
 
-def repeat_interleave(node: fx.Node, reads: Reads) -> Cut:
+def repeat_interleave(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Every element of an axis some times over."""
     operand, found = _one(node, reads)
     axis = argument(node, 2, "dim")

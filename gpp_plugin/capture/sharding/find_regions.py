@@ -32,7 +32,7 @@ from torch import fx
 
 from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.sharding.axis_rules import (
-    Cut,
+    AxisCut,
     NeedsParts,
     NotSharded,
     argument,
@@ -108,7 +108,7 @@ class _InTheWay(Exception):
 
 @dataclass(slots=True)
 class _Trial:
-    """One attempt at a region; `Reads` of the operator that is looked at.
+    """One attempt at a region; `OperandReads` of the operator that is looked at.
 
     Args:
         begins: linear operators cut by columns, and their parts.
@@ -123,17 +123,17 @@ class _Trial:
     parameters: Mapping[str, str]
     called: Mapping[str, str]
     needs_gradient: Collection[str]
-    cuts: dict[fx.Node, Cut] = field(default_factory=dict)
-    of_parts: dict[fx.Node, list[Cut]] = field(default_factory=dict)
+    cuts: dict[fx.Node, AxisCut] = field(default_factory=dict)
+    of_parts: dict[fx.Node, list[AxisCut]] = field(default_factory=dict)
     sums: list[fx.Node] = field(default_factory=list)
     losses: list[fx.Node] = field(default_factory=list)
-    of_parameters: dict[fx.Node, Cut] = field(default_factory=dict)
-    sliced: dict[fx.Node, Cut] = field(default_factory=dict)
+    of_parameters: dict[fx.Node, AxisCut] = field(default_factory=dict)
+    sliced: dict[fx.Node, AxisCut] = field(default_factory=dict)
     wholes: dict[fx.Node, None] = field(default_factory=dict)
 
     # ---- what rules ask ------------------------------------------------------------------------
 
-    def get(self, operand: Any) -> Cut | None:
+    def get(self, operand: Any) -> AxisCut | None:
         """Return how an operand is cut."""
         return self.cuts.get(operand) or self.of_parameters.get(operand) or self.sliced.get(operand)
 
@@ -145,7 +145,7 @@ class _Trial:
             raise NotSharded("reads parts where it takes a whole")
         self.wholes[operand] = None
 
-    def cut(self, operand: fx.Node, cut: Cut) -> None:
+    def cut(self, operand: fx.Node, cut: AxisCut) -> None:
         """Read a part of an operand: it must be cut so, or is from now on."""
         known = self.get(operand)
         if known is not None:
@@ -235,14 +235,14 @@ class _Trial:
             self._take_logits(node)
             return
         found = rule_of(node)(node, self)
-        if isinstance(found, Cut):
+        if isinstance(found, AxisCut):
             self.cuts[node] = found
         else:
             self.of_parts[node] = list(found)
 
     def _begin(self, linear: Linear, parts: tuple[int, ...]) -> None:
         axis = len(shape_of(linear.node)) - 1
-        self.cuts[linear.node] = cut = Cut(axis, parts, linear.node)
+        self.cuts[linear.node] = cut = AxisCut(axis, parts, linear.node)
         self.cut(linear.weight, cut.at(linear.columns))
         if linear.bias is not None:
             self.cut(linear.bias, cut.at(0))
@@ -314,7 +314,7 @@ class _Trial:
         return self.called.get(node.name, node.name)
 
 
-def _shard(name: str, cut: Cut) -> TensorShard:
+def _shard(name: str, cut: AxisCut) -> TensorShard:
     return TensorShard(name=name, axis=cut.axis, parts=cut.parts)
 
 
@@ -385,7 +385,7 @@ def _embeddings(
         if not is_plain or not (is_planned or weight in heads):
             continue
         trial = _Trial({}, {}, parameters, called, ())
-        trial.of_parameters[weight] = Cut(0, (shape_of(weight)[0],), node)
+        trial.of_parameters[weight] = AxisCut(0, (shape_of(weight)[0],), node)
         trial.sums.append(node)
         with contextlib.suppress(_InTheWay):
             regions.append((trial.region(), trial))

@@ -14,6 +14,7 @@ from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.memory_formula import rank_bytes
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.nearest import HasPlan, nearest_that_fits, with_ranks
@@ -28,14 +29,17 @@ MOST_TRIED = 4
 
 def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:
     """Return by how many bytes the worst rank exceeds its device (negative: fits), its largest stage, and which."""
-    needs: dict[int, int] = {}
+    needs: dict[int, list[tuple[int, int]]] = {}
     largest: dict[int, Stage] = {}
     for stage in plan.stages:
         for rank in stage.ranks:
-            needs[rank] = needs.get(rank, 0) + stage.memory_bytes
+            needs.setdefault(rank, []).append((stage.memory_bytes, stage.gathered_bytes))
             if rank not in largest or stage.memory_bytes > largest[rank].memory_bytes:
                 largest[rank] = stage
-    over = [(need - rank_limit(request, rank), largest[rank], rank) for rank, need in needs.items()]
+    over = [
+        (int(rank_bytes(peaks)) - rank_limit(request, rank), largest[rank], rank)
+        for rank, peaks in needs.items()
+    ]
     return max(over, key=lambda item: item[0])
 
 

@@ -59,7 +59,7 @@ def best_plan(
     Args:
         may_hold_more: more micro-batches are held than the stages' orders ask for where that hides messages.
     """
-    best: Sequence[StageDraft] | None = None
+    best: tuple[Sequence[StageDraft], list[int] | None] | None = None
     best_key = (float("inf"), 0)
     seen = set()
     for drafts in candidates:
@@ -70,17 +70,19 @@ def best_plan(
         if busiest_us(request, costs, drafts) > best_key[0]:
             continue
         plan = build_plan(request, drafts, planner=planner, costs=costs, is_named=False)
-        if memory_excess(request, plan)[0] > 0:
-            continue
-        us = estimate_plan_us(plan, costs)
-        key = (us, plan.depth)
-        if key < best_key:
-            best, best_key = drafts, key
+        extra: list[int] | None = None
+        if may_hold_more:  # before the choice: what one candidate gains by it, another may not
+            held = quickest_in_flight(request, costs, plan)
+            us, extra = held if held is not None else (float("inf"), None)
+        else:
+            us = estimate_plan_us(plan, costs) if memory_excess(request, plan)[0] <= 0 else float("inf")
+        if (us, plan.depth) < best_key:
+            best, best_key = (drafts, extra), (us, plan.depth)
     if best is None:
         return None
-    plan = build_plan(request, best, planner=planner, notes=notes, costs=costs)
-    held = quickest_in_flight(request, costs, plan) if may_hold_more else None
-    plan = plan if held is None else with_in_flight(plan, costs, extra=held[1])
+    drafts, extra = best
+    plan = build_plan(request, drafts, planner=planner, notes=notes, costs=costs)
+    plan = plan if extra is None else with_in_flight(plan, costs, extra=extra)
     return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
 
 

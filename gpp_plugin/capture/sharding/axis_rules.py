@@ -131,6 +131,9 @@ def view(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Axes split and joined: what is cut must be, or become, the outermost of those that are joined."""
     operand, found = _one(node, reads)
     before, after = shape_of(operand), shape_of(node)
+    # [2, 8, 32] cut at 2 becomes [2, 8, 4, 8]: the group (2) -> (2, 3) has it, and 4 heads are cut in its place.
+    # [2, 8, 4, 8] cut at 2 becomes [2, 8, 32]: the group (2, 3) -> (2), as heads are the outer of the two.
+    # [2, 4, 8, 8] cut at 1 becomes [8, 8, 8]: refused, as each sample's heads would be apart.
     for old, new in _groups(before, after):
         if found.axis in old:
             return _regrouped(found, [(i, before[i]) for i in old], [(i, after[i]) for i in new])
@@ -143,6 +146,8 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     [2, 8, 32] to [2, 8, 4, 8]: (0) (0), (1) (1), (2) (2, 3).
     """
     groups: list[tuple[list[int], list[int]]] = []
+    # ``a`` and ``b`` are the products of the group so far: whichever is behind takes its next axis, until they agree.
+    # Sizes of one go with the group that they are met in; at the end there may be groups of them alone.
     i = j = 0
     while i < len(before) or j < len(after):
         old, new = list[int](), list[int]()
@@ -165,6 +170,8 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 
 def _regrouped(found: AxisCut, old: list[tuple[int, int]], new: list[tuple[int, int]]) -> AxisCut:
+    # ``inner``: elements behind the axis that is cut, inside its group. Of [8, 4 x 8] -> [8, 32] that is 8: parts of 4
+    # heads are parts of 32 features, each eight times as long, and the borders between ranks fall together.
     sizes = {axis: size for axis, size in old}
     if any(size != 1 for axis, size in old if axis < found.axis):
         raise NotSharded("joins what is cut behind another axis")
@@ -244,6 +251,8 @@ def unbind(node: fx.Node, reads: OperandReads) -> Sequence[AxisCut]:
 
 
 def _need_parts(found: AxisCut, number: int) -> None:
+    # qkv [2, 5, 3, 4, 8] made of 96 features, of which ``qkv[:, :, 0]`` is taken: three parts of 32, one behind the
+    # other, each of which is cut by itself
     features = shape_of(found.origin)[-1]
     if len(found.parts) > 1 or features % number:
         raise NotSharded("takes one element of the axis that is cut")
@@ -284,6 +293,8 @@ def split(node: fx.Node, reads: OperandReads) -> Sequence[AxisCut]:
     axis = _own_axis(argument(node, 2, "dim", 0), len(shape_of(operand)))
     if axis != found.axis:
         return [found] * len(sizes)
+    # c_attn of a GPT-2: 96 features are split into 32, 32 and 32. Cut as one, a rank would hold 48 of them, one and a
+    # half of the three; so the linear operator must be cut part by part, and then each result is cut as a whole.
     if sizes != found.parts:
         if sum(sizes) != shape_of(found.origin)[-1]:
             raise NotSharded("takes apart the axis that is cut")
@@ -361,6 +372,8 @@ def matmul(node: fx.Node, reads: OperandReads) -> AxisCut:
             return found.at(len(shape) + rows)
         if found.axis >= size - 2:
             raise NotSharded("sums over the axis that is cut")
+    # scores [2, 4, 8, 8] of queries and keys cut at 1: each rank multiplies its own heads. A right operand of one head
+    # for all ([2, 1, 8, 8]) is read whole by every rank.
     # of many matrices: the axes in front of the last two are broadcast
     known = cuts[0] or cuts[1]
     assert known is not None
@@ -376,6 +389,8 @@ def matmul(node: fx.Node, reads: OperandReads) -> AxisCut:
 
 def attention(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Attention of each head by itself; groups of keys and values are cut as the heads that read them."""
+    # queries [2, 8, 16, 64] cut at axis 1 (8 heads), keys and values [2, 2, 16, 64] of two groups (``enable_gqa``): cut
+    # at axis 1 as well. Rank 0 of 2 has heads 0 to 3, which read group 0: head h reads group h // 4, on each rank too.
     query, key, value = (each for each in node.args[:3] if isinstance(each, fx.Node))
     shape = shape_of(query)
     known = next(found for each in (query, key, value) if (found := reads.get(each)) is not None)

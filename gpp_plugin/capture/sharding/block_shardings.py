@@ -58,6 +58,8 @@ def regions_of_stage(
 
 def _together(owned: Mapping[str, Sequence[ShardedRegion]]) -> dict[str, int]:
     """Return block -> what its degrees divide; the same for blocks that read the same cut parameter."""
+    # Blocks 0 and 5 share a weight: one could be divided by 2 and 4, the other by 2 and 6; both by 2 then, as a stage
+    # that holds both cuts the weight once.
     sizes = {block: math.gcd(*(region.size for region in regions)) for block, regions in owned.items()}
     holders: dict[str, list[str]] = {}
     for block, regions in owned.items():

@@ -164,6 +164,9 @@ class _Trial:
 
     def _makers(self, operand: fx.Node) -> list[fx.Node]:
         """Return the linear operators that make an operand, by operators that have rules."""
+        # Backwards from the keys that attention reads beside cut queries: transpose, view, linear; the linear one is
+        # what must begin the region too. A residual stream leads to many operators: after some steps it is given up,
+        # and the trial goes on as if nobody made the operand (each rank then reads its part of a whole tensor).
         found, pending, seen = [], [operand], {operand}
         while pending and len(seen) <= MAX_STEPS_BACK:
             node = pending.pop()
@@ -189,6 +192,10 @@ class _Trial:
         Raises:
             _InTheWay: an operator cannot compute on parts; `_NeedsLinears`, `NeedsParts`: another trial may.
         """
+        # Nodes in order, from the first that begins the region to the last reader of anything that is cut: what lies
+        # between and reads nothing that is cut is passed over. ``last`` moves on as readers are found:
+        #
+        #     q  view  k  view  v  view  attention  reshape  o | residual norm ...        begins q k v, ends with o
         first = min(self.begins)
         node = first
         last = max(self.begins)
@@ -286,6 +293,7 @@ class _Trial:
         first = min([*self.begins, *self.sums])
         if not self.sums and not self.losses:
             raise _InTheWay(first, "makes parts that no linear operator takes in")
+        # 32 query heads, 8 groups, 11008 features: only what divides 8 divides all of them
         cuts = [*self.cuts.values(), *self.of_parameters.values(), *self.sliced.values()]
         size = math.gcd(*(part for cut in cuts for part in cut.parts))
         is_vocabulary = bool(self.losses) or not self.begins
@@ -335,6 +343,11 @@ def find_sharding(
         needs_gradient: names of operators and placeholders whose results take a gradient.
         styles: the model's own plan: module path, with ``*`` for numbers -> ``colwise``, ``rowwise`` or the like.
     """
+    # 1. Every linear operator that is in no region yet is tried as the beginning of one. Those that end regions are in
+    #    one by the time they are met, as readers come after what they read (but see `_in_order`).
+    # 2. Embeddings join those that share their weights with a head.
+    # 3. A parameter that any reader takes whole is cut by nobody: regions with it are given up, which may make others
+    #    lose theirs; so until nothing changes.
     known = ((node, as_linear(node, parameters)) for node in graph.nodes)
     linears = {node: linear for node, linear in known if linear is not None}
     found: list[tuple[ShardedRegion, _Trial]] = []
@@ -374,6 +387,8 @@ def _embeddings(
     styles: Mapping[str, str],
 ) -> list[tuple[ShardedRegion, _Trial]]:
     """Return embeddings by rows: of a weight that a head cuts so too, or where the plan of the model says so."""
+    # Tables of positions or token types stay whole: they are small, and their sum would cost an all-reduce of all
+    # hidden states. A vocabulary's embedding has to be cut where its head is.
     heads = {node for _, trial in found for node, cut in trial.of_parameters.items() if cut.axis == 0}
     regions = []
     for node in graph.nodes:
@@ -410,6 +425,9 @@ def _try(
     needs_gradient: Collection[str],
 ) -> _Trial:
     begins: dict[fx.Node, tuple[int, ...]] = {node: (shape_of(node)[-1],)}
+    # begins {q: (32,)}            attention: k and v are whole     -> again with k and v
+    # begins {q, k, v}             all the way to o                 -> a region
+    # begins {c_attn: (96,)}       split: 96 are 32, 32 and 32      -> again with parts (32, 32, 32)
     for _ in range(MAX_TRIALS):
         trial = _Trial(begins, linears, parameters, called, needs_gradient)
         try:

@@ -35,6 +35,8 @@ def parameter_shards(reference: Reference, plan: PipelinePlan, index: int) -> di
 
 def own_part(whole: Tensor, shard: TensorShard, position: int, degree: int) -> Tensor:
     """Return what one of ``degree`` ranks holds, in memory of its own."""
+    # a copy also of one piece: a view would keep the whole tensor in memory. Of parts (4, 4, 4) rank 1 of 2 takes rows
+    # 2 and 3, 6 and 7, 10 and 11.
     pieces = [whole.narrow(shard.axis, first, count) for first, count in shard.rows(position, degree)]
     return torch.cat(pieces, shard.axis)
 

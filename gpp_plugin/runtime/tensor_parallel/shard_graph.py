@@ -139,6 +139,8 @@ class _Writer:
         return [OpNode(name=n, target="added", inputs=(), module="", output=None) for n in self.added]
 
     def _copy(self, node: fx.Node, place: int) -> fx.Node:
+        # Outside of regions a node is copied as it is, unless it draws: then it draws what all ranks draw. Inside it
+        # reads what the region has of its operands (`_operand`), and is told the sizes of its part (`_local`).
         region = self._region_of.get(node.name)
         is_random_here = node.op == "call_function" and node.name in self._own and is_random(node)
         if region is None and not is_random_here:
@@ -189,6 +191,8 @@ class _Writer:
         is_shared = name in self._shared[region]
         if shard is None and not is_shared:
             return copy
+        # Once a region: q, k and v read one copy of the hidden states, whose gradients are added up here, by autograd,
+        # before they are summed over the ranks: one all-reduce for the three.
         if (region, source) not in self._in_region:
             base = f"tensor_{source.name}_{region}"
             if is_shared:
@@ -223,6 +227,7 @@ class _Writer:
 
     def _summed(self, node: fx.Node, operand: Any) -> fx.Node:
         """Return the sum of the ranks' products, with the bias added once."""
+        # A bias is whole, and is added behind the sum: before it, each rank would add it once.
         target: Any = node.target
         bias: fx.Node | None = None
         if target is aten.embedding.default:
@@ -262,6 +267,10 @@ class _Writer:
         """Return an operator's arguments with the sizes that this rank's part has."""
         degree = self._ranks.size
 
+        # 4 heads of 8 features on 2 ranks:
+        #     view(q, [2, 8, 4, 8])     is told 2 heads                 view(a, [2, 8, 32])    16 features
+        #     view(q, [2, 8, -1, 8])    finds out by itself: -1 stays   split(qkv, 32, 2)      splits every 16
+        # A size that was left open (a length) never lies along the axis that is cut.
         def own(size: Any) -> Any:
             if not isinstance(size, int) or (size > 0 and size % degree):
                 raise CaptureError(

@@ -206,6 +206,8 @@ def seeded(
         place: of the operator in the code.
         is_part: its result is a part: each rank drops other elements.
     """
+    # Dropout of hidden states: the same seed on all ranks. Of attention's heads: one for each position, so that heads 0
+    # and 2, of ranks 0 and 1, do not drop the same. The next operator of the forward draws apart from both.
     apart = place * _NEXT_OPERATOR + (ranks.position + 1) * _NEXT_POSITION * is_part
 
     def run(number: Tensor, *args: Any, **kwargs: Any) -> Any:

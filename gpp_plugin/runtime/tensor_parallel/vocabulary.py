@@ -27,6 +27,8 @@ def embedded(first: int) -> TensorOperator:
     """Return an embedding of the tokens of this rank's rows, the first of which is ``first``; zeros for the others."""
 
     def embed(weight: Tensor, tokens: Tensor, padding: int = -1, *rest: Any) -> Tensor:
+        # rows 4 to 7 are rank 1's: token 5 is its row 1; token 2 is looked up at row 0, and what is found set to zero,
+        # so that no gradient reaches that row
         place = tokens - first
         is_own = (place >= 0) & (place < weight.shape[0])
         own_padding = padding - first if 0 <= padding - first < weight.shape[0] else -1
@@ -59,6 +61,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, ranks: TensorRanks, first: int, ignored: int, is_mean: bool
     ) -> Tensor:
+        # own [N, V / t], most [N], place [N, 1]: of a label of another rank any column is looked at, and its logit is
+        # left out. With 8 classes on 2 ranks and label 5: rank 0 brings 0, rank 1 logit 1 of its own.
         own = logits if logits.dtype == torch.float64 else logits.float()
         most = ranks.sum(own.amax(1), RESULT, op=dist.ReduceOp.MAX)
         shifted = own - most.unsqueeze(1)
@@ -78,6 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         shares, place, is_own, is_counted, count = ctx.saved_tensors
+        # shares [N, V / t] are this rank's columns of the softmax; 1 is taken off where the label is
         found = shares.scatter_add(1, place, -is_own.to(shares.dtype).unsqueeze(1))
         scale = (gradient.to(shares.dtype) / count).where(is_counted, 0.0)
         return found.mul_(scale.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None

@@ -11,7 +11,7 @@ the others; every operator that draws seeds the generators by it, by its own pla
 the rank's position. A forward that runs again drops the same, as whoever recomputes restores torch's generator.
 
 Source: Megatron-LM (arXiv 1909.08053), section 3; dropout by seeds: this project
-Tests: tests/runtime/test_tensor_ranks.py, tests/integrations/test_captured_tensor.py
+Tests: tests/runtime/test_shard_graph.py, tests/integrations/test_captured_tensor.py
 """
 
 from __future__ import annotations

@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--out: {args.out.parent} is no directory; make it first")
     if args.cluster is None and args.model in planned_names():
         args.cluster = "dgx_h100"
+    _check_batch_options(args)
     if args.scale_time is not None and not args.emulate:
         raise ConfigError("--scale-time: is for --emulate; real compute takes the time it takes")
     if args.cluster is not None:
@@ -144,6 +145,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = compare_modes(settings, tell=lambda text: print(text, flush=True))
     print(f"\n{format_comparison(rows)}")
     return _finish(args, rows)
+
+
+def _check_batch_options(args: argparse.Namespace) -> None:
+    """Refuse what would change nothing: a length, or sizes, of a model that does not take them.
+
+    Raises:
+        ConfigError: names the option and what to do.
+    """
+    if args.size and args.model not in MODELS:
+        raise ConfigError(
+            f"--size: is for library models ({', '.join(MODELS)}); {args.model} has sizes of its own"
+        )
+    if args.length is None:
+        return
+    if args.cluster is not None and args.model in MODELS:
+        raise ConfigError(f"--length: is for HuggingFace models; {args.model} has sizes: --size NAME=VALUE")
+    if args.model not in (*trained_names(), *planned_names()) and not Path(args.model).exists():
+        raise ConfigError(f"--length: the batches are those that {args.model} returns; make them of that length")
 
 
 def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -249,24 +268,47 @@ def what_next(args: argparse.Namespace, ratios: dict[str, float]) -> list[str]:
             "a model with longer branches may differ"
         )
     elif args.cluster is not None:
-        size = "".join(f" --size {text}" for text in args.size)
-        size += f" --mini-batch {args.mini_batch}" if args.mini_batch is not None else ""
         if args.model in (*MODELS, *planned_names()) or Path(args.model).exists():
             lines.append(
-                f"next: gpp plan {args.model} --devices {args.devices} --cluster {args.cluster}{size} --out plan.json "
-                'shows and keeps the plan; "graph_pipeline": {"enabled": true, "plan": "plan.json"} trains on it'
+                f"next: gpp plan {args.model}{options_again(args, 'gpp plan')} --out plan.json shows and keeps the "
+                'plan; "graph_pipeline": {"enabled": true, "plan": "plan.json"} trains on it'
             )
         else:
+            again = options_again(args, "gpp compare --emulate")
             lines.append(
-                f"next: gpp compare {args.model} --emulate runs the schedules here, in real processes"
+                f"next: gpp compare {args.model}{again} --emulate runs the schedules here, in real processes"
             )
     elif args.emulate:
-        lines.append(
-            f"next: gpp compare {args.model} --devices {args.devices} trains it, where there are the cores"
-        )
+        again = options_again(args, "gpp compare")
+        lines.append(f"next: gpp compare {args.model}{again} trains it, where there are the cores")
     else:
         lines.append('next: "graph_pipeline": {"enabled": true} in your DeepSpeed JSON trains on the graph')
     return lines
+
+
+_BATCH_OPTIONS = ("mini_batch", "loss_unit", "planner", "stages", "length")
+_AGAIN = {
+    "gpp plan": ("cluster", "dtype", *_BATCH_OPTIONS),
+    "gpp compare --emulate": ("modes", *_BATCH_OPTIONS),
+    "gpp compare": ("config", "modes", *_BATCH_OPTIONS),
+}
+"""Which of the options that were given mean the same to the command that is advised."""
+
+
+def options_again(args: argparse.Namespace, command: str) -> str:
+    """Return the options of a comparison as they are typed for another command, with a space in front of each.
+
+    >>> asked = {"devices": 8, "cluster": "summit", "mini_batch": 64, "size": ["branches=2"]}
+    >>> options_again(argparse.Namespace(**asked), "gpp plan")
+    ' --devices 8 --cluster summit --mini-batch 64 --size branches=2'
+    """
+    words = [f"--devices {args.devices}"]
+    for name in _AGAIN[command]:
+        value = getattr(args, name, None)
+        if value is not None and not (name == "modes" and value == ",".join(MODES)):
+            words.append(f"--{name.replace('_', '-')} {value}")
+    words += [f"--size {text}" for text in args.size]
+    return "".join(f" {word}" for word in words)
 
 
 def speed_ups(rows: list[dict[str, Any]]) -> dict[str, float]:

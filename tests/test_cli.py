@@ -60,7 +60,11 @@ def test_help_names_every_command_and_needs_no_torch():
 
 def test_the_package_run_as_a_module_is_the_command():
     done = subprocess.run(
-        [sys.executable, "-m", "gpp_plugin", "--version"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "gpp_plugin", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.startswith("gpp ")
 

@@ -136,15 +136,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # Imported here, behind all that can be refused: those modules load torch, which takes seconds.
     from gpp_plugin.compare.compare_run import compare_modes
 
-    print(
+    _tell(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
         f"{settings.num_ranks} ranks, {os.environ.get('OMP_NUM_THREADS', '1')} thread a process; the modes take turns, "
-        "step by step",
-        flush=True,
+        "step by step"
     )
-    rows = compare_modes(settings, tell=lambda text: print(text, flush=True))
+    rows = compare_modes(settings, tell=_tell)
     print(f"\n{format_comparison(rows)}")
     return _finish(args, rows)
+
+
+def _tell(text: str) -> None:
+    print(fill_text(text), flush=True)
 
 
 def _check_batch_options(args: argparse.Namespace) -> None:
@@ -162,7 +165,9 @@ def _check_batch_options(args: argparse.Namespace) -> None:
     if args.cluster is not None and args.model in MODELS:
         raise ConfigError(f"--length: is for HuggingFace models; {args.model} has sizes: --size NAME=VALUE")
     if args.model not in (*trained_names(), *planned_names()) and not Path(args.model).exists():
-        raise ConfigError(f"--length: the batches are those that {args.model} returns; make them of that length")
+        raise ConfigError(
+            f"--length: the batches are those that {args.model} returns; make them of that length"
+        )
 
 
 def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -183,10 +188,9 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
     def make(asked: PlanRequest) -> Any:
         return plan_for(asked, planner=planner)
 
-    print(
+    _tell(
         f"{args.model}: {request.mini_batch} samples a step, {request.loss_unit} a loss, in "
-        f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}",
-        flush=True,
+        f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}"
     )
     with step("plan") as tell:
         mode_at = [""]
@@ -230,13 +234,12 @@ def _request(args: argparse.Namespace) -> PlanRequest:
 def _emulate(args: argparse.Namespace, settings: CompareSettings) -> list[dict[str, Any]]:
     from gpp_plugin.compare.emulated import compare_emulated
 
-    print(
+    _tell(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
-        f"{settings.num_ranks} ranks with delays in place of compute, the optimizer step left out",
-        flush=True,
+        f"{settings.num_ranks} ranks with delays in place of compute, the optimizer step left out"
     )
     scale = 1.0 if args.scale_time is None else args.scale_time
-    rows = compare_emulated(settings, scale_time=scale, tell=lambda text: print(text, flush=True))
+    rows = compare_emulated(settings, scale_time=scale, tell=_tell)
     print(f"\n{format_emulated(rows)}")
     return rows
 
@@ -245,7 +248,8 @@ def _finish(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, A
     # A graph step of 80 ms beside stock's 100 ms is 1.25 x as fast: times of the others over the graph's.
     ratios = speed_ups(rows)
     if ratios:
-        print("graph: " + ", ".join(f"{ratio:.2f} x as fast as {mode}" for mode, ratio in ratios.items()))
+        said = ", ".join(f"{ratio:.2f} x as fast as {mode}" for mode, ratio in ratios.items())
+        print(fill_text(f"graph: {said}"))
     for line in (*remarks(rows, cores=os.cpu_count() or 1), *what_next(args, ratios)):
         print(fill_text(line))
     answer = {"rows": rows, "model": args.model, "emulated": args.emulate, "speed_up": ratios}

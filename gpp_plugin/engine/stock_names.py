@@ -1,7 +1,7 @@
 """Names that DeepSpeed's engines have and a graph of stages has not: why, and what to call instead.
 
-`GraphPipelineEngine` answers the others. Tests hold both to DeepSpeed's classes: each of their public names, attributes of
-their instances among them, is either answered or here.
+`GraphPipelineEngine` answers the others. Tests hold both to DeepSpeed's classes: each of their public names, those that
+only instances have among them, is either answered or here.
 
 Source: this project
 Tests: tests/integrations/test_surface.py
@@ -73,10 +73,9 @@ _REFUSED: dict[str, str] = {
     ),
     "call engine.eval_batch(return_logits=True)": "eval_return_logits",
     "call engine.optimizer_name()": "get_type",
-    "train_batch() returns the mini-batch's mean loss, and engine.agg_train_loss keeps it; engine.last_timeline has its "
-    "times": (
-        "agg_additional_losses agg_loss dp_group_loss fwd_outputs loss losses outputs total_additional_losses total_loss "
-        "batch_timer engine_timers engine_timers_cache fwd_duration timers tput_timer summary_events"
+    "engine.agg_train_loss keeps what train_batch() returned, and engine.last_timeline the times of a step": (
+        "agg_additional_losses agg_loss dp_group_loss fwd_outputs loss losses outputs total_additional_losses "
+        "total_loss batch_timer engine_timers engine_timers_cache fwd_duration timers tput_timer summary_events"
     ),
     "a stage may have several neighbours; engine.plan.stages and engine.plan.edges have stages, ranks and tensors": (
         "grid mpu next_stage prev_stage data_parallel_group first_gradient_send first_output_send has_bool_tensors "

@@ -101,7 +101,10 @@ def test_compare_on_a_cluster_needs_no_ranks(capsys):
             "no mode can run this; stock: ",
         ),
         (["--modes", "stok"], "modes: stok; did you mean 'stock'?"),
-        (["--cluster", "summit", "--length", "64"], "--length: is for HuggingFace models; mmt has sizes: --size"),
+        (
+            ["--cluster", "summit", "--length", "64"],
+            "--length: is for HuggingFace models; mmt has sizes: --size",
+        ),
     ],
 )
 def test_wrong_options_of_a_simulation(arguments, message, capsys):

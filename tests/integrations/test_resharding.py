@@ -69,7 +69,11 @@ def test_four_pairs_of_plans(name: str, resharded: Resharded) -> None:
     assert all(answers[0][f"{plan} rates"] == answers[0]["back rates"] for plan in others)
     if name == "llava":
         adapters = {name for name in saved.weights if "lora_" in name}
-        assert adapters and set(saved.state) == adapters and any("vision_tower" in name for name in saved.weights)
+        assert (
+            adapters
+            and set(saved.state) == adapters
+            and any("vision_tower" in name for name in saved.weights)
+        )
 
 
 def train_alone(name: str, told: dict[str, Any]) -> list[float]:

@@ -205,6 +205,20 @@ def all_reduce(
     finish(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor, group=group, what=what)
 
 
+def all_gather(whole: Tensor, part: Tensor, *, group: dist.ProcessGroup, what: str) -> None:
+    """Put the parts of a group's ranks into ``whole``, one after the other; on the host as `wait_for`.
+
+    Raises:
+        CommTimeout: as `wait_for`.
+    """
+    # torch 2.13 renamed it, and warns of the old name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    if whole.device.type != "cpu":
+        gather(whole, part, group=group)
+        return
+    finish(gather(whole, part, group=group, async_op=True), whole, group=group, what=what)
+
+
 def finish(work: Any, tensor: Tensor, *, group: dist.ProcessGroup | int | None, what: str) -> None:
     """Wait for a collective of a tensor that was begun; as `all_reduce`."""
     if tensor.device.type != "cpu":

@@ -58,6 +58,17 @@ def test_help_names_every_command_and_needs_no_torch():
     assert all(f"    {command.name}" in done.stdout for command in COMMANDS)
 
 
+def test_the_package_run_as_a_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "gpp_plugin", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.startswith("gpp ")
+
+
 def options_of(*command):
     """Return the options of a command or benchmark."""
     parser, _ = _make_parser(command)

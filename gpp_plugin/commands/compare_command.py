@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--out: {args.out.parent} is no directory; make it first")
     if args.cluster is None and args.model in planned_names():
         args.cluster = "dgx_h100"
+    _check_batch_options(args)
     if args.scale_time is not None and not args.emulate:
         raise ConfigError("--scale-time: is for --emulate; real compute takes the time it takes")
     if args.cluster is not None:
@@ -135,15 +136,38 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # Imported here, behind all that can be refused: those modules load torch, which takes seconds.
     from gpp_plugin.compare.compare_run import compare_modes
 
-    print(
+    _tell(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
         f"{settings.num_ranks} ranks, {os.environ.get('OMP_NUM_THREADS', '1')} thread a process; the modes take turns, "
-        "step by step",
-        flush=True,
+        "step by step"
     )
-    rows = compare_modes(settings, tell=lambda text: print(text, flush=True))
+    rows = compare_modes(settings, tell=_tell)
     print(f"\n{format_comparison(rows)}")
     return _finish(args, rows)
+
+
+def _tell(text: str) -> None:
+    print(fill_text(text), flush=True)
+
+
+def _check_batch_options(args: argparse.Namespace) -> None:
+    """Refuse what would change nothing: a length, or sizes, of a model that does not take them.
+
+    Raises:
+        ConfigError: names the option and what to do.
+    """
+    if args.size and args.model not in MODELS:
+        raise ConfigError(
+            f"--size: is for library models ({', '.join(MODELS)}); {args.model} has sizes of its own"
+        )
+    if args.length is None:
+        return
+    if args.cluster is not None and args.model in MODELS:
+        raise ConfigError(f"--length: is for HuggingFace models; {args.model} has sizes: --size NAME=VALUE")
+    if args.model not in (*trained_names(), *planned_names()) and not Path(args.model).exists():
+        raise ConfigError(
+            f"--length: the batches are those that {args.model} returns; make them of that length"
+        )
 
 
 def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -164,10 +188,9 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
     def make(asked: PlanRequest) -> Any:
         return plan_for(asked, planner=planner)
 
-    print(
+    _tell(
         f"{args.model}: {request.mini_batch} samples a step, {request.loss_unit} a loss, in "
-        f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}",
-        flush=True,
+        f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}"
     )
     with step("plan") as tell:
         mode_at = [""]
@@ -211,13 +234,12 @@ def _request(args: argparse.Namespace) -> PlanRequest:
 def _emulate(args: argparse.Namespace, settings: CompareSettings) -> list[dict[str, Any]]:
     from gpp_plugin.compare.emulated import compare_emulated
 
-    print(
+    _tell(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
-        f"{settings.num_ranks} ranks with delays in place of compute, the optimizer step left out",
-        flush=True,
+        f"{settings.num_ranks} ranks with delays in place of compute, the optimizer step left out"
     )
     scale = 1.0 if args.scale_time is None else args.scale_time
-    rows = compare_emulated(settings, scale_time=scale, tell=lambda text: print(text, flush=True))
+    rows = compare_emulated(settings, scale_time=scale, tell=_tell)
     print(f"\n{format_emulated(rows)}")
     return rows
 
@@ -226,7 +248,8 @@ def _finish(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, A
     # A graph step of 80 ms beside stock's 100 ms is 1.25 x as fast: times of the others over the graph's.
     ratios = speed_ups(rows)
     if ratios:
-        print("graph: " + ", ".join(f"{ratio:.2f} x as fast as {mode}" for mode, ratio in ratios.items()))
+        said = ", ".join(f"{ratio:.2f} x as fast as {mode}" for mode, ratio in ratios.items())
+        print(fill_text(f"graph: {said}"))
     for line in (*remarks(rows, cores=os.cpu_count() or 1), *what_next(args, ratios)):
         print(fill_text(line))
     answer = {"rows": rows, "model": args.model, "emulated": args.emulate, "speed_up": ratios}
@@ -249,24 +272,47 @@ def what_next(args: argparse.Namespace, ratios: dict[str, float]) -> list[str]:
             "a model with longer branches may differ"
         )
     elif args.cluster is not None:
-        size = "".join(f" --size {text}" for text in args.size)
-        size += f" --mini-batch {args.mini_batch}" if args.mini_batch is not None else ""
         if args.model in (*MODELS, *planned_names()) or Path(args.model).exists():
             lines.append(
-                f"next: gpp plan {args.model} --devices {args.devices} --cluster {args.cluster}{size} --out plan.json "
-                'shows and keeps the plan; "graph_pipeline": {"enabled": true, "plan": "plan.json"} trains on it'
+                f"next: gpp plan {args.model}{options_again(args, 'gpp plan')} --out plan.json shows and keeps the "
+                'plan; "graph_pipeline": {"enabled": true, "plan": "plan.json"} trains on it'
             )
         else:
+            again = options_again(args, "gpp compare --emulate")
             lines.append(
-                f"next: gpp compare {args.model} --emulate runs the schedules here, in real processes"
+                f"next: gpp compare {args.model}{again} --emulate runs the schedules here, in real processes"
             )
     elif args.emulate:
-        lines.append(
-            f"next: gpp compare {args.model} --devices {args.devices} trains it, where there are the cores"
-        )
+        again = options_again(args, "gpp compare")
+        lines.append(f"next: gpp compare {args.model}{again} trains it, where there are the cores")
     else:
         lines.append('next: "graph_pipeline": {"enabled": true} in your DeepSpeed JSON trains on the graph')
     return lines
+
+
+_BATCH_OPTIONS = ("mini_batch", "loss_unit", "planner", "stages", "length")
+_AGAIN = {
+    "gpp plan": ("cluster", "dtype", *_BATCH_OPTIONS),
+    "gpp compare --emulate": ("modes", *_BATCH_OPTIONS),
+    "gpp compare": ("config", "modes", *_BATCH_OPTIONS),
+}
+"""Which of the options that were given mean the same to the command that is advised."""
+
+
+def options_again(args: argparse.Namespace, command: str) -> str:
+    """Return the options of a comparison as they are typed for another command, with a space in front of each.
+
+    >>> asked = {"devices": 8, "cluster": "summit", "mini_batch": 64, "size": ["branches=2"]}
+    >>> options_again(argparse.Namespace(**asked), "gpp plan")
+    ' --devices 8 --cluster summit --mini-batch 64 --size branches=2'
+    """
+    words = [f"--devices {args.devices}"]
+    for name in _AGAIN[command]:
+        value = getattr(args, name, None)
+        if value is not None and not (name == "modes" and value == ",".join(MODES)):
+            words.append(f"--{name.replace('_', '-')} {value}")
+    words += [f"--size {text}" for text in args.size]
+    return "".join(f" {word}" for word in words)
 
 
 def speed_ups(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from gpp_plugin.errors import ConfigError, nearest
 from gpp_plugin.report.rows_text import format_rows
+from gpp_plugin.report.units import fill_text
 from gpp_plugin.simulate.decode_costs import ServedLayer
 from gpp_plugin.simulate.decode_figures import FIGURES, Traffic, remarks
 
@@ -51,12 +52,13 @@ def run_decode(args: argparse.Namespace) -> dict[str, Any]:
     for figure in args.figure or FIGURES:
         found = FIGURES[figure](layer, traffic)
         said[figure] = remarks(found)
-        print(f"Figure {figure}: {TITLES[figure]}")
+        print(fill_text(f"Figure {figure}: {TITLES[figure]}"))
         print(format_rows([{k: v for k, v in row.items() if k != "figure"} for row in found]))
-        print("".join(f"{line}\n" for line in said[figure]))
+        print("".join(f"{fill_text(line, indent='  ')}\n" for line in said[figure]))
         rows += found
     constants = {**dataclasses.asdict(layer), **dataclasses.asdict(traffic)}
-    print("constants (--set): " + ", ".join(f"{name}={_shown(value)}" for name, value in constants.items()))
+    shown = ", ".join(f"{name}={_shown(value)}" for name, value in constants.items())
+    print(fill_text(f"constants (--set): {shown}", indent="  "))
     return {"rows": rows, "remarks": said, "constants": constants}
 
 

@@ -42,7 +42,9 @@ OPTION_OF = {
     r"memory\.limit_gb": "--memory-limit-gb",
     r"memory optimization by recompute and swap": "--memory recompute,swap",
     r"memory optimization by (recompute|swap)": r"--memory \1",
+    r"memory\.(recompute|swap) \"auto\"( or \"full\")?": r"--memory \1",
     r"ZeRO stage (\d)": r"--zero \1",
+    r"zero_optimization\.stage (\d)": r"--zero \1",
     r"micro_batch_sizes(\['\*'\])?": "--micro-batch",
     r"train_micro_batch_size_per_gpu": "--loss-unit",
     r"train_batch_size": "--mini-batch",
@@ -250,7 +252,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.memory_report:
         print(f"\n{format_breakdown(parts)}")
         for line in memory_advice(plan, zero_stage=args.zero, allowed=request.memory_optimization):
-            print(printable(line))
+            print(fill_text(printable(_as_options(line)), indent="  "))
     # 64 samples in 80,000 us are 800 a second.
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
     print()
@@ -335,10 +337,14 @@ def _in_options() -> Iterator[None]:
     try:
         yield
     except (ConfigError, PlanError) as error:
-        text = str(error)
-        for pattern, option in OPTION_OF.items():
-            text = re.sub(pattern, option, text)
-        raise type(error)(text) from error
+        raise type(error)(_as_options(str(error))) from error
+
+
+def _as_options(text: str) -> str:
+    """Return a text with options of the command line for keys of the configuration."""
+    for pattern, option in OPTION_OF.items():
+        text = re.sub(pattern, option, text)
+    return text
 
 
 def _request(args: argparse.Namespace) -> PlanRequest:

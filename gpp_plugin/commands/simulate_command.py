@@ -16,7 +16,7 @@ from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.report.printable import printable
 from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.report.units import format_ms
+from gpp_plugin.report.units import fill_text, format_ms
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +59,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     summary = dataclasses.asdict(summarize_timeline(timeline, plan))
     ahead = simulate_ahead(plan, args.cluster)
     if ahead is not None:
-        print(
+        said = (
             f"look_ahead: {format_ms(ahead.steady_us)} ms a mini-batch, not {format_ms(ahead.whole_us)} ms, while the "
             f"frozen stages {printable(', '.join(ahead.stages))} run the forwards of the next one"
         )
+        print(fill_text(said, indent="  "))
         summary["look_ahead_us"] = ahead.steady_us
     return {"rows": [to_plain(event) for event in timeline.events], "summary": summary}
 
@@ -72,10 +73,11 @@ def _run_async(plan: PipelinePlan, args: argparse.Namespace) -> dict[str, Any]:
     found = simulate_async(plan, args.cluster)
     print(format_timeline(found.timeline, plan, **axis_of(args)))
     # All zeros would simulate to an empty picture; a plan written by hand may lack times.
-    print(
+    said = (
         f"{found.num_windows} mini-batches of an asynchronous plan: {format_ms(found.steady_us)} ms each while the "
         f"pipeline is full, {format_ms(found.fill_us)} ms to fill it, {format_ms(found.drain_us)} ms to drain it"
     )
+    print(fill_text(said, indent="  "))
     if args.out is not None:
         save(found.timeline, args.out)
         print(f"timeline written to {args.out}")

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpp_plugin.report.units import format_table
+from gpp_plugin.report.units import fill_text, format_table
 
 
 class Status(enum.Enum):
@@ -47,6 +47,6 @@ def print_checks(checks: Sequence[Check]) -> None:
 
 def print_advice(checks: Sequence[Check]) -> None:
     """Print what to do, where there is anything."""
-    advice = [f"{check.name}: {check.advice}" for check in checks if check.advice]
+    advice = [f"- {check.name}: {check.advice}" for check in checks if check.advice]
     if advice:
-        print("\nWhat to do\n" + "\n".join(f"- {line}" for line in advice))
+        print("\nWhat to do\n" + "\n".join(fill_text(line, indent="  ") for line in advice))

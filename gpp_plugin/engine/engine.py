@@ -435,7 +435,8 @@ class GraphPipelineEngine(PipelineSurface):
                 data, which is found out before anything runs; in mode async in the next call.
         """
         try:
-            return self._train_batch(data_iter)
+            self.agg_train_loss = loss = self._train_batch(data_iter)
+            return loss
         except BaseException:
             if self._runner.failure is not None:  # nothing more will be trained on
                 self._data.close()

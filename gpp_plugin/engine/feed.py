@@ -31,10 +31,10 @@ from gpp_plugin.engine.row_loader import (
     RowLoader,
     as_they_are,
     check_keys,
+    first_items,
     inputs_of,
     own_inputs,
     repeat,
-    stream_state,
 )
 from gpp_plugin.engine.training_steps import different_data
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError, RuntimeFailure
@@ -76,11 +76,7 @@ def sample_from_dataset(
     if isinstance(dataset, PackedUnits):  # a unit as they will come
         items = [dataset.dataset[index] for index in dataset.typical_unit()]
     elif isinstance(dataset, IterableDataset):
-        state = stream_state(dataset)  # it may keep its place in itself
-        items = list(itertools.islice(dataset, num_samples))
-        if state is not None:
-            stream: Any = dataset
-            stream.load_state_dict(state)
+        items = first_items(dataset, num_samples)
     else:
         items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
     if not items:

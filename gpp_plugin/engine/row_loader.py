@@ -170,6 +170,15 @@ def stream_state(dataset: Any) -> Any:
     return copy.deepcopy(dataset.state_dict())
 
 
+def first_items(stream: Any, count: int) -> list[Any]:
+    """Return the first items of a stream, at most ``count``; one that keeps its place in itself is put back."""
+    state = stream_state(stream)
+    items = list(itertools.islice(stream, count))
+    if state is not None:
+        stream.load_state_dict(state)
+    return items
+
+
 def check_keys(batch: Batch, keys: frozenset[str]) -> None:
     """Refuse a batch of other keys than the model was captured with.
 

@@ -7,6 +7,7 @@ anything: `GraphPipelineEngine` adds what does.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -55,6 +56,8 @@ class PipelineSurface:
         self._reference = reference
         self._ds_config = dict(ds_config)
         self._last_step: StepResult | None = None
+        self.agg_train_loss: Tensor | None = None
+        """What `train_batch` returned last; None before its first call."""
 
     def __getattr__(self, name: str) -> NoReturn:
         # only for what is not there at all; Python and torch ask for dunders to see what an object is
@@ -158,6 +161,70 @@ class PipelineSurface:
     def lr_scheduler(self) -> Any:
         """Return the stage's learning-rate scheduler, if any; of several stages the first one's, and all are alike."""
         return self.rank_engine.lr_scheduler
+
+    # ---- numbers that DeepSpeed's engines keep as attributes ------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Return the ranks of the job."""
+        return self.plan.num_ranks
+
+    @property
+    def local_rank(self) -> int:
+        """Return this rank's number on its host."""
+        return int(os.environ.get("LOCAL_RANK", self.global_rank))
+
+    @property
+    def num_stages(self) -> int:
+        """Return the stages of the plan."""
+        return len(self.plan.stages)
+
+    @property
+    def dp_world_size(self) -> int:
+        """Return the data-parallel degree of this rank's stage; of several, the first one's."""
+        return self.plan.stages[self.stage_id].degree
+
+    @property
+    def mp_world_size(self) -> int:
+        """Return the tensor-parallel degree of this rank's stage; of several, the first one's."""
+        return self.plan.stages[self.stage_id].tensor
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """Return whether there are several stages."""
+        return self.num_stages > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Return whether `dp_world_size` is above 1."""
+        return self.dp_world_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Return whether `mp_world_size` is above 1."""
+        return self.mp_world_size > 1
+
+    pipeline_parallelism = True
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Return `train_micro_batch_size_per_gpu()`; micro-batches of a stage are in ``plan.stages``."""
+        return self.train_micro_batch_size_per_gpu()
+
+    @property
+    def micro_batches(self) -> int:
+        """Return `gradient_accumulation_steps()`, the losses of one step."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_steps(self) -> int:
+        """Return the losses of all steps so far."""
+        return self.global_steps * self.gradient_accumulation_steps()
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """Return the name in the whole model of each parameter of this rank's stages."""
+        return {parameter: name for name, parameter in self.named_parameters()}
 
     def train_batch_size(self) -> int:
         """Return the samples of one optimizer step (B)."""

@@ -13,7 +13,7 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, Timeline
 from gpp_plugin.rehearse.rehearsal import Rehearsal
 from gpp_plugin.report.timeline_text import format_timeline
-from gpp_plugin.report.units import format_ms, format_table
+from gpp_plugin.report.units import fill_text, format_ms, format_table
 from gpp_plugin.schedule.durations import stage_task_us
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 
@@ -137,11 +137,8 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100, screen: int | No
         ]
         for row in stage_rows(rehearsal)
     ]
+    picture = format_timeline(rehearsal.median_timeline, rehearsal.plan, width=width, screen=screen)
     lines = [
-        format_timeline(rehearsal.median_timeline, rehearsal.plan, width=width, screen=screen),
-        "",
-        format_table(header, rows),
-        "",
         f"measured {figures['iteration_ms']:.1f} ms {_span(rehearsal)}, median of {figures['steps']} "
         f"({figures['fastest_ms']:.1f} to {figures['slowest_ms']:.1f})",
         f"planned {figures['planned_ms']:.1f} ms, simulated with the plan's times and messages that take none",
@@ -159,7 +156,8 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100, screen: int | No
     if figures["reduce_ms"]:
         reduced = ", ".join(f"{name} {ms:.1f} ms" for name, ms in figures["reduce_ms"].items())
         lines.append(f"gradients are reduced in: {reduced}")
-    return "\n".join([*lines, *_advice(rehearsal, figures)])
+    said = [fill_text(line, indent="  ") for line in (*lines, *_advice(rehearsal, figures))]
+    return "\n".join([picture, "", format_table(header, rows), "", *said])
 
 
 def _span(rehearsal: Rehearsal) -> str:

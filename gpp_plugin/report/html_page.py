@@ -135,7 +135,7 @@ def _chapter(number: int, each: ReportedPlan, charts: Sequence[TimelineChart], *
     parts += [
         "<h2>Stages</h2>",
         '<p class="note">an edge: forward bytes of a micro-batch x micro-batches a step</p>',
-        f'<div class="scroll">{figure_svg(draw_stage_graph(plan))}</div>',
+        f'<div class="scroll whole">{figure_svg(draw_stage_graph(plan))}</div>',
         _table(*stage_table(plan)),
     ]
     extra = [format_memory(plan), format_shared_ranks(plan), format_saved_in_flight(plan)]

@@ -101,6 +101,10 @@ def test_compare_on_a_cluster_needs_no_ranks(capsys):
             "no mode can run this; stock: ",
         ),
         (["--modes", "stok"], "modes: stok; did you mean 'stock'?"),
+        (
+            ["--cluster", "summit", "--length", "64"],
+            "--length: is for HuggingFace models; mmt has sizes: --size",
+        ),
     ],
 )
 def test_wrong_options_of_a_simulation(arguments, message, capsys):
@@ -109,8 +113,40 @@ def test_wrong_options_of_a_simulation(arguments, message, capsys):
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["clip-l14", "--size", "layers=2"], "--size: is for library models (mmt, dlrm, "),
+        (["clip_tiny", "--size", "layers=2"], "--size: is for library models (mmt, dlrm, "),
+        (["mine:make", "--length", "64"], "--length: the batches are those that mine:make returns"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def make(): ...\n")
+    assert main(["compare", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gpp compare: {message}") and error.count("\n") == 1
+
+
 class Args:
     model, devices, cluster, mini_batch, emulate, size = "llava-7b", 64, "dgx_h100", None, False, ()
+
+
+def test_what_is_advised_keeps_the_options_that_were_given(monkeypatch):
+    monkeypatch.setattr(Args, "length", 2048, raising=False)
+    monkeypatch.setattr(Args, "dtype", "fp16", raising=False)
+    monkeypatch.setattr(Args, "stages", 8, raising=False)
+    ratios = {"stock": 1.4, "chain": 1.2}
+    (line,) = what_next(Args, ratios)
+    assert "--cluster dgx_h100 --dtype fp16 --stages 8 --length 2048 --out plan.json" in line
+    monkeypatch.setattr(Args, "model", "clip_tiny")
+    (line,) = what_next(Args, ratios)
+    assert line.startswith("next: gpp compare clip_tiny --devices 64 --stages 8 --length 2048 --emulate runs")
+    monkeypatch.setattr(Args, "cluster", None)
+    monkeypatch.setattr(Args, "emulate", True)
+    (line,) = what_next(Args, ratios)
+    assert line.startswith("next: gpp compare clip_tiny --devices 64 --stages 8 --length 2048 trains it")
 
 
 def test_what_to_do_next_depends_on_what_was_found():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from tests.integrations.engine_jobs import B, config_of, decay_groups, make_engine, steps
 from tests.models import build
@@ -28,14 +27,14 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt2": {"bf16": {"enabled": True}},
     "llava": {},
 }
-"""What else of the configuration each model has; T5 has parameter groups too, LLaVA a frozen tower."""
+"""What else of the configuration each model has; T5 has parameter groups too, LLaVA trains adapters alone."""
 
 
 def make(name: str, plan: str, *, seed: int) -> tuple[Any, list[dict[str, Any]]]:
     """Return an engine and the batches of seven steps."""
     model, make_batch = build(name, seed=seed)
     if name == "llava":
-        freeze_tower(model)
+        model = with_adapters(model)
     zero, block = PLANS[plan]
     batches = [make_batch(B, seed) for seed in range(7)]
     given = {"model_parameters": decay_groups(model)} if name == "t5" else {}
@@ -43,10 +42,14 @@ def make(name: str, plan: str, *, seed: int) -> tuple[Any, list[dict[str, Any]]]
     return make_engine(model, batches[0], config, **given), batches
 
 
-def freeze_tower(model: Any) -> None:
-    """Train nothing of the vision tower."""
-    tower: nn.Module = model.model.vision_tower
-    tower.requires_grad_(False)
+def with_adapters(model: Any) -> Any:
+    """Train LoRA adapters of the language model alone, and nothing of the vision tower."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        lora = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|v)_proj", lora_dropout=0.0)
+        return get_peft_model(model, lora)
 
 
 def reshard(name: str, directory: str) -> dict[str, Any]:

@@ -9,6 +9,11 @@ import torch
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 
+ATTRIBUTES = (
+    "world_size", "local_rank", "num_stages", "dp_world_size", "mp_world_size", "is_pipe_parallel",
+    "is_data_parallel", "is_model_parallel", "pipeline_parallelism", "micro_batch_size", "micro_batches", "micro_steps",
+)  # fmt: skip
+
 
 def ask() -> dict[str, Any]:
     """What a user asks of an engine on two ranks of one stage, before and after a step."""
@@ -16,7 +21,9 @@ def ask() -> dict[str, Any]:
     engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 1}))
     applied = [engine.was_step_applied()]
     before = {name: value.clone() for name, value in engine.state_dict().items()}
-    steps(engine, [make_batch(B, 0)])
+    losses = steps(engine, [make_batch(B, 0)])
+    assert engine.agg_train_loss is not None
+    last_loss = [float(engine.agg_train_loss)]
     applied.append(engine.was_step_applied())
     engine.zero_grad()
     after = engine.state_dict()
@@ -38,4 +45,8 @@ def ask() -> dict[str, Any]:
         "dynamic": engine.dynamic_loss_scale(),
         "drop_last": engine.dataloader_drop_last(),
         "training": engine.training,
+        "attributes": {name: getattr(engine, name) for name in ATTRIBUTES},
+        "last_loss": last_loss,
+        "losses": losses,
+        "same_names": engine.param_names == {p: name for name, p in engine.named_parameters()},
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.stock_names import why_lacking
+from gpp_plugin.engine.surface import PipelineSurface
 from gpp_plugin.errors import ConfigError
 from tests.integrations import surface_jobs as jobs
 from tests.models import build
@@ -31,9 +34,40 @@ def public_names() -> set[str]:
     }
 
 
+def set_on_self(kind: type) -> set[str]:
+    """Return the public attributes that methods of a class give its instances, by its source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    targets = [
+        target
+        for node in ast.walk(tree)
+        for target in (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign | ast.AugAssign)
+            else []
+        )
+    ]
+    return {
+        name.attr
+        for target in targets
+        for name in ast.walk(target)
+        if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name) and name.value.id == "self"
+        if not name.attr.startswith("_")
+    }
+
+
+def attributes() -> set[str]:
+    """Return the attributes of instances of DeepSpeed's engines."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return set_on_self(DeepSpeedEngine) | set_on_self(PipelineEngine)
+
+
 def test_each_public_name_is_answered_or_refused() -> None:
-    own = set(dir(GraphPipelineEngine))
-    unknown = sorted(name for name in public_names() - own if why_lacking(name) is None)
+    own = set(dir(GraphPipelineEngine)) | set_on_self(GraphPipelineEngine) | set_on_self(PipelineSurface)
+    unknown = sorted(name for name in (public_names() | attributes()) - own if why_lacking(name) is None)
     assert not unknown
     both = sorted(name for name in own if not name.startswith("_") and why_lacking(name) is not None)
     assert not both, "a name that is answered is not refused"
@@ -83,6 +117,12 @@ def test_an_engine_answers_for_its_rank() -> None:
         )
         assert answer["positions"] == (rank, 0) and answer["batch"] == (8, 2, 4)
         assert answer["applied"] == [False, True] and answer["training"]
+        assert answer["attributes"] == {
+            "world_size": 2, "local_rank": rank, "num_stages": 1, "dp_world_size": 2, "mp_world_size": 1,
+            "is_pipe_parallel": False, "is_data_parallel": True, "is_model_parallel": False,
+            "pipeline_parallelism": True, "micro_batch_size": 2, "micro_batches": 4, "micro_steps": 4,
+        }  # fmt: skip
+        assert answer["last_loss"] == answer["losses"] and answer["same_names"]
         assert answer["mom"] == [(0.9, 0.999)] * len(answer["mom"]) and answer["mom"]
         assert answer["optimizer"] == {"lr": 1e-3, "weight_decay": 0.01}
         assert answer["dynamic"] and not answer["drop_last"] and answer["scheduler"] is None

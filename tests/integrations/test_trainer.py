@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import default_data_collator
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface import trainer
 from gpp_plugin.integrations.huggingface.trainer_config import engine_config
+from gpp_plugin.integrations.huggingface.trainer_data import pads_to_longest
 from tests.integrations import trainer_jobs as jobs
 from tests.ranks import run_kept_ranks
 from tests.tiers import some
@@ -48,6 +51,52 @@ def test_batches_padded_to_their_longest_are_units(tmp_path: Path) -> None:
     plain = jobs.train_plain("gpt2", str(tmp_path), total=total, count=COUNT, collator=jobs.Longest())
     for (losses,) in found:
         check_alike(losses, jobs.logged(plain))
+
+
+class Texts(Dataset[dict[str, list[int]]]):
+    """Rows of token ids, as tokenizers give them, of these lengths."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.rows = [{"input_ids": [1] * length} for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self.rows[index]
+
+
+def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Pad to the longest, in a function that has no ``padding``."""
+    width = max(len(row["input_ids"]) for row in rows)
+    return {
+        "input_ids": torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
+    }
+
+
+def test_whether_a_collator_pads_to_the_longest_is_told_by_it_or_tried() -> None:
+    class Says:
+        def __init__(self, padding: Any) -> None:
+            self.padding = padding
+
+        __call__ = staticmethod(pad)
+
+    def pads(collator: Any, *lengths: int) -> bool:
+        return pads_to_longest(collator, DataLoader(Texts(*lengths), batch_size=2, collate_fn=collator))
+
+    assert pads(pad, *[5] * 90, 7) is False, "none of those that are tried is longer"
+    assert pads(pad, *[5] * 40, *[7] * 40) and pads(Says(True), 5, 5)
+    assert (
+        not pads(pad, 5, 5, 5)
+        and not pads(Says("max_length"), 5, 7)
+        and not pads(default_data_collator, 5, 7)
+    )
+
+    def pairs(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        first, second = rows
+        return pad([first, second])
+
+    assert not pads(pairs, 5, 7), "it makes batches of two alone"
 
 
 @pytest.mark.parametrize("streams", some([True, False], every=2))

@@ -66,9 +66,7 @@ def stack(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
 
 
 class Longest:
-    """Pads to the longest of a batch, as collators with ``padding=True`` do."""
-
-    padding = True
+    """Pads to the longest of a batch, and does not say so, as collators of language models."""
 
     def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
         lengths = [5 + int(row["input_ids"][0]) % 4 for row in rows]

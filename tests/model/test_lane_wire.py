@@ -59,10 +59,12 @@ def test_a_tensor_comes_to_its_readers_and_nobody_else_waits() -> None:
 
 
 def hang_up() -> tuple[float, str]:
-    """One rank gives up while the others wait for it."""
+    """One rank gives up while the others wait for it, and one has sent it something."""
     from gpp_plugin.errors import CommTimeout
 
     wire = make_wire()
+    if wire.position == 1:
+        wire.tell(torch.ones(64), source=1, readers=(0,), has_failed=False)
     dist.barrier()
     start, said = time.monotonic(), ""
     if wire.position == 0:

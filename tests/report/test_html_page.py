@@ -1,6 +1,7 @@
 """The HTML page and the pictures: what they hold, that names stay text, their size, and that a browser runs the page."""
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -13,7 +14,15 @@ import pytest
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.report.figure import Figure, Rectangle, figure_png, figure_svg, stack_figures
+from gpp_plugin.report.figure import (
+    CHAR_WIDTH,
+    Figure,
+    Polyline,
+    Rectangle,
+    figure_png,
+    figure_svg,
+    stack_figures,
+)
 from gpp_plugin.report.html_page import ReportedPlan, report_page
 from gpp_plugin.report.stage_figure import draw_stage_graph
 from gpp_plugin.report.timeline_chart import chart_timeline, draw_memory, draw_timeline
@@ -150,6 +159,22 @@ def test_sixty_four_ranks_are_a_small_page(plan):
     assert len(page) < 5_000_000
     data = Page(page).data["plans"][0]["charts"][0]["rows"]
     assert len(data) == 64 and all(len(row["bars"]) > 128 for row in data)
+
+
+@pytest.mark.parametrize("branches", [4, 9])
+def test_heads_of_arrows_into_one_box_stand_apart(branches):
+    stages = tuple(
+        Stage(name=f"branch{i}", blocks=(f"b{i}",), ranks=(i,), micro_batch_size=2, in_flight=1)
+        for i in range(branches + 1)
+    )
+    edges = tuple(StageEdge(src=i, dst=branches, batch_tensors=(f"t{i}",)) for i in range(branches))
+    joined = PipelinePlan(
+        model="join", graph="0" * 16, planner="given", mini_batch=2, loss_unit=2, stages=stages, edges=edges
+    )
+    shapes = draw_stage_graph(joined).shapes
+    heads = sorted(shape.points[-1][0] for shape in shapes if isinstance(shape, Polyline))
+    assert len(heads) == branches
+    assert min(b - a for a, b in itertools.pairwise(heads)) >= 2 * CHAR_WIDTH
 
 
 def test_bars_do_not_leave_the_picture(plan, timeline):

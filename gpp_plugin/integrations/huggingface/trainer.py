@@ -42,6 +42,7 @@ from gpp_plugin.integrations.huggingface.trainer_data import (
     StreamLoader,
     WholeSteps,
     as_one_process,
+    pads_to_longest,
 )
 
 _REFUSED = {
@@ -217,7 +218,7 @@ class GraphPipelineTrainer(Trainer):
         count = self.args.per_device_train_batch_size
         sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
         counts_tokens = _divides_by_items(self.model) and "labels" in sample
-        if max_steps and self._units is None and _pads_to_longest(self.data_collator):
+        if max_steps and self._units is None and pads_to_longest(self.data_collator, loader):
             self._units = int(self.args.gradient_accumulation_steps)
         config = engine_config(
             self._given_config,
@@ -543,11 +544,6 @@ def _divides_by_items(model: Any) -> bool:
         and any(keyword.arg in (None, "num_items_in_batch") for keyword in call.keywords)
         for call in ast.walk(forward)
     )
-
-
-def _pads_to_longest(collator: Any) -> bool:
-    """Return whether batches of one mini-batch may have lengths of their own."""
-    return getattr(collator, "padding", None) in (True, "longest")
 
 
 def _cut(tensors: Any, count: int) -> Any:

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from transformers import DefaultDataCollator, default_data_collator
 
-from gpp_plugin.engine.row_loader import stream_state
+from gpp_plugin.engine.row_loader import first_items, stream_state
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,42 @@ def as_one_process(loader: DataLoader[Any], *, data_seed: int | None) -> DataLoa
         data_seed=data_seed,
     )
     return prepared
+
+
+TRIED_SAMPLES = 16
+"""Samples that are collated one by one, to see whether a collator pads to the longest."""
+
+
+def pads_to_longest(collator: Any, loader: Any) -> bool:
+    """Return whether batches of one mini-batch may have lengths of their own.
+
+    A collator's ``padding`` says so. One without it (those of language models, a function of the user's) is tried:
+    where single samples, taken from all over the dataset, become batches of unlike shapes, it pads.
+
+    Args:
+        loader: with the dataset, and what collates its samples: the collator, behind what drops columns.
+    """
+    padding = getattr(collator, "padding", None)
+    # not by isinstance: the collator that makes one row of all samples is derived from the default one
+    if padding is not None or type(collator) is DefaultDataCollator or collator is default_data_collator:
+        return padding in (True, "longest")
+    shapes = set()
+    for sample in _some_samples(loader.dataset):
+        try:
+            batch = loader.collate_fn([sample])
+        except Exception:  # it makes batches of several alone; training tells what is wrong with them
+            return False
+        tensors = batch.items() if isinstance(batch, Mapping) else ()
+        shapes.add(tuple((key, tuple(v.shape)) for key, v in tensors if isinstance(v, Tensor)))
+    return len(shapes) > 1
+
+
+def _some_samples(dataset: Any) -> list[Any]:
+    """Return samples from all over a dataset, or the first ones of a stream, which is left where it is."""
+    if isinstance(dataset, IterableDataset):
+        return first_items(dataset, TRIED_SAMPLES)
+    count = len(dataset)
+    return [dataset[index] for index in range(0, count, max(count // TRIED_SAMPLES, 1))][:TRIED_SAMPLES]
 
 
 class StreamLoader:

@@ -30,6 +30,9 @@ from gpp_plugin.runtime.ranks.waiting import own_name, wait_for_message
 _SENDS_KEPT = 64
 """Messages under way: gloo says that one is taken only to who waits for it, and these many back all were."""
 
+_HANG_UP_TAG = 1 << 29
+"""Of a message that nobody sends."""
+
 
 class LaneStopped(Exception):
     """A module failed on some rank of the lane; the ranks that hear of it leave the generation together."""
@@ -103,7 +106,7 @@ class LaneWire:
         nothing = torch.empty(1, dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):
             other = self.ranks[self.others[0]]
-            work = dist.irecv(nothing, other, group=self.group, tag=self.micro_batch)
+            work = dist.irecv(nothing, other, group=self.group, tag=_HANG_UP_TAG)
             work.wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
 
     def _send(self, value: Tensor, readers: Sequence[int], has_failed: bool) -> None:

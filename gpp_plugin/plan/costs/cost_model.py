@@ -190,6 +190,9 @@ class CostModel:
         """
         if tensor == self.tensor or not self.graph.sharding:
             return self
+        # Of ranks 4 to 7 and size 2 the rows are (4, 5) and (6, 7). In nodes of 8 both sum over NVLink; rows (6, 7) and
+        # (8, 9) too; but of (7, 8) the stage as a whole takes what its slowest row does, over the network. Costs of a
+        # size over a link are worked out once, however many stages have them.
         link = link_for_span(self.cluster, tensor)
         if ranks is not None:
             groups = (ranks[first : first + tensor] for first in range(0, len(ranks), tensor))

@@ -50,6 +50,9 @@ def ring_attention_us(
     >>> [round(us) for ranks in (1, 4) for us in ring_attention_us(shape, ranks, device, link)]
     [61573, 0, 15393, 0]
     """
+    # One rank: no steps, no sends. c ranks: c steps of attention, and c - 1 sends beside the first c - 1 of them; what
+    # a send takes longer than the step beside it is waited for. Twice as many tokens a rank are four times the
+    # attention and twice the sends: long texts hide them, short ones do not.
     local = shape.length / ranks
     rate = device.flops_per_s * device.efficiency / 1e6
     forward = 2 * local * local * shape.query_width / rate

@@ -55,6 +55,9 @@ class Parts:
 
 def parts_by_block(graph: BlockGraph, tensor: int) -> dict[str, Parts]:
     """Return by name what one of ``tensor`` ranks has of each block that they divide."""
+    # A block of 100 MB of parameters, 80 of them in matrices that ranks cut, on 4 ranks: 20 + 80 / 4 = 40 MB, a part of
+    # 0.4. The share is taken of the block's own bytes and laid on the profile's, which may be of another type. A frozen
+    # block has no trained bytes: its share of none is 0, and nothing is divided of what is not there.
     found, sharded = {}, sharded_by_block(graph, tensor)
     for block in graph.blocks:
         own = sharded.get(block.name)
@@ -74,6 +77,9 @@ WHOLE = Parts()
 
 def sharded_profile(profile: Profile, graph: BlockGraph, tensor: int) -> Profile:
     """Return the costs of one of ``tensor`` ranks, all-reduces left out; what is not of the graph's blocks stays."""
+    # What several blocks hold together goes by the first of them, which is charged with it: a tied embedding is held in
+    # as many parts wherever it is, and a storage kept by several layers is as small as where it is made. Inputs of the
+    # mini-batch stay: every tensor rank of a data position reads the same samples.
     parts = parts_by_block(graph, tensor)
     if not parts:
         return profile
@@ -139,6 +145,9 @@ def sum_times(graph: BlockGraph, tensor: int, link: Link) -> Floats:
 
     ``ring_us`` in two parts: 2 (t - 1) latencies a sum, and 2 (t - 1) / t of the bytes over one link.
     """
+    # On 4 ranks and a link of 3 us and 450 GB/s, 2 sums of 8 MB together at one sample: 2 x 6 x 3 = 36 us a task, and
+    # 6 / 4 x 8 MB / 450 GB/s = 26.7 us a sample. The first does not grow with a micro-batch, so that small ones are
+    # dear on tensor ranks; the second does not shrink with more ranks, so that large sizes win less and less.
     sharded = sharded_by_block(graph, tensor)
     found = np.zeros((4, len(graph.blocks)))
     for i, block in enumerate(graph.blocks):

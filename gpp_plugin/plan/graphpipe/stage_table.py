@@ -94,6 +94,13 @@ class _Variant:
 
         Better are stages that are no slower, fit at no lower level and add no more levels; of others both stay.
         """
+        # Cells of grids 4x1 and 2x2, at micro-batches of 4 samples: (us a sample, level up to which it fits)
+        #
+        #     4x1   10, 3      10, no limit   -              2x2   11, 6      11, no limit   12, 2
+        #     one   10, 3      10, no limit   12, 2          left  11, 6      -              -
+        #
+        # The first stage is slower on 2x2 and fits at higher levels: both stay. The second is worse in all: it is left
+        # out. The third exists as 2x2 alone (4x1 needs too much memory): it is taken in.
         no_worse = [
             (a.us <= b.us) & (a.level >= b.level) & (a.first_step <= b.first_step) & (a.step <= b.step)
             for a, b in ((other, self), (self, other))
@@ -111,6 +118,9 @@ class _Variant:
 
 def _merged(variants: Sequence[_Variant]) -> list[_Variant]:
     """Return the variants with those of as many ranks and the same level in one where that loses nothing."""
+    # Where memory limits nothing and no block mixes samples, the grids of a number of ranks end as one variant, and the
+    # search is as large as without tensor sizes. Where blocks mix samples, 4x1 takes four loss units at a time and 1x4
+    # one: fewer levels for more time, and both stay.
     kept: list[_Variant] = []
     for variant in variants:
         left: _Variant | None = variant
@@ -364,6 +374,7 @@ class TableMaker:
 
     def _may_have(self, shapes: StageShapes, tensor: int) -> Bools | None:
         """Return [row, column] which stages may be of that tensor size (`TensorRules`); None: all."""
+        # Sums over a stage's blocks: none that is refused, and for sizes above 1 one at least that is divided.
         found: Bools | None = None
         if tensor in self._refused:
             found = shapes.total(self._refused[tensor]) < 0.5

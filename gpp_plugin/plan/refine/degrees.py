@@ -217,6 +217,9 @@ class DegreeChooser:
 
     def _in_way(self, options: list[Option], mask: Mask, way: int) -> list[Option]:
         """Return the options with the largest tensor size up to ``way``; all where any is meant."""
+        # Of sizes 1, 2, 4 a stage of a vision tower whose heads 4 does not divide has 1 and 2: in way 4 it takes 2, and
+        # the decoder's stages beside it 4. In way `ANY_SIZE` each takes what is quickest, which is 1 but for memory,
+        # gradients to reduce, and micro-batches that no data-parallel ranks can share.
         if way == ANY_SIZE or len(self.rules.tensors.sizes) == 1:
             return options
         size = max((each for each in self.tensor_sizes(mask) if each <= way), default=0)

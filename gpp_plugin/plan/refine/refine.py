@@ -332,6 +332,8 @@ class Refiner:
 
     def _other_grids(self, mask: Mask, draft: StageDraft) -> Iterator[StageDraft]:
         """Yield a stage with its ranks shared out otherwise among data and tensor positions."""
+        # 4x1 on micro-batches of 4 becomes 2x2 and 1x4 of the nearest sizes that these divide: the same ranks, so that
+        # no other stage has to change.
         degrees, num_ranks = self.rules.degrees(), draft.degree * draft.tensor
         for tensor in self.chooser.tensor_sizes(mask):
             if tensor != draft.tensor and num_ranks % tensor == 0 and num_ranks // tensor in degrees:
@@ -344,6 +346,7 @@ class Refiner:
         degrees = self.rules.degrees()
         for (i, giver), (j, taker) in itertools.permutations(enumerate(drafts), 2):
             for less in degrees:
+                # a giver of 2x2 that gives one row frees 2 ranks: a taker of 1x2 gets one row more, one of 1x4 none
                 more, rest = divmod((giver.degree - less) * giver.tensor, taker.tensor)
                 more += taker.degree
                 if less >= giver.degree or rest or more not in degrees:

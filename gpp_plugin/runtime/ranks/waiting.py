@@ -110,13 +110,15 @@ def wait_for_message(work: Any, *, what: str, who: str, group: dist.ProcessGroup
     Raises:
         CommTimeout: as `wait_for`.
     """
+    board = job_board()
+    if board is not None:
+        limit_s = min(limit_s, board.limit_s)
     started = time.monotonic()
     HERE.waits_for = what
     try:
         work.wait(datetime.timedelta(seconds=limit_s))
     except RuntimeError as error:
         waited = time.monotonic() - started
-        board = job_board()
         is_late = waited >= 0.9 * limit_s
         first = None
         if board is not None:

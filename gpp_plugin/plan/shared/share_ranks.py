@@ -61,8 +61,8 @@ NUM_SIZES, NEAR_SIZE = 5, 1.25
 MAX_RIVAL_SIZE = 6_000
 """Blocks x ranks up to which there is more than one search."""
 NUM_REFINED = 12
-LARGE_STARTS, LARGE_EXACT, LARGE_REFINED = 8, 2, 1
-"""The same of models too large for several searches."""
+LARGE_STARTS, LARGE_EXACT, LARGE_REFINED, LARGE_GROUPS = 8, 2, 1, 16
+"""The same of models too large for several searches, and into how many groups their ranks are divided at most."""
 """Of all that were simulated exactly, how many are given the best orders and in-flight counts."""
 NEAR = 1.15
 """Times the shortest start, up to which others are simulated: moves gain as much."""
@@ -132,7 +132,10 @@ def _searches(
     free = _requests(request)
     yield request, plan
     if is_large(request):
-        report.leave_out(f"ways to share ranks beyond one search (more than {MAX_RIVAL_SIZE} blocks x ranks)")
+        report.leave_out(
+            f"ways to share ranks beyond one search, and more than {LARGE_GROUPS} groups of ranks (more than "
+            f"{MAX_RIVAL_SIZE} blocks x ranks)"
+        )
         return
     for each in free[1:]:
         yield each, plan
@@ -222,6 +225,8 @@ class _Setting:
         """Return the plan under the shortest schedule of those that the user's name allows."""
         if any(stage.memory is not None for stage in plan.stages) and self._schedule not in (AUTO, SPLIT):
             return plan
+        if is_large(self.request) and self._schedule == first_schedule(self._schedule):
+            return plan  # which has it
         budget = BUDGET // 4 if is_large(self.request) else BUDGET
         scheduled = schedule_shared(
             plan, self.request, schedule=self._schedule, budget=budget, report=self.report
@@ -242,8 +247,9 @@ class _Search:
         self._judge.budget = BUDGET
         self._rules: BatchRules = batch_rules(request)
         self._partitioner = setting.partitioner(max(stage.local_batch_size for stage in plan.stages))
-        self._makers = StartMaker(request, self._rules, self._partitioner, plan)
         self._is_small, self._is_large = len(request.graph.blocks) <= FEW_BLOCKS, is_large(request)
+        most_groups = LARGE_GROUPS if self._is_large else None
+        self._makers = StartMaker(request, self._rules, self._partitioner, plan, most_groups=most_groups)
         if self._is_large:
             self._judge.budget = BUDGET // 2
         self.num_starts = 0

@@ -155,14 +155,12 @@ def test_what_may_share_ranks_is_never_worse_than_what_may_not(graph):
 
 
 def test_auto_is_not_behind_our_other_planners_nor_one_micro_batch_size():
-    """Two heavy branches: a mini-batch at once, a branch a rank, has no bubble; the usual base plan pipelines them."""
-    graph = branches(2, 3)
-    request = make_request(graph, ranks=2, virtual_stages=None, colocate=True, mini_batch=8)
+    """Two branches: a mini-batch at once, a branch a rank, has no bubble; the usual base plan pipelines them."""
+    request = make_request(branches(2, 2), ranks=2, virtual_stages=None, colocate=True, mini_batch=4)
     _, plan = shared(request)
-    for size in (1, 2, 4, 8):
-        one_size = dataclasses.replace(request, micro_batch_sizes={"*": size})
-        assert plan.iteration_us <= shared(one_size)[1].iteration_us * (1 + 1e-9)
-    assert plan.iteration_us <= shared(request, planner="graphpipe")[1].iteration_us * (1 + 1e-9)
+    others = [shared(request, planner="graphpipe")]
+    others += [shared(dataclasses.replace(request, micro_batch_sizes={"*": size})) for size in (2, 4)]
+    assert all(plan.iteration_us <= other.iteration_us * (1 + 1e-9) for _, other in others)
 
 
 def test_a_large_model_has_one_search_and_its_plan_says_so(monkeypatch: pytest.MonkeyPatch):

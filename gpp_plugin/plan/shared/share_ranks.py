@@ -26,11 +26,12 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
@@ -49,6 +50,8 @@ from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
 from gpp_plugin.plan.validate_request import validate_for
 from gpp_plugin.schedule.names import AUTO
 
+logger = logging.getLogger(__name__)
+
 NUM_STARTS = 40
 """Starts that are simulated, those with the smallest bounds; of each way to share ranks at most ``PER_WAY``, and
 of one micro-batch size ``PER_SIZE``."""
@@ -58,8 +61,8 @@ NUM_EXACT = 6
 NUM_IMPROVED = 4
 NUM_SIZES, NEAR_SIZE = 5, 1.25
 """Micro-batch sizes that are searched alone at most: those whose best start takes up to so many times the shortest."""
-MAX_RIVAL_SIZE = 6_000
-"""Blocks x ranks up to which there is more than one search."""
+MAX_RIVAL_SIZE, MAX_BASES_SIZE = 6_000, 2_000
+"""Blocks x ranks up to which there is more than one search, and up to which there are searches from other plans."""
 NUM_REFINED = 12
 LARGE_STARTS, LARGE_EXACT, LARGE_REFINED, LARGE_GROUPS = 8, 2, 1, 16
 """The same of models too large for several searches, and into how many groups their ranks are divided at most."""
@@ -141,6 +144,11 @@ def _searches(
         yield each, plan
     if plan.planner != "auto":
         return
+    if len(request.graph.blocks) * request.num_ranks > MAX_BASES_SIZE:
+        report.leave_out(
+            f"ways to share ranks from other plans than the best (more than {MAX_BASES_SIZE} blocks x ranks)"
+        )
+        return
     alone = one_stage_a_rank(request)
     base = _plan_of("graphpipe", alone)
     if base is not None and {frozenset(s.blocks) for s in base.stages} != {
@@ -149,6 +157,9 @@ def _searches(
         for each in free:
             yield each, base
     if request.micro_batch_sizes is not None:
+        return
+    if request.memory_optimization:
+        report.leave_out("one micro-batch size for all stages on shared ranks, with swap or recompute")
         return
     for size in _best_sizes(done):
         sizes = {"*": size}
@@ -165,7 +176,8 @@ def is_large(request: PlanRequest) -> bool:
 def _plan_of(planner: str, request: PlanRequest) -> PipelinePlan | None:
     try:
         return run_planner(planner, request)
-    except PlanInfeasible:
+    except PlanError as error:
+        logger.debug("planner %s has no plan to start from: %s", planner, error)
         return None
 
 

@@ -29,7 +29,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
@@ -64,7 +64,7 @@ NUM_SIZES, NEAR_SIZE = 5, 1.25
 MAX_RIVAL_SIZE, MAX_BASES_SIZE = 6_000, 2_000
 """Blocks x ranks up to which there is more than one search, and up to which there are searches from other plans."""
 NUM_REFINED = 12
-LARGE_STARTS, LARGE_EXACT, LARGE_REFINED, LARGE_GROUPS = 8, 2, 1, 16
+LARGE_STARTS, LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED, LARGE_GROUPS = 8, 2, 1, 1, 16
 """The same of models too large for several searches, and into how many groups their ranks are divided at most."""
 """Of all that were simulated exactly, how many are given the best orders and in-flight counts."""
 NEAR = 1.15
@@ -113,7 +113,7 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
             f"{how}, takes {shared.iteration_us:.0f} us"
         )
         return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
-    gain = plan.iteration_us / shared.iteration_us - 1.0
+    gain = plan.iteration_us / shared.iteration_us - 1.0  # 0.1 of 110 us and 100 us
     note = (
         f"{how}, the best of {num_tried} ways to share ranks: {shared.iteration_us:.0f} us predicted, "
         f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than {plan.iteration_us:.0f} us with one stage a rank"
@@ -246,6 +246,14 @@ class _Setting:
         return min(plan, scheduled, key=lambda each: each.iteration_us)
 
 
+_Found = tuple[PipelinePlan, Start]
+"""A plan with its time, and the start it has come from."""
+
+
+def _shortest_first(found: Iterable[_Found]) -> list[_Found]:
+    return sorted(found, key=lambda each: each[0].iteration_us)
+
+
 class _Search:
     """Looks for the shortest plan of one request whose ranks hold several stages.
 
@@ -260,6 +268,11 @@ class _Search:
         self._rules: BatchRules = batch_rules(request)
         self._partitioner = setting.partitioner(max(stage.local_batch_size for stage in plan.stages))
         self._is_small, self._is_large = len(request.graph.blocks) <= FEW_BLOCKS, is_large(request)
+        self._numbers = (
+            (LARGE_STARTS, LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED)
+            if self._is_large
+            else (NUM_STARTS, NUM_EXACT, NUM_IMPROVED, NUM_REFINED)
+        )
         most_groups = LARGE_GROUPS if self._is_large else None
         self._makers = StartMaker(request, self._rules, self._partitioner, plan, most_groups=most_groups)
         if self._is_large:
@@ -269,21 +282,10 @@ class _Search:
 
     def best(self) -> tuple[PipelinePlan, str] | None:
         """Return the shortest plan found, named, and what to call it; None where none fits."""
-        num_exact, num_improved, num_refined = (
-            (LARGE_EXACT, 1, LARGE_REFINED) if self._is_large else (NUM_EXACT, NUM_IMPROVED, NUM_REFINED)
-        )
-        found: list[tuple[PipelinePlan, Start]] = []
-        for start in self._chosen_starts():
-            below = min((plan.iteration_us for plan, _ in found), default=math.inf)
-            plan = self._judge.judged(start.drafts, below_us=below * NEAR)
-            if plan is not None:
-                found.append((plan, start))
-        found.sort(key=lambda each: each[0].iteration_us)
+        _, num_exact, num_improved, num_refined = self._numbers
+        found = self._simulated_starts()
         exact = [(self._judge.judged(start.drafts, is_exact=True), start) for _, start in found[:num_exact]]
-        best = sorted(
-            ((plan, start) for plan, start in exact if plan is not None),
-            key=lambda each: each[0].iteration_us,
-        )
+        best = _shortest_first((plan, start) for plan, start in exact if plan is not None)
         if not best:
             return None
         for plan, start in [*found, *best]:
@@ -292,21 +294,31 @@ class _Search:
         share = self._judge.budget // num_improved
         improved = [self._improved(plan, start, share) for plan, start in best[:num_improved]]
         # of few tasks all were simulated exactly, and what is not shortest with the usual counts may be with others
-        near = sorted(
-            [*improved, *(found if self._is_small else best)], key=lambda each: each[0].iteration_us
-        )
+        near = _shortest_first([*improved, *(found if self._is_small else best)])
         near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:num_refined]
         self._judge.budget = BUDGET // 4 if self._is_large else BUDGET
-        refined = [(self._judge.refined(plan), start) for plan, start in near]
-        plan, start = min(refined, key=lambda each: each[0].iteration_us)
+        plan, start = _shortest_first((self._judge.refined(plan), start) for plan, start in near)[0]
+        return self._named(plan, start), start.how
+
+    def _simulated_starts(self) -> list[_Found]:
+        """Return the starts that fit with their rough times, the shortest first."""
+        found: list[_Found] = []
+        for start in self._chosen_starts():
+            below = min((plan.iteration_us for plan, _ in found), default=math.inf)
+            plan = self._judge.judged(start.drafts, below_us=below * NEAR)
+            if plan is not None:
+                found.append((plan, start))
+        return _shortest_first(found)
+
+    def _named(self, plan: PipelinePlan, start: Start) -> PipelinePlan:
+        """Return the plan of a start with the names of its stages."""
         named = build_plan(self._request, start.drafts, planner=self._plan.planner, costs=self._costs)
         stages = tuple(
             dataclasses.replace(stage, name=other.name)
             for stage, other in zip(plan.stages, named.stages, strict=True)
         )
         # its edges say what its orders reckon with
-        named = dataclasses.replace(named, stages=stages, edges=plan.edges, iteration_us=plan.iteration_us)
-        return named, start.how
+        return dataclasses.replace(named, stages=stages, edges=plan.edges, iteration_us=plan.iteration_us)
 
     def _chosen_starts(self) -> list[Start]:
         """Return the starts to simulate, those with the smallest bound first, a few of each way to share ranks."""
@@ -324,7 +336,7 @@ class _Search:
         chosen: list[Start] = []
         taken: Counter[str] = Counter()
         met: Counter[tuple[str, int]] = Counter()
-        most = LARGE_STARTS if self._is_large else NUM_STARTS
+        most = self._numbers[0]
         while waiting and len(chosen) < most + 1:
             bound, number, start, is_bound = heapq.heappop(waiting)
             size = max(draft.micro_batch_size for draft in start.drafts)

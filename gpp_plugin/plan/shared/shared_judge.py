@@ -145,6 +145,7 @@ class SharedJudge:
         if self.is_spent() or self.busiest_us(drafts) >= below_us:
             return None
         plan = self.plan_of(drafts)
+        self.budget -= plan.num_ranks + len(plan.stages)  # which has taken its time too
         if self.least_us(plan) >= below_us:
             return None
         tasks = _num_tasks(plan)

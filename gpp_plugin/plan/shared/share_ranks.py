@@ -64,7 +64,7 @@ NUM_SIZES, NEAR_SIZE = 5, 1.25
 MAX_RIVAL_SIZE, MAX_BASES_SIZE = 6_000, 2_000
 """Blocks x ranks up to which there is more than one search, and up to which there are searches from other plans."""
 NUM_REFINED = 12
-LARGE_STARTS, LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED, LARGE_GROUPS = 8, 2, 1, 1, 16
+LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED, LARGE_GROUPS = 2, 1, 1, 16
 """The same of models too large for several searches, and into how many groups their ranks are divided at most."""
 """Of all that were simulated exactly, how many are given the best orders and in-flight counts."""
 NEAR = 1.15
@@ -269,7 +269,7 @@ class _Search:
         self._partitioner = setting.partitioner(max(stage.local_batch_size for stage in plan.stages))
         self._is_small, self._is_large = len(request.graph.blocks) <= FEW_BLOCKS, is_large(request)
         self._numbers = (
-            (LARGE_STARTS, LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED)
+            (NUM_STARTS, LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED)
             if self._is_large
             else (NUM_STARTS, NUM_EXACT, NUM_IMPROVED, NUM_REFINED)
         )
@@ -304,6 +304,8 @@ class _Search:
         """Return the starts that fit with their rough times, the shortest first."""
         found: list[_Found] = []
         for start in self._chosen_starts():
+            if self._is_large and self._judge.budget < BUDGET // 4:
+                break  # what is left is for the best of them
             below = min((plan.iteration_us for plan, _ in found), default=math.inf)
             plan = self._judge.judged(start.drafts, below_us=below * NEAR)
             if plan is not None:

@@ -30,7 +30,7 @@ from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plan.shared.collapse import collapsed
+from gpp_plugin.plan.shared.collapse import collapsed, holders_of
 from gpp_plugin.plan.split_backwards import pending_bytes, splits_backwards, with_pending
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.names import k_of
@@ -116,10 +116,7 @@ class SharedJudge:
         heads, tails = _heads_and_tails(plan)
         reduces = self.costs.reduce_times(plan)
         least = 0.0
-        held: dict[tuple[int, ...], None] = {
-            plan.stages_of_rank(rank): None for rank in range(plan.num_ranks)
-        }
-        for own in held:
+        for own in holders_of(plan):
             load = sum(
                 (plan.stages[i].forward_us + plan.stages[i].backward_us) * plan.num_micro_batches(i)
                 for i in own

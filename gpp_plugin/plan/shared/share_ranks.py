@@ -64,9 +64,9 @@ NUM_SIZES, NEAR_SIZE = 5, 1.25
 MAX_RIVAL_SIZE, MAX_BASES_SIZE = 6_000, 2_000
 """Blocks x ranks up to which there is more than one search, and up to which there are searches from other plans."""
 NUM_REFINED = 12
+"""Of all that were simulated exactly, how many are given the best orders and in-flight counts."""
 LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED, LARGE_GROUPS = 2, 1, 1, 16
 """The same of models too large for several searches, and into how many groups their ranks are divided at most."""
-"""Of all that were simulated exactly, how many are given the best orders and in-flight counts."""
 NEAR = 1.15
 """Times the shortest start, up to which others are simulated: moves gain as much."""
 ROUNDING = 1e-6

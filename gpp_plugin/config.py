@@ -410,9 +410,17 @@ def _with_compile(config: GraphPipelineConfig) -> GraphPipelineConfig:
     memory = config.memory
     splits = config.schedule in SCHEDULES and find_schedule(config.schedule).splits_backward
     refused = {
-        "memory.recompute": ("full", memory.recompute == "full", "what is compiled is not run again in parts"),
+        "memory.recompute": (
+            "full",
+            memory.recompute == "full",
+            "what is compiled is not run again in parts",
+        ),
         "schedule": (config.schedule, splits, "a compiled backward is not made in two parts"),
-        "slicing": (config.slicing, config.slicing not in ("auto", "off"), "halves would be compiled beside the whole"),
+        "slicing": (
+            config.slicing,
+            config.slicing not in ("auto", "off"),
+            "halves would be compiled beside the whole",
+        ),
         "mode": ("async", config.mode == "async", "its weights change between a forward and its backward"),
         "units": (config.units, config.units is not None, "each shape of a unit would be compiled"),
         "locate_nan": (True, config.locate_nan, "operators of compiled code are out of sight"),

@@ -96,7 +96,7 @@ def train(
         losses.append(float(engine.train_batch(data_iter=iter([batch]))))
         took = torch.tensor([time.perf_counter() - began, time.process_time() - busy]) * 1e3
         if keeps_gradients and number == 0:
-            gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+            gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
             engine.retain_gradients(False)
         slowest = took[:1].clone()
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -112,7 +112,9 @@ def train(
         "busy_ms": busy_ms,
         "gradients": gradients,
         "kept_bytes": [0 if rank.counts is None else rank.counts.peak_held_bytes for rank in report.ranks],
-        "planned_bytes": [0 if rank.predicted is None else rank.predicted.activations for rank in report.ranks],
+        "planned_bytes": [
+            0 if rank.predicted is None else rank.predicted.activations for rank in report.ranks
+        ],
         "start_s": started,
         "simulated_us": plan.iteration_us,
         "stages": ", ".join(f"{stage.forward_label} ({format_ranks(stage)})" for stage in plan.stages),

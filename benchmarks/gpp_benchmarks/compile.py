@@ -39,13 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which (all three)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which (all three)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks (%(default)s)")
-    parser.add_argument("--stages", type=int, default=0, help="stages (the planner's)")
+    parser.add_argument(
+        "--stages", type=int, default=2, help="stages; 0 leaves them to the planner (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=8, help="steps of a run (%(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="runs of each way (%(default)s)")
     parser.add_argument("--width", type=int, default=192, help="of hidden states (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of each tower (%(default)s)")
     parser.add_argument("--length", type=int, default=64, help="tokens of a text (%(default)s)")
-    parser.add_argument("--cache", help="the compiler's files on disk, to be kept (an empty folder, removed after)")
+    parser.add_argument(
+        "--cache", help="the compiler's files on disk, to be kept (an empty folder, removed after)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -73,7 +77,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(model: str, args: argparse.Namespace, folder: str) -> list[Mapping[str, Any]]:
-    settings = {key: getattr(args, key) for key in ("width", "layers", "length", "steps", "turns", "ways", "stages")}
+    settings = {
+        key: getattr(args, key) for key in ("width", "layers", "length", "steps", "turns", "ways", "stages")
+    }
     settings |= {"model": model, "settling": SETTLING, "folder": str(Path(folder) / "costs")}
     return list(
         run_ranks(
@@ -134,7 +140,17 @@ def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    header = [model, "ms a step", "of processors", "simulated", "kept", "planned", "gradients", "losses", "s to start"]
+    header = [
+        model,
+        "ms a step",
+        "of processors",
+        "simulated",
+        "kept",
+        "planned",
+        "gradients",
+        "losses",
+        "s to start",
+    ]
     texts = [fill_text(f"{row['way']}: {row['stages']}", indent="  ") for row in rows]
     texts += [fill_text(f"- {note}", indent="  ") for row in rows[-1:] for note in row["notes"]]
     return "\n".join([format_table([*header, "again"], lines), *texts, ""])

@@ -58,6 +58,11 @@ class BlockCompiler:
         """What compiling took in all; backwards are compiled when they first run, and are not in it."""
 
     @property
+    def name(self) -> str:
+        """Return what compiles, by name."""
+        return getattr(self._compile, "__name__", "")
+
+    @property
     def num_compiled(self) -> int:
         """Return how many were compiled."""
         return len(self._known)
@@ -68,7 +73,10 @@ class BlockCompiler:
         Raises:
             BackendRefused: it cannot be compiled; names the operator.
         """
-        key = (structure_of(module), *((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors))
+        key = (
+            structure_of(module),
+            *((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors),
+        )
         found = self._known.get(key)
         if found is None:
             start = time.perf_counter()
@@ -176,7 +184,9 @@ def _borders(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
     return list(reads), makes
 
 
-def _module_of(nodes: Sequence[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> fx.GraphModule:
+def _module_of(
+    nodes: Sequence[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+) -> fx.GraphModule:
     # names of their own: blocks of equal code are equal texts, to torch's cache on disk as well
     graph = fx.Graph()
     mapping = {read: graph.placeholder(f"given_{i}") for i, read in enumerate(reads)}

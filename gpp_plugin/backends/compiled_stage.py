@@ -114,7 +114,9 @@ class CompiledStage:
         self, module: fx.GraphModule, blocks: Mapping[str, Sequence[str]]
     ) -> Callable[..., tuple[Tensor, ...]] | None:
         if len(self._cuts) >= MOST_VERSIONS:
-            self.leave(f"further shapes run on torch's operators: {MOST_VERSIONS} are compiled; pad to a few lengths")
+            self.leave(
+                f"further shapes run on torch's operators: {MOST_VERSIONS} are compiled; pad to a few lengths"
+            )
             return None
         try:
             cut = CutCode(module, blocks, self._compiler)

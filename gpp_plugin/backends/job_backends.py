@@ -180,9 +180,7 @@ def code_of_stage(
     return forward_code(stage, code.function, weights, examples_of(code, batch, samples, device))
 
 
-def examples_of(
-    code: StageCode, batch: Batch, samples: int | None, device: torch.device
-) -> list[Tensor]:
+def examples_of(code: StageCode, batch: Batch, samples: int | None, device: torch.device) -> list[Tensor]:
     """Return tensors like those that a stage's code takes behind its weights; arguments as of `code_of_stage`."""
     function = code.function
     tensors = [_example(code.inputs[key], batch.get(key), samples, device) for key in function.batch_inputs]

@@ -93,7 +93,9 @@ class CompiledBlocks:
         for stage in plan.stages:
             compiled = tuple(block for block in stage.blocks if block in self.taken)
             if compiled:
-                _check_stage(stage.name, stage.schedule, cuts=stage.memory is not None or stage.num_sliced > 0)
+                _check_stage(
+                    stage.name, stage.schedule, cuts=stage.memory is not None or stage.num_sliced > 0
+                )
             stages.append(dataclasses.replace(stage, compiled=compiled))
         return dataclasses.replace(plan, stages=tuple(stages), notes=(*plan.notes, *self.lines()))
 
@@ -151,7 +153,9 @@ def check_paths(asked: Asked, blocks: Sequence[str]) -> None:
     """
     for path in asked if isinstance(asked, Mapping) else ():
         if not any(is_asked({path: True}, block) for block in blocks):
-            parts = dict.fromkeys(".".join(b.split(".")[:n]) for b in blocks for n in range(1, b.count(".") + 2))
+            parts = dict.fromkeys(
+                ".".join(b.split(".")[:n]) for b in blocks for n in range(1, b.count(".") + 2)
+            )
             raise ConfigError(
                 f"graph_pipeline.compile.{path}: no block of the model lies in a module of that path"
                 f"{nearest(path, list(parts))}; blocks are {', '.join(list(blocks)[:4])}, ..."
@@ -227,6 +231,7 @@ class _Trial:
             return
         key: dict[str, object] = {
             "compiled block": code.signature,
+            "compiler": self._compiler.name,
             "torch": str(torch.__version__),
             **place_key(self._device),
         }

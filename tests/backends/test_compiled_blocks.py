@@ -25,6 +25,7 @@ from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import StageCode
 from tests.compilers import compile_plainly
 from tests.models import build
+from tests.tiers import long, some
 
 aten = torch.ops.aten
 
@@ -75,9 +76,14 @@ def stages_with(compile: Callable[[fx.GraphModule, list[Tensor]], Any]) -> Compi
     return stages
 
 
-@pytest.mark.parametrize("name", ["gpt2", "clip", "t5"])
+def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what was said by us: tracing logs for itself."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("gpp_plugin")]
+
+
+@pytest.mark.parametrize("name", some(["gpt2", "clip", "t5"], every=3))
 def test_outputs_and_gradients_are_those_of_the_code(name: str) -> None:
-    whole, stages = Whole(name, layers=3), stages_with(compile_plainly)
+    whole, stages = Whole(name, layers=2 if name == "gpt2" else 3), stages_with(compile_plainly)
     code = whole.code(stages)
     right = run_both(whole.function.call, whole.parameters, whole.inputs)
     own = run_both(code, whole.parameters, whole.inputs)
@@ -88,6 +94,7 @@ def test_outputs_and_gradients_are_those_of_the_code(name: str) -> None:
     assert stages.compiler.num_compiled == before
 
 
+@long
 def test_dropout_draws_the_same_numbers() -> None:
     whole, stages = Whole("gpt2", dropout=0.2), stages_with(compile_plainly)
     right = run_both(whole.function.call, whole.parameters, whole.inputs)
@@ -129,9 +136,8 @@ def test_what_is_wrong_or_fails_leaves_the_stage_on_torch_with_one_warning(
             for _ in range(2):
                 own = code(*whole.parameters, *whole.inputs)
         assert torch.equal(own[0], whole.function.call(*whole.parameters, *whole.inputs)[0])
-        (record,) = caplog.records
-        assert "stage all stays on torch instead of compiled code: " in record.getMessage()
-        assert text in record.getMessage()
+        (line,) = ours(caplog)
+        assert "stage all stays on torch instead of compiled code: " in line and text in line
 
 
 def test_a_shape_that_is_new_in_training_is_said_and_code_for_all_lengths_is_left(
@@ -145,9 +151,11 @@ def test_a_shape_that_is_new_in_training_is_said_and_code_for_all_lengths_is_lef
             code(*whole.parameters, *whole.inputs)
         for _ in range(2):
             assert whole.code(stages, is_for_lengths=True) is None
-    met, left = (record.getMessage() for record in caplog.records)
+    met, left = ours(caplog)
     assert "stage all met a new shape: " in met and " blocks compiled in " in met
-    assert left.startswith("stage all: lengths change: at others than the sample batch's it runs on torch's operators")
+    assert left.startswith(
+        "stage all: lengths change: at others than the sample batch's it runs on torch's operators"
+    )
 
 
 def test_a_block_that_reads_what_is_made_of_itself_is_refused() -> None:
@@ -250,7 +258,9 @@ def test_inductor_is_what_compiles_unless_asked_otherwise(monkeypatch: pytest.Mo
 def test_the_function_of_a_stage_is_kept() -> None:
     whole = Whole("gpt2")
     assert isinstance(whole.code(CompiledStages()).function, StageFunction)
-    with pytest.raises(PlanError, match="stage 'a': its blocks are compiled, and schedule 'zero_bubble' makes"):
+    with pytest.raises(
+        PlanError, match="stage 'a': its blocks are compiled, and schedule 'zero_bubble' makes"
+    ):
         from gpp_plugin.model.compiled_planning import _check_stage
 
         _check_stage("a", "zero_bubble", cuts=False)

@@ -429,8 +429,8 @@ def _with_compile(config: GraphPipelineConfig) -> GraphPipelineConfig:
     for key, (value, is_wrong, reason) in refused.items():
         if is_wrong:
             raise ConfigError(
-                f"{BLOCK}.compile: {show(config.compile)} does not go with {key} {show(value)}: {reason}; remove one of "
-                "them"
+                f"{BLOCK}.compile: {show(config.compile)} does not go with {key} {show(value)}: {reason}; remove "
+                "one of them"
             )
     alone = memory.model_copy(update={"recompute": "off", "swap": "off"})
     return config.model_copy(update={"memory": alone, "slicing": "off"})

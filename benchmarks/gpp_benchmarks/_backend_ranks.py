@@ -142,7 +142,8 @@ def train_alone(
         optimizer.zero_grad()
         total = 0.0
         for first in range(0, MINI_BATCH, UNIT):
-            loss = model(**{key: value[first : first + UNIT] for key, value in batch.items()})["loss"]
+            rows = {k: v[first : first + UNIT] if isinstance(v, Tensor) else v for k, v in batch.items()}
+            loss = model(**rows)["loss"]
             (loss * UNIT / MINI_BATCH).backward()
             total += float(loss) * UNIT / MINI_BATCH
         if gradients is not None and not gradients:

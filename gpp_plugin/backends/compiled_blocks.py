@@ -1,13 +1,13 @@
 """Stages that train, compiled block by block: each distinct block once, its parameters as arguments.
 
-A stage's generated code is cut at the borders of its blocks; what lies between them (masks, made of inputs alone) stays as
-it is. Blocks of equal code, shapes, types and gradients share what was compiled, with its backward:
+A stage's generated code is cut at the borders of its blocks; what lies between them (masks, made of inputs alone) stays
+as it is. Blocks of equal code, shapes, types and gradients share what was compiled, with its backward:
 
     stage code   mask = ...; h1 = layer(w0, h0, mask); h2 = layer(w1, h1, mask); loss = head(w2, h2)
     cut          mask = ...; h1 = A(w0, h0, mask);     h2 = A(w1, h1, mask);     loss = B(w2, h2)
 
-Random numbers are drawn as torch's operators draw them (dropout's masks are the same bits), so that the rest is the only
-difference: sums in another order.
+Random numbers are drawn as torch's operators draw them (dropout's masks are the same bits), so that the only difference
+is sums in another order.
 
 Source: this project; regional compilation as of `torch.compile` on repeated layers
 Tests: tests/backends/test_compiled_blocks.py, tests/integrations/test_compiled_training.py
@@ -15,11 +15,9 @@ Tests: tests/backends/test_compiled_blocks.py, tests/integrations/test_compiled_
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn

@@ -1,9 +1,9 @@
-"""Plans that know what blocks cost compiled: each distinct one measured beside torch's operators, before stages are cut.
+"""Plans that know what blocks cost compiled: each distinct one measured beside torch's, before stages are cut.
 
-The blocks that planners place are those that are compiled, so rank 0 does with each distinct one what stages will do: it
-compiles it at one loss unit, holds outputs and gradients against torch's, times both in turn, forward, and forward with
-backward, and counts what each keeps. The profile is then that of the compiled blocks; planners, memory and simulation
-know nothing else of it.
+The blocks that planners place are those that are compiled, so rank 0 does with each distinct one what stages will do:
+it compiles it at one loss unit, holds outputs and gradients against torch's, times both in turn, forward, and forward
+with backward, and counts what each keeps. The profile is then that of the compiled blocks; planners, memory and
+simulation know nothing else of it.
 
     profile    layer  forward 4.0 ms  backward 8.0 ms   18 MB a sample
     measured   layer  forward 0.9 x   both 0.8 x        kept 0.7 x

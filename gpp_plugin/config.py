@@ -422,6 +422,7 @@ def _with_compile(config: GraphPipelineConfig) -> GraphPipelineConfig:
             "halves would be compiled beside the whole",
         ),
         "mode": ("async", config.mode == "async", "its weights change between a forward and its backward"),
+        "lengths": ("given", config.lengths is not None, "what is compiled is for one length"),
         "units": (config.units, config.units is not None, "each shape of a unit would be compiled"),
         "locate_nan": (True, config.locate_nan, "operators of compiled code are out of sight"),
         "granularity": ("node", config.granularity == "node", "compiling single operators gains nothing"),

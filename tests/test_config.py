@@ -464,6 +464,7 @@ def test_compile_is_kept_and_leaves_tasks_whole(asked):
         ({"schedule": "zero_bubble"}, 'schedule "zero_bubble": a compiled backward is not made in two parts'),
         ({"slicing": 2}, "slicing 2: halves would be compiled beside the whole"),
         ({"mode": "async"}, 'mode "async": its weights change between a forward and its backward'),
+        ({"lengths": {"max": 8}}, 'lengths "given": what is compiled is for one length'),
         ({"units": 4}, "units 4: each shape of a unit would be compiled"),
         ({"locate_nan": True}, "locate_nan true: operators of compiled code are out of sight"),
         ({"granularity": "node"}, 'granularity "node": compiling single operators gains nothing'),

@@ -37,7 +37,7 @@ def compile_with_inductor(module: fx.GraphModule, tensors: list[Tensor]) -> Call
 
     # no Dynamo: the code is a graph already, of one shape, and has no guards to be looked at in each micro-batch
     compiled: Callable[..., Sequence[Tensor]] = torch._inductor.compile(
-        module, tensors, options={"fallback_random": True}
+        module, [*tensors], options={"fallback_random": True}
     )
     return compiled
 

@@ -21,7 +21,9 @@ def train(asked: Any, *, model: str, folder: str, dropout: float = 0.0) -> dict[
     batches = [make_batch(B, seed) for seed in range(3)]
     torch.manual_seed(5)
     engine = make_engine(
-        made, batches[0], config_of(block={"stages": 2, "compile": asked, "profile_dir": folder})
+        made,
+        batches[0],
+        config_of(block={"stages": 2, "slicing": "off", "compile": asked, "profile_dir": folder}),
     )
     engine.retain_gradients()
     losses = steps(engine, batches[:1])

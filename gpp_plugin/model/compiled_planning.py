@@ -182,6 +182,8 @@ def measure_compiled(
     Raises:
         ConfigError: a path is named in which no block lies.
     """
+    # One walk over the blocks, on what those before made of a real batch; of 24 equal layers the trial sees the first.
+    # Blocks are then taken by signature: {"A": layers.0 to layers.23, "B": head}, "auto" those whose gain is above noise.
     check_paths(asked, [block.name for block in graph.blocks])
     trial = _Trial(captured, compiler or BlockCompiler(), log, asked)
     with step("compile blocks"), kept_streams(captured.device):
@@ -250,6 +252,8 @@ def measure_block(
     module = function.module if function.choice is None else function.choice.module
     if module is None:
         return CompiledCost(refused="a module of yours, run as it is")
+    # The block is a stage of one block: cut as stages are, so that its code, and the compiler's file, is the stage's.
+    # All that is timed is timed in turn with torch: a slow moment of the machine hits both.
     bound = function.bound
     calls = [node.name for node in module.graph.nodes if node.op == "call_function"]
     leaves = [

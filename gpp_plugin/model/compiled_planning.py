@@ -183,7 +183,7 @@ def measure_compiled(
         ConfigError: a path is named in which no block lies.
     """
     # One walk over the blocks, on what those before made of a real batch; of 24 equal layers the trial sees the first.
-    # Blocks are then taken by signature: {"A": layers.0 to layers.23, "B": head}, "auto" those whose gain is above noise.
+    # Blocks are taken by signature: {"A": layers.0 to layers.23, "B": head}; "auto" those whose gain is above noise.
     check_paths(asked, [block.name for block in graph.blocks])
     trial = _Trial(captured, compiler or BlockCompiler(), log, asked)
     with step("compile blocks"), kept_streams(captured.device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 from gpp_plugin.engine.checkpoints import save_checkpoint
 from gpp_plugin.engine.checkpoints.conversion import write_checkpoint
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.runtime.ranks.whereabouts import FirstFailure
+from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.runtime.ranks.whereabouts import FirstFailure, SeenRank
 from tests.checkpoints.killed_saves import latest_or_none, number_in, save_and_die, state_of
 
 
@@ -61,11 +63,38 @@ def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(os.listdir(tmp_path)) == ["latest", "same"]
 
 
-def test_nobody_waits_for_the_part_of_a_dead_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [1, 2], ids=["that failed", "that ended since another failed"])
+def test_nobody_waits_for_the_part_of_a_dead_rank(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written behind the training: rank 0's thread looks for the others' parts, and Python waits for the thread."""
-    gone = FirstFailure(rank=1, stage="text", where="in train_batch", why="its process is gone")
-    monkeypatch.setattr(save_checkpoint, "job_board", lambda: SimpleNamespace(first=gone))
+    gone = FirstFailure(rank=first, stage="text", where="in train_batch", why="its process is gone")
+    for rank in (0, 2):
+        (tmp_path / save_checkpoint._PART.format(rank=rank)).touch()
+    board = SimpleNamespace(
+        first=gone, look=lambda ranks: [SeenRank(rank=r, state="dead", facts={}) for r in ranks]
+    )
+    monkeypatch.setattr(save_checkpoint, "job_board", lambda: board)
     with pytest.raises(
-        CheckpointError, match=r"^rank 1 \(stage 'text'\) failed first, in train_batch: its process"
+        CheckpointError, match=rf"^rank {first} \(stage 'text'\) failed first, in train_batch: its process"
     ):
-        save_checkpoint.BackgroundSave(timeout_s=5.0)._await_parts(tmp_path, 2)
+        save_checkpoint.BackgroundSave(timeout_s=5.0)._await_parts(tmp_path, 3)
+
+
+def test_the_part_of_a_rank_that_still_writes_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = FirstFailure(rank=1, stage="text", where="in train_batch", why="ValueError")
+    written = json.dumps(to_plain(save_checkpoint.WrittenPart(files={}, optimizer="", numbers={}, groups=())))
+    asked = []
+
+    def look(ranks: list[int]) -> list[SeenRank]:
+        asked.append(ranks)
+        if len(asked) == 3:  # it writes its part and ends, just before it is looked at
+            (tmp_path / save_checkpoint._PART.format(rank=1)).write_text(written)
+        return [SeenRank(rank=1, state="alive" if len(asked) < 3 else "ended", facts={})]
+
+    (tmp_path / save_checkpoint._PART.format(rank=0)).write_text(written)
+    monkeypatch.setattr(save_checkpoint, "job_board", lambda: SimpleNamespace(first=failure, look=look))
+    parts = save_checkpoint.BackgroundSave(timeout_s=5.0)._await_parts(tmp_path, 2)
+    assert len(parts) == 2 and asked == [[1]] * 3

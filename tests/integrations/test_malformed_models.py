@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from gpp_plugin.api import make_request
 from gpp_plugin.errors import GppError
@@ -29,6 +30,13 @@ ENTRIES: list[tuple[int, str, Any]] = [
     (1, "text_config.intermediate_size", 0), (2, "d_model", -8), (2, "num_heads", 0), (2, "d_kv", "4"),
     (2, "num_layers", -1), (2, "d_ff", -16), (2, "vocab_size", 1.5),
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import the models' code beforehand: seconds of the first case of each, and no reader's."""
+    for model in MODELS:
+        getattr(transformers, model["architectures"][0])
 
 
 @pytest.mark.parametrize(("model", "path", "value"), [

@@ -351,9 +351,12 @@ class BackgroundSave:
         while absent := [rank for rank, path in enumerate(paths) if not path.exists()]:
             if unable := [rank for rank in absent if failed[rank].exists()]:
                 raise CheckpointError(f"rank {unable[0]} could not write its part")
+            # A rank that failed, or ends because another did, still writes its part unless it is killed.
             board = job_board()
-            if board is not None and board.first is not None and board.first.rank in absent:
-                raise CheckpointError(str(board.first))
+            if board is not None and board.first is not None:
+                gone = [seen.rank for seen in board.look(absent) if seen.state != "alive"]
+                if any(not paths[rank].exists() for rank in gone):
+                    raise CheckpointError(str(board.first))
             if time.monotonic() > deadline:
                 raise CheckpointError(f"ranks {absent} have not written their parts in {self._timeout_s:g} s")
             time.sleep(_POLL_S)

@@ -78,6 +78,7 @@ class BlockCompiler:
         found = self._known.get(key)
         if found is None:
             start = time.perf_counter()
+            # leaves of their own: tracing may write into what it is given, and asks only for shapes and flags
             examples = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
             try:
                 # tracing may draw random numbers: training must not notice
@@ -120,6 +121,12 @@ class CutCode:
     def __init__(
         self, module: fx.GraphModule, blocks: Mapping[str, Iterable[str]], compiler: BlockCompiler
     ) -> None:
+        # One walk over units: blocks, or single operators between them. Of the figure in the module's docstring:
+        #
+        #     unit              reads      becomes
+        #     [mask ops]        -          the same operators
+        #     layer 0's ops     w0 h0 mask block_1(w0, h0, mask)[0]
+        #     layer 1's ops     w1 h1 mask block_2(w1, h1, mask)[0]     equal code: the compiler has it already
         owner = {name: block for block, names in blocks.items() for name in names}
         root = nn.Module()
         for node in module.graph.find_nodes(op="get_attr"):  # code of control flow that is in no block
@@ -209,6 +216,7 @@ class _Block(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the block."""
+        # once: this code runs at one shape, and what compiled code is given lies as it did the first time
         if self._run is None:
             if not all(isinstance(tensor, Tensor) for tensor in tensors):
                 raise BackendRefused("a block is given numbers beside tensors")

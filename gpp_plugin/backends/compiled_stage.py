@@ -212,6 +212,9 @@ def run_both(
     Args:
         parameters, tensors: each with its flag whether it takes a gradient.
     """
+    # Weights that train are leaves over the same memory, which nothing writes. Buffers are copies: a BatchNorm updates
+    # them in each forward, and neither the model's nor the second run may see that. What no output depends on has a
+    # gradient of zeros on one side and none on the other: both are zeros here.
     given = [
         tensor.detach().requires_grad_(True) if tensor.requires_grad else tensor.detach().clone()
         for tensor in (*parameters, *tensors)

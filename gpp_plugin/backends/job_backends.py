@@ -104,6 +104,9 @@ def compile_stages(
         lane: this rank's, bound.
         batch: the sample batch.
     """
+    # Stages 0 and 1 on ranks 0 and 1: both compile at the same time, rank 0 finds its blocks on disk, rank 1 those that
+    # are like rank 0's. A stage that turns out wrong stays on torch on its own rank alone: plans and programs are the
+    # same, and only its times are others than planned.
     plan = lane.plan
 
     def compile_own() -> None:

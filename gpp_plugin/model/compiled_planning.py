@@ -111,6 +111,8 @@ def _check_stage(name: str, schedule: str, *, cuts: bool) -> None:
 
 
 def _scaled(cost: BlockCost, compiled: CompiledCost) -> BlockCost:
+    # A forward of 4.0 and both of 12.0 on torch, 3.6 and 9.6 compiled: forwards x 0.9, backwards x (9.6 - 3.6) / 8 =
+    # 0.75, at all numbers of samples, though they were measured at one.
     forward = compiled.forward_us / compiled.torch_forward_us if compiled.torch_forward_us else 1.0
     own, torchs = (
         max(both - alone, 0.0)

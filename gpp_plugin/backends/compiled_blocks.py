@@ -6,8 +6,8 @@ as it is. Blocks of equal code, shapes, types and gradients share what was compi
     stage code   mask = ...; h1 = layer(w0, h0, mask); h2 = layer(w1, h1, mask); loss = head(w2, h2)
     cut          mask = ...; h1 = A(w0, h0, mask);     h2 = A(w1, h1, mask);     loss = B(w2, h2)
 
-Random numbers are drawn as torch's operators draw them (dropout's masks are the same bits), so that the only difference
-is sums in another order.
+Blocks that draw random numbers are not compiled, so that the only difference to torch's operators is sums in another
+order.
 
 Source: this project; regional compilation as of `torch.compile` on repeated layers
 Tests: tests/backends/test_compiled_blocks.py, tests/integrations/test_compiled_training.py
@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from gpp_plugin.backends.forward_code import READS_VALUES, named_operator, operator_name, structure_of
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.layout.layouts import is_random
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.runtime.random_streams import kept_streams
 
@@ -100,6 +101,8 @@ def refusal(module: fx.GraphModule) -> str:
     for node in module.graph.nodes:
         if isinstance(node.target, OpaqueCall):
             return f"{node.name} runs a module as it is"
+        if is_random(node):
+            return f"{node.name} ({node.target}) draws random numbers; set dropout to 0 to have it compiled"
         if node.op in ("call_module", "call_method", "get_attr"):
             return f"{node.name} calls code of its own"
         if node.op == "call_function" and operator_name(node) in READS_VALUES:

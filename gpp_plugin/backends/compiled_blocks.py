@@ -79,8 +79,8 @@ class BlockCompiler:
         found = self._known.get(key)
         if found is None:
             start = time.perf_counter()
-            # leaves of their own: tracing may write into what it is given, and asks only for shapes and flags
-            examples = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+            # leaves of their own that lie as these do: tracing asks for shapes, strides and flags, and writes nothing
+            examples = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
             try:
                 # tracing may draw random numbers: training must not notice
                 with kept_streams(tensors[0].device if tensors else torch.device("cpu")):
@@ -96,14 +96,14 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "call_function"]
 
 
-def refusal(module: fx.GraphModule) -> str:
-    """Return why a block cannot be compiled, in one line; empty where it can be tried."""
-    for node in module.graph.nodes:
+def refusal(nodes: Iterable[fx.Node]) -> str:
+    """Return why a block of these operators cannot be compiled, in one line; empty where it can be tried."""
+    for node in nodes:
         if isinstance(node.target, OpaqueCall):
             return f"{node.name} runs a module as it is"
         if is_random(node):
             return f"{node.name} ({node.target}) draws random numbers; set dropout to 0 to have it compiled"
-        if node.op in ("call_module", "call_method", "get_attr"):
+        if any(read.op == "get_attr" for read in node.all_input_nodes):
             return f"{node.name} calls code of its own"
         if node.op == "call_function" and operator_name(node) in READS_VALUES:
             return f"{node.name} ({node.target}) depends on values"
@@ -143,8 +143,11 @@ class CutCode:
             if block is None:
                 mapping[unit[0]] = graph.node_copy(unit[0], lambda n: mapping[n])
                 continue
+            reason = refusal(unit)
+            if reason:
+                raise BackendRefused(f"block {block!r}: {reason}")
             reads, makes = _borders(unit)
-            own = self.blocks[block] = _Block(block, _module_of(unit, reads, makes), compiler)
+            own = self.blocks[block] = _Block(_module_of(unit, reads, makes), compiler)
             place = f"block_{len(self.blocks)}"
             root.add_module(place, own)
             call = graph.call_module(place, tuple(mapping[read] for read in reads))
@@ -208,11 +211,8 @@ def _module_of(
 class _Block(nn.Module):
     """A block of a stage's code: compiled where it first runs, on what it is then given."""
 
-    def __init__(self, name: str, module: fx.GraphModule, compiler: BlockCompiler) -> None:
+    def __init__(self, module: fx.GraphModule, compiler: BlockCompiler) -> None:
         super().__init__()
-        reason = refusal(module)
-        if reason:
-            raise BackendRefused(f"block {name!r}: {reason}")
         self.code = [module]  # in a list: its operators are no parts of the stage's module
         self._compiler = compiler
         self._run: Callable[..., Sequence[Tensor]] | None = None

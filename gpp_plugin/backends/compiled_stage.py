@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
 from gpp_plugin.backends.measured_backends import compare_outputs
-from gpp_plugin.errors import BackendRefused
+from gpp_plugin.errors import BackendRefused, first_line
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.runtime.random_streams import kept_streams
 from gpp_plugin.runtime.stage_module import StageFunction
@@ -188,6 +188,8 @@ def try_code(code: CompiledCode, parameters: Sequence[Tensor], tensors: Sequence
             compare_results(run_both(code, parameters, tensors), right)
     except BackendRefused as error:
         code.stage.refuse(str(error))
+    except Exception as error:  # whatever compiled code raises
+        code.stage.refuse(f"its first run failed: {type(error).__name__}: {first_line(error)}")
 
 
 def compare_results(own: Results, right: Results) -> float:

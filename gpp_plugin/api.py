@@ -42,6 +42,7 @@ from gpp_plugin.library.named_models import (
 )
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import MOST_DEVICES, USUAL_DTYPE, read_cluster
+from gpp_plugin.plan.costs.cost_model import gather_times
 from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
@@ -60,6 +61,7 @@ from gpp_plugin.schedule.windows import lengthened
 from gpp_plugin.simulate.ahead_prediction import AheadPrediction, predict_ahead
 from gpp_plugin.simulate.async_prediction import AsyncPrediction, num_windows, simulate_windows
 from gpp_plugin.simulate.predict import simulate_plan
+from gpp_plugin.simulate.program_times import simulate_programs
 
 if TYPE_CHECKING:  # only a module and a rehearsal need torch
     from torch import nn  # noqa: TID251 - for its type only
@@ -122,7 +124,7 @@ class RequestOptions(TypedDict, total=False):
         data_parallel: ranks of every stage; the planner chooses by default.
         memory: what may be used to fit: ``recompute``, ``swap``, both or (the default) neither.
         memory_limit_gb: most GB of one rank; what the device has by default.
-        zero_stage: 0 (the default), 1 or 2.
+        zero_stage: 0 (the default) to 3.
         mode: ``sync`` (the default) or ``async``.
         vertical_sync: in mode ``async``.
     """
@@ -277,7 +279,13 @@ def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeli
     _check_times(plan)
     if plan.mode == "async":
         return simulate_async(plan, cluster).timeline
-    return simulate_plan(plan, cluster=_links(plan, cluster))
+    links = _links(plan, cluster)
+    if not any(stage.gathered_bytes for stage in plan.stages):
+        return simulate_plan(plan, cluster=links)
+    # where gathers stand is the programs' alone to say
+    programs = programs_of_plan(plan, validate=False)
+    gather_us = None if links is None else gather_times(plan, links)
+    return simulate_programs(plan, programs, cluster=links, gather_us=gather_us)
 
 
 def simulate_async(plan: PipelinePlan, cluster: ClusterSource | None = None) -> AsyncPrediction:

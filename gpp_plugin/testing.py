@@ -115,6 +115,7 @@ def planner_requests() -> Mapping[str, PlanRequest]:
         "one loss unit a rank": _request(chain, 4, keep_units=True, loss_unit=2),
         "gpipe": _request(branches, 4, schedule="gpipe"),
         "zero 2": _request(chain, 4, zero_stage=2),
+        "zero 3": _request(chain, 4, zero_stage=3),
         "mode async": _request(chain, 2, mode="async", loss_unit=2, micro_batch_sizes={"*": 2}),
         "three ranks": _request(branches, 3),
         "little memory": dataclasses.replace(tight, memory_limit_bytes=most // 2),

@@ -23,7 +23,7 @@ from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.launch import emit_event, end_rank
+from gpp_plugin.launch import emit_event, end_rank, real_time
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
@@ -57,25 +57,31 @@ def main() -> None:
 
     plain = functools.partial(model.generate, attention_mask=torch.ones_like(ids[:1]), **options)
     # what is not emulated is measured as it is: one prompt, where nothing can overlap
-    one_ms = _ms_a_token(lambda: generate(alone, ids[:1]), settings["tokens"])
-    plain_ms = _ms_a_token(lambda: plain(ids[:1]), settings["tokens"])
-    found = {}
+    priority = real_time() if settings["real_time"] else contextlib.nullcontext()
+    with real_time() if settings["real_time"] else contextlib.nullcontext():
+        one_ms = _ms_a_token(lambda: generate(alone, ids[:1]), settings["tokens"])
+        plain_ms = _ms_a_token(lambda: plain(ids[:1]), settings["tokens"])
+    found, host_ms = {}, {}
     ways: dict[str, Callable[[], Tensor]] = {
         "one batch": lambda: generate(alone, ids),
         "one after the other": in_turn,
         "in turns": lambda: generate(parted, ids),
     }
-    with _emulated(model, settings["row_ms"] / 1e3):
+    with _emulated(model, settings["row_ms"] / 1e3), priority:
         for way, make in ways.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, start_host = time.perf_counter(), time.process_time()
             made = make()
             found[way] = (time.perf_counter() - start, made)
+            host_s = torch.tensor(time.process_time() - start_host)
+            dist.all_reduce(host_s, op=dist.ReduceOp.MAX)
+            calls = 1 if way == "one batch" else together
+            host_ms[way] = float(host_s) * 1e3 / (calls * settings["tokens"])
     for way, (seconds, made) in found.items():
         if not torch.equal(made, found["one batch"][1]):
             raise RuntimeFailure(f"generated {way}, the tokens are not those of one batch")
         if dist.get_rank() == 0:
-            emit_event(way=way, seconds=seconds, one_ms=one_ms, plain_ms=plain_ms)
+            emit_event(way=way, seconds=seconds, host_ms=host_ms[way], one_ms=one_ms, plain_ms=plain_ms)
     dist.barrier()
     end_rank()
 

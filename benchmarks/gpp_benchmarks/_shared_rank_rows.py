@@ -25,7 +25,7 @@ SAMPLES = 2
 
 
 def interleaved_rows(*, forward_us: float, backward_us: float, race: Race) -> list[dict[str, Any]]:
-    """Return one row for each number of stages a rank: chains of 8, 16 and 32 such stages on eight ranks.
+    """Return one row for each number of stages a rank: one model in chains of 8, 16 and 32 stages on eight ranks.
 
     ``over_ideal`` is the time over that of ranks that are never idle.
     """
@@ -33,22 +33,27 @@ def interleaved_rows(*, forward_us: float, backward_us: float, race: Race) -> li
         f"{count} a rank": interleaved_chain(count, forward_us=forward_us, backward_us=backward_us)
         for count in STAGES_A_RANK
     }
-    one_us = MICRO_BATCHES * (forward_us + backward_us)
+    ideal_us = MICRO_BATCHES * (forward_us + backward_us)
     times = _race("interleaved chain", plans, race)
     return [
-        {**_row("interleaved chain", name, plan, times[name], count * one_us), "stages_a_rank": count}
+        {**_row("interleaved chain", name, plan, times[name], ideal_us), "stages_a_rank": count}
         for count, (name, plan) in zip(STAGES_A_RANK, plans.items(), strict=True)
     ]
 
 
 def interleaved_chain(stages_a_rank: int, *, forward_us: float, backward_us: float) -> PipelinePlan:
-    """Return a chain on eight ranks, stage i on rank i modulo 8; every stage takes these times."""
+    """Return a chain on eight ranks, stage i on rank i modulo 8.
+
+    Args:
+        forward_us, backward_us: of all stages of a rank: each takes its part, so that the host's time is as much larger
+            a share of a task as it is where a model is cut into more stages.
+    """
     plan = emulated_plan(
         "interleaved chain",
         chain_links(RANKS * stages_a_rank),
         num_micro_batches=MICRO_BATCHES,
-        forward_us=forward_us,
-        backward_us=backward_us,
+        forward_us=forward_us / stages_a_rank,
+        backward_us=backward_us / stages_a_rank,
     )
     return _placed(plan, [(index % RANKS,) for index in range(len(plan.stages))])
 

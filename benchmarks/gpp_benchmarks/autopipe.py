@@ -6,10 +6,10 @@ IV, the paper's milliseconds beside it; of kind ``megatron`` AutoPipe's planner 
 fixed number of stages and twice as many micro-batches (Figure 10, without its slicing).
 
 As in the paper every rank takes a micro-batch at a time, of 4, 16 or 32 samples, and data parallelism multiplies
-them; activation checkpointing (a block keeps its input), 3090s with 100 Gb/s between nodes. AutoPipe plans on
-attention and feed-forward blocks; the others on whole layers, as the originals do. ``dapple-2`` is DAPPLE asked for two
-stages, which is what the paper says it always chose; ours may choose one. Degrees that do not divide the mini-batch (1
-and 3 ranks) nobody can have here.
+them; activation checkpointing of transformer layers (a block keeps its input; embedding and head are not run again),
+3090s with 100 Gb/s between nodes. AutoPipe plans on attention and feed-forward blocks; the others on whole layers, as
+the originals do. ``dapple-2`` is DAPPLE asked for two stages, which is what the paper says it always chose; ours may
+choose one. Degrees that do not divide the mini-batch (1 and 3 ranks) nobody can have here.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ a cluster does.
 The second table is of a model of one layer a stage, each a rank that sleeps in place of computing: as long for every
 sequence (``--row-ms``), so that a batch of all prompts takes as long as its parts one after the other. (Where a step
 reads weights for longer than it computes, one batch of all prompts is as fast as parts in turns.) One prompt is
-measured without sleeping: what the stages' messages cost.
+measured without sleeping: what the stages' messages cost. ``host_ms`` is processor time of one rank, the busiest, for a
+token of a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 from typing import Any
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.launch import run_ranks
+from gpp_plugin.launch import check_priority, run_ranks
 from gpp_plugin.plan.costs.cache_parallelism import (
     gathered_elements,
     printed_elements,
@@ -33,7 +34,7 @@ SECONDS_PER_STEP = 2.0
 TABLE = (
     "ranks", "kv_heads", "sent", "formula", "gathered", "tensor", "sent_to_tensor", "printed", "printed_tensor",
     "sequence_ms", "data_ms", "way", "stages", "prompts", "micro_batches", "seconds", "tokens_per_s", "speedup",
-    "one_prompt_ms", "one_process_ms",
+    "host_ms", "one_prompt_ms", "one_process_ms",
 )  # fmt: skip
 
 
@@ -62,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--row-ms", type=float, default=15.0, help="of a stage for one sequence's token (%(default)s)"
     )
+    parser.add_argument(
+        "--real-time",
+        action="store_true",
+        help="real-time priority while stages generate, for a machine with other work (needs root)",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -88,6 +94,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"--stages {args.stages} --prompts {args.prompts} --micro-batches {args.micro_batches} --tokens "
             f"{args.tokens}: give at least 2 stages (or 0), a multiple of the micro-batches as prompts, and tokens"
         )
+    if args.real_time:
+        check_priority()
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
         settings = {name: getattr(args, name) for name in ("batch", "heads", "kv_heads", "head_size")}
@@ -106,7 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generation_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    names = ("prompts", "micro_batches", "tokens", "row_ms")
+    names = ("prompts", "micro_batches", "tokens", "row_ms", "real_time")
     emulated_s = args.stages * args.prompts * args.tokens * args.row_ms / 1e3
     events = list(
         run_ranks(
@@ -127,6 +135,7 @@ def _generation_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             "seconds": event["seconds"],
             "tokens_per_s": args.prompts * args.tokens / event["seconds"],
             "speedup": in_turn_s / event["seconds"],
+            "host_ms": event["host_ms"],
             "one_prompt_ms": event["one_ms"],
             "one_process_ms": event["plain_ms"],
         }

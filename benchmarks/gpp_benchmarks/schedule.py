@@ -7,7 +7,7 @@ messages and the executor are real. The optimizer step is left out for all runti
   graphs       multi-branch graphs at 8 ranks, beside stock DeepSpeed on the same stages in a line
   slicing      AutoPipe's sliced warm-up: start-up and iteration, measured and simulated
   zero-bubble  1F1B and zero bubble on a five-stage diamond: idle over planned compute
-  interleaved  a chain on 8 ranks with 1, 2 and 4 stages a rank
+  interleaved  a chain on 8 ranks with 1, 2 and 4 stages a rank, which share out these delays
   colocated    a vision tower on ranks of its own, and on those of the language model it feeds
 
 ``simulated_speedup`` is of the plans' times alone; ``calibrated_speedup`` grants both runtimes the host time they

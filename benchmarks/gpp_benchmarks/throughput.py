@@ -1,9 +1,9 @@
 """Predicted throughput of every planner's plans: the shape of GraphPipe's Figures 6, 7 and 9 and Table A.3.
 
 Baselines are run as the systems they stand for run them: as a chain, each stage after the one before it
-(`plan.baselines.chain_costs`), with our cost of links, our micro-batch sizes and our micro-batches in flight;
-``throughput_as_graph`` is what their stages reach in our runtime, without that order (None where the model itself was
-put in a line). Two rows are ours with less:
+(`plan.baselines.chain_costs`), with our cost of links, our micro-batch sizes, our micro-batches in flight, and their
+stages exchanged between nodes as ours are (`plan.machines.exchanges`); ``throughput_as_graph`` is what their stages
+reach in our runtime, without that order (None where the model itself was put in a line). Two rows are ours with less:
 ``chain`` is what `auto` makes of the model put in a line (`plan.baselines.best_chain`), and ``one-size`` what it
 makes of the graph with one micro-batch size for all stages, the best of them. So three columns say what ours gains:
 
@@ -42,6 +42,7 @@ from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.machines.exchanges import exchange_stages
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
@@ -268,12 +269,18 @@ def _row(
     # the plan's graph is its own: that of a chain has edges of order
     is_in_line = planner in (CHAIN, *JUDGES_GRAPHS)
     run_as = as_sequential(plan, costs) if planner in BASELINES and not is_in_line else plan
-    row["throughput"] = request.mini_batch / judge_us(run_as, costs) * 1e6
+    row["throughput"] = request.mini_batch / _placed_us(run_as, request, costs) * 1e6
     if not is_in_line:
-        row["throughput_as_graph"] = request.mini_batch / judge_us(plan, costs) * 1e6
+        row["throughput_as_graph"] = request.mini_batch / _placed_us(plan, request, costs) * 1e6
     row["depth"] = run_as.depth
     row["micro_batch_sizes"] = sorted({stage.micro_batch_size for stage in plan.stages})
     return row
+
+
+def _placed_us(plan: PipelinePlan, request: PlanRequest, costs: CostModel) -> float:
+    """Return what a step takes with the plan's stages on the best nodes that are found: of every planner's plan."""
+    timed = dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+    return exchange_stages(timed, request).iteration_us
 
 
 def _gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

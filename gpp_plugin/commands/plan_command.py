@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most GB (10^9 bytes) of a rank (what the device has)",
     )
     parser.add_argument("--memory-report", action="store_true", help="show what fills each stage's memory")
-    parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=0, help="ZeRO stage (%(default)s)")
+    parser.add_argument("--zero", type=int, choices=[0, 1, 2, 3], default=0, help="ZeRO stage (%(default)s)")
     parser.add_argument(
         "--granularity",
         choices=["layer", "sub_layer", "node"],

@@ -61,6 +61,7 @@ from gpp_plugin.engine.setting import (
     Setting,
     TextGenerator,
 )
+from gpp_plugin.engine.sharded_weights import check_sharding
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
 from gpp_plugin.engine.surface import PipelineSurface
 from gpp_plugin.engine.training_steps import (
@@ -159,6 +160,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._generator: TextGenerator | None = None
         find_transport(config.p2p).check(str(setting.device))
         check_asked(config.backends)
+        check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
         if config.units is not None and is_counted(sample_batch):
             sample_batch = resize_batch(sample_batch, setting.sizes.loss_unit)
@@ -344,7 +346,12 @@ class GraphPipelineEngine(PipelineSurface):
             StepHooks(s, self._step.alone(s) if is_alone else self._step, before_sum=before_sum)
             for s in stages.stages
         ]
-        self._lane.bind(modules, hooks, self._step if len(hooks) > 1 and not is_alone else None)
+        self._lane.bind(
+            modules,
+            hooks,
+            self._step if len(hooks) > 1 and not is_alone else None,
+            [stage.weights for stage in stages.stages],
+        )
         self._choose_backends(sample_batch)
         compile_stages(
             self._backends.compiled, self._lane, sample_batch, group=setting.group, device=setting.device
@@ -355,6 +362,7 @@ class GraphPipelineEngine(PipelineSurface):
             plan=plan,
             reference=reference,
             modules=dict(zip(stages.indices, modules, strict=True)),
+            stages=stages,
             make_lane=self._lanes.make,
             run=self._runner.run,
             stand_by=self._runner.stand_by,
@@ -449,7 +457,8 @@ class GraphPipelineEngine(PipelineSurface):
         self._source.meet(self._reference, batch)
         for stage in self.rank_engine.stages:
             stage.module.train()
-        with contextlib.nullcontext() if self._locator is None else self._locator.watching():
+        watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
+        with watching, self.rank_engine.attached():
             call = self._steps.train(
                 batch, following=following, record=clock is not None or self._metrics.needs_events
             )
@@ -627,6 +636,11 @@ class GraphPipelineEngine(PipelineSurface):
         # Made at the first call: most jobs never generate, and its groups have threads that wake up.
         self._runner.refuse_after_failure()
         self._steps.drain()
+        arguments = kwargs if inputs is None else {"inputs": inputs, **kwargs}
+        with self.rank_engine.gathered():
+            return self._generate(arguments)
+
+    def _generate(self, arguments: Mapping[str, Any]) -> Any:
         if self._generator is None:
             self._generator = self._source.make_generator(
                 self._plan,
@@ -635,7 +649,6 @@ class GraphPipelineEngine(PipelineSurface):
                 meeting=self._meeting,
                 room=self._cache_room,
             )
-        arguments = kwargs if inputs is None else {"inputs": inputs, **kwargs}
         try:
             return self._generator.generate(arguments)
         except BaseException as error:

@@ -18,6 +18,7 @@ from gpp_plugin.engine.feed import TrainingData
 from gpp_plugin.engine.guards.agreement import agree_on_state
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
+from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.training_steps import StepStrategy
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.op_graph import Parameter
@@ -80,20 +81,21 @@ class PipelineFiles:
         # Drained first, then named: what was under way counts as done in the tag's number of steps.
         self._steps.drain()
         self.wait()
-        save_checkpoint(
-            self._stages.stages,
-            directory,
-            f"global_step{self._stages.global_steps}" if tag is None else str(tag),
-            client_state=client_state,
-            data=self._data.position(),
-            options=SaveOptions(
-                save_latest=save_latest,
-                keep_last=self._keeping.keep_last,
-                keep_every=self._keeping.keep_every,
-                names={parameter.name: parameter.aliases for parameter in self._parameters},
-            ),
-            background=self._background if self._keeping.async_save else None,
-        )
+        with self._stages.gathered():
+            save_checkpoint(
+                self._stages.stages,
+                directory,
+                f"global_step{self._stages.global_steps}" if tag is None else str(tag),
+                client_state=client_state,
+                data=self._data.position(),
+                options=SaveOptions(
+                    save_latest=save_latest,
+                    keep_last=self._keeping.keep_last,
+                    keep_every=self._keeping.keep_every,
+                    names={parameter.name: parameter.aliases for parameter in self._parameters},
+                ),
+                background=self._background if self._keeping.async_save else None,
+            )
 
     def wait(self) -> None:
         """Wait for a checkpoint that is being written behind the training; collective where there is one.
@@ -115,17 +117,18 @@ class PipelineFiles:
         """
         self._steps.drain()
         self.wait()
-        loaded = load_checkpoint(
-            self._stages.stages,
-            directory,
-            tag,
-            load_optimizer=optimizer,
-            load_scheduler=scheduler,
-            weights_only=weights_only,
-        )
-        if not weights_only:
-            self._data.restore(loaded.data)
-        agree_on_state(self._stages.stages, tag=loaded.directory.name, group=self._setting.group)
+        with self._stages.gathered():
+            loaded = load_checkpoint(
+                self._stages.stages,
+                directory,
+                tag,
+                load_optimizer=optimizer,
+                load_scheduler=scheduler,
+                weights_only=weights_only,
+            )
+            if not weights_only:
+                self._data.restore(loaded.data)
+            agree_on_state(self._stages.stages, tag=loaded.directory.name, group=self._setting.group)
         return str(loaded.directory), loaded.client_state
 
     def resume(self, directory: str | Path) -> dict[str, Any] | None:
@@ -138,13 +141,14 @@ class PipelineFiles:
     def export(self, directory: str | Path) -> None:
         """Write sharded safetensors under HuggingFace names, one shard a stage, no gather."""
         self._steps.drain()
-        self._source.save_pretrained(
-            directory,
-            states={stage.stage_index: dict(stage.module.state_dict()) for stage in self._stages.stages},
-            plan=self._stages.plan,
-            group=self._setting.group,
-            timeout_s=self._timeout_s,
-        )
+        with self._stages.gathered():
+            self._source.save_pretrained(
+                directory,
+                states={stage.stage_index: dict(stage.module.state_dict()) for stage in self._stages.stages},
+                plan=self._stages.plan,
+                group=self._setting.group,
+                timeout_s=self._timeout_s,
+            )
 
     def export_as(self, directory: str | Path, filename: str) -> None:
         """Write what `export` does, where ``filename`` is one that users of DeepSpeed pass."""
@@ -166,9 +170,10 @@ class PipelineFiles:
                 "save_pretrained(), which writes a file a tensor rank, or save_checkpoint()"
             )
         own: dict[str, Tensor] = {}
-        for stage in self._stages.stages:
-            if stage.stage.ranks[0] == self._setting.rank:  # its replicas hold the same
-                own |= stage.module.state_dict()
+        with self._stages.gathered():
+            for stage in self._stages.stages:
+                if stage.stage.ranks[0] == self._setting.rank:  # its replicas hold the same
+                    own |= _state_of(stage)
         return gather_state_dict(
             own,
             parameters=self._parameters,
@@ -179,13 +184,14 @@ class PipelineFiles:
         """Return this rank's parameters and persistent buffers under their HuggingFace names."""
         self._steps.drain()
         state: dict[str, Tensor] = {}
-        for stage in self._stages.stages:
-            own = dict(stage.module.state_dict())
-            if without_frozen:
-                for name, parameter in stage.module.named_parameters():
-                    if not parameter.requires_grad:
-                        own.pop(name)
-            state |= own
+        with self._stages.gathered():
+            for stage in self._stages.stages:
+                own = _state_of(stage)
+                if without_frozen:
+                    for name, parameter in stage.module.named_parameters():
+                        if not parameter.requires_grad:
+                            own.pop(name)
+                state |= own
         return state
 
     def load_stage_state(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -204,10 +210,17 @@ class PipelineFiles:
                 )
         # Of a whole model's state a stage takes its own part. Masters are made anew of what was loaded: the next step
         # would write the old weights back.
-        for stage in self._stages.stages:
-            own = stage.module.state_dict()
-            stage.module.load_state_dict({n: v for n, v in state.items() if n in own}, strict=False)
-            stage.refresh_masters()
+        with self._stages.gathered():
+            for stage in self._stages.stages:
+                own = stage.module.state_dict()
+                stage.module.load_state_dict({n: v for n, v in state.items() if n in own}, strict=False)
+                stage.refresh_masters()
+
+
+def _state_of(stage: StageEngine) -> dict[str, Tensor]:
+    """Return a stage's state dict; copies, where the weights themselves will not stay whole."""
+    state = dict(stage.module.state_dict())
+    return state if stage.weights is None else {name: value.clone() for name, value in state.items()}
 
 
 def gather_state_dict(

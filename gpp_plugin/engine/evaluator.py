@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.engine.metrics import share_of_loss
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -50,7 +52,7 @@ class Evaluator:
     Args:
         source: the model as the user gave it.
         plan, reference: of training.
-        modules: the parameters of this rank's stages, by their index in the plan.
+        modules: the parameters of this rank's stages, by their index in the plan; ``stages`` trains them.
         make_lane: returns this rank's lane for a plan, or None where the plan leaves it idle; collective.
         run: runs a lane on a batch; ``stand_by`` is called where a plan leaves this rank idle.
         meeting: of all ranks; those that a plan leaves idle wait here for the others.
@@ -64,6 +66,7 @@ class Evaluator:
         plan: PipelinePlan,
         reference: Reference,
         modules: Mapping[int, StageModule],
+        stages: RankEngine,
         make_lane: Callable[[Reference, PipelinePlan], RankLane | None],
         run: Callable[[RankLane, Batch], MiniBatchResult],
         stand_by: Callable[[Batch], None],
@@ -75,6 +78,7 @@ class Evaluator:
         self._plan = plan
         self._reference = reference
         self._modules = dict(modules)
+        self._stages = stages
         self._make_lane = make_lane
         self._run = run
         self._stand_by = stand_by
@@ -112,11 +116,12 @@ class Evaluator:
         # Training's micro-batches do not divide any batch: with ones of 8 and a loss unit of 4, 21 samples run as 16, 4
         # and 1. Each part has a plan, and so a lane, of its own; ranks that a part leaves idle go on to the next.
         for part, rows in parts:
-            lane = self._lane(key, graph.reference, part.plan, rows)
-            if lane is None:
-                self._stand_by(rows)
-                continue
-            result = self._run(lane, rows)
+            with self._weights_for(part.plan):
+                lane = self._lane(key, graph.reference, part.plan, rows)
+                if lane is None:
+                    self._stand_by(rows)
+                    continue
+                result = self._run(lane, rows)
             total += share_of_loss(result.losses, _count(batch), is_sum=lane.sums_losses)
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
@@ -128,6 +133,11 @@ class Evaluator:
     def close(self) -> None:
         """Let go of all lanes."""
         self._lanes.clear()
+
+    def _weights_for(self, plan: PipelinePlan) -> AbstractContextManager[None]:
+        """Let a plan's programs gather weights that ranks hold in parts; where it leaves some idle, gather all."""
+        is_whole = all(own.ranks == of.ranks for own, of in zip(plan.stages, self._plan.stages, strict=True))
+        return self._stages.attached() if is_whole else self._stages.gathered()
 
     def _graph(self, key: _GraphKey, batch: Batch, outputs: tuple[str, ...]) -> _Graph:
         found = self._graphs.get(key)
@@ -161,7 +171,7 @@ class Evaluator:
             modules = [self._modules[stage] for stage in lane.stages]
             for module, function in zip(modules, lane.prepare(batch), strict=True):
                 self._source.complete_module(module, function.tensors)
-            lane.bind(modules, None)
+            lane.bind(modules, None, weights=[self._stages.of(stage).weights for stage in lane.stages])
         self._lanes[lane_key] = lane
         return lane
 

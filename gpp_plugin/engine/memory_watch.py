@@ -296,7 +296,7 @@ class MemoryWatch:
         Raises:
             CommTimeout: not every rank asked for it; nothing that takes long can keep one from it.
         """
-        mine = self._mine(stages.stages, *ahead), self._counts
+        mine = self._mine(stages.stages, *ahead, most_gathered=stages.whole_bytes.most), self._counts
         meeting = dataclasses.replace(self._meeting, timeout_s=self._config.comm_timeout_s)
         everyone = meeting.gather(mine, "memory_report(), which every rank calls")
         return MemoryReport(
@@ -311,13 +311,16 @@ class MemoryWatch:
             lengths=self._lengths(),
         )
 
-    def _mine(self, stages: Sequence[StageEngine], ahead_bytes: int, held_ahead: int) -> RankMemory:
+    def _mine(
+        self, stages: Sequence[StageEngine], ahead_bytes: int, held_ahead: int, *, most_gathered: int
+    ) -> RankMemory:
         counts = joined_counts(list(self._counts.values()))
         held = HeldBytes(
             weights=_bytes_of(t for stage in stages for t in stage.weight_tensors()),
             gradients=self._gradients,
             optimizer=sum(_optimizer_bytes(stage) for stage in stages),
             buffers=self._inputs,
+            gathered=most_gathered,
             ahead=held_ahead,
         )
         # On the CPU no allocator counts; what lies there is added up, which misses workspaces of operators.

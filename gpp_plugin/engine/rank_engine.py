@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.engine.setting import StageReplica, StepCounters, WeightUpdater
+from gpp_plugin.engine.sharded_weights import GatheredBytes, ShardedWeights, attached, gathered
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, make_replicas_equal
 from gpp_plugin.engine.stage_step import RankUpdate, StepAlone, StepResult, StepRule, StepTogether, TiedSums
@@ -70,6 +72,7 @@ class RankEngine:
         self._framework = framework
         self._tied = tuple(tied)
         self._counters = StepCounters()
+        self.whole_bytes = GatheredBytes()
         made: list[StageEngine] = []
 
         def build() -> None:
@@ -88,6 +91,7 @@ class RankEngine:
                         counters=self._counters,
                         device=self.device,
                         reduces_early=index in reduces_early,
+                        whole_bytes=self.whole_bytes,
                     )
                 )
 
@@ -217,6 +221,21 @@ class RankEngine:
         self._ties.clear()
         for stage in self.stages:
             stage.zero_grad()
+
+    # ---- weights that ranks hold in parts (ZeRO 3) -----------------------------------------------------------
+
+    @property
+    def weights(self) -> list[ShardedWeights]:
+        """Return what gathers the parameters of the rank's stages; of those that it holds whole there is nothing."""
+        return [stage.weights for stage in self.stages if stage.weights is not None]
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Let programs gather and free the stages' parameters while the context lasts."""
+        return attached(self.weights)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Hold the parameters of all stages whole while the context lasts; collective over all ranks."""
+        return gathered(self.weights)
 
     # ---- what users are told -------------------------------------------------------------------------------
 

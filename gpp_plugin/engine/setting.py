@@ -23,6 +23,7 @@ from gpp_plugin.config import BatchSizes
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
 from gpp_plugin.engine.gradients.gradient_store import StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup
+from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.ir.cache_report import CacheReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan
@@ -247,7 +248,7 @@ class StepSettings(Protocol):
 
     @property
     def zero_stage(self) -> int:
-        """Return 0, 1 or 2."""
+        """Return 0, 1, 2 or 3."""
 
     @property
     def gradient_clipping(self) -> float:
@@ -324,6 +325,12 @@ class WeightUpdater(Protocol):
 
     def master(self, name: str) -> Tensor:
         """Return an fp32 copy of a trained parameter's master; collective over the stage's ranks where partitioned."""
+
+    def flat_weights(self) -> Sequence[FlatWeights]:
+        """Return the buffers in which trained parameters lie, each cut into the ranks' partitions (`layout`)."""
+
+    def publish_to(self, parts: Sequence[Tensor]) -> None:
+        """Write stepped weights to this rank's parts of `flat_weights` from now on, and not to the parameters."""
 
     def refresh_masters(self) -> None:
         """Take master weights anew after the parameters were written from outside."""

@@ -14,12 +14,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
 from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.setting import StageReplica, StepCounters, WeightUpdater
+from gpp_plugin.engine.sharded_weights import GatheredBytes, ShardedWeights, gathered
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates
 from gpp_plugin.engine.stage_step import (
     GradientReductions,
@@ -50,6 +52,7 @@ class StageEngine:
         counters: of the rank.
         device: where the module lives.
         reduces_early: its ranks may sum gradients in the last backward (`schedule.early_reductions`); alike on all.
+        whole_bytes: counts what is gathered on the rank (ZeRO 3).
 
     Raises:
         ConfigError: the configuration asks for what a stage cannot do, or the framework refuses it.
@@ -68,6 +71,7 @@ class StageEngine:
         counters: StepCounters,
         device: torch.device,
         reduces_early: bool = False,
+        whole_bytes: GatheredBytes,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -104,6 +108,7 @@ class StageEngine:
             device=device,
         )
         self.update = self._make_update()
+        self.weights = self._make_weights(whole_bytes)
         self._rule: StepRule | None = None
         self._ties: TiedSums | None = None
 
@@ -133,6 +138,23 @@ class StageEngine:
             is_reduced_often=self.config.zero_stage >= 2,
             **common,
         )
+
+    def _make_weights(self, count: GatheredBytes) -> ShardedWeights | None:
+        """Return what gathers the stage's parameters, and let go of all but this rank's part; None below ZeRO 3."""
+        if self.config.zero_stage < 3 or self.stage.degree == 1:
+            return None
+        group = self.groups.data[self.stage_index]
+        assert isinstance(group, dist.ProcessGroup), "this rank is in its stage's group"
+        weights = ShardedWeights(
+            self.module.parameters(),
+            self._updater.flat_weights(),
+            group=group,
+            position=self.position,
+            degree=self.stage.degree,
+            count=count,
+        )
+        self._updater.publish_to(weights.parts)
+        return weights
 
     def _make_update(self) -> StageUpdate:
         """Return what updates the weights, and counts in the norm what no other stage and no other rank does."""
@@ -169,7 +191,7 @@ class StageEngine:
     def reduce_data(self) -> None:
         """Sum the gradients over the stage's ranks; collective over them.
 
-        Once a mini-batch, after its last backward; under ZeRO 2 as often as the program says.
+        Once a mini-batch, after its last backward; under ZeRO 2 and 3 as often as the program says.
         """
         self.reductions.reduce_data()
 
@@ -250,7 +272,7 @@ class StageEngine:
 
     @property
     def is_partitioned(self) -> bool:
-        """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1 and 2)."""
+        """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1 to 3)."""
         return bool(self._updater.layout)
 
     @property
@@ -263,8 +285,15 @@ class StageEngine:
         return self._updater.places(parameters)
 
     def weight_tensors(self) -> tuple[Tensor, ...]:
-        """Return parameters and buffers of the module."""
-        return (*self.module.parameters(), *self.module.buffers())
+        """Return parameters and buffers of the module; under ZeRO 3 this rank's parts of them."""
+        own = self.weights
+        if own is None:
+            return (*self.module.parameters(), *self.module.buffers())
+        return (
+            *own.tensors,
+            *(p for p in self.module.parameters() if id(p) not in own.parameters),
+            *self.module.buffers(),
+        )
 
     def optimizer_tensors(self) -> list[Tensor]:
         """Return masters and optimizer state; parameters that are their own masters are among them."""
@@ -273,18 +302,21 @@ class StageEngine:
     def parameter_state(self) -> dict[str, Tensor]:
         """Return the stage's parameters as fp32 copies, the masters where there are any.
 
-        Collective over the stage's ranks under ZeRO 1 and 2.
+        Collective over the stage's ranks under ZeRO 1 to 3.
         """
         state: dict[str, Tensor] = {}
-        for name, parameter in self.module.named_parameters():
-            if name in self._updater.trained:
-                state[name] = self._updater.master(name)
-            else:
-                state[name] = parameter.detach().float().clone()
+        with gathered([] if self.weights is None else [self.weights]):
+            for name, parameter in self.module.named_parameters():
+                if name in self._updater.trained:
+                    state[name] = self._updater.master(name)
+                else:
+                    state[name] = parameter.detach().float().clone()
         return state
 
     def refresh_masters(self) -> None:
         """Take master weights anew after the module's parameters were written from outside."""
+        if self.weights is not None:
+            self.weights.keep_written()
         self._updater.refresh_masters()
 
     def close(self) -> None:

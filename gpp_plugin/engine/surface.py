@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -391,6 +392,14 @@ class PipelineSurface:
             ConfigError: a stage is tensor-parallel: no rank knows how its shards make a whole.
         """
         return self._files.gather()
+
+    def gathered_parameters(self) -> AbstractContextManager[None]:
+        """Hold this rank's parameters whole while the context lasts, and keep what is written there; collective.
+
+        Under ZeRO 3 they have shapes and no values outside of it (they read as not-a-number); below it they are always
+        there. All ranks write the same, and none trains within.
+        """
+        return self.rank_engine.gathered()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers under their HuggingFace names.

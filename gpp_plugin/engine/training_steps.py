@@ -36,6 +36,7 @@ from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailu
 from gpp_plugin.extensions import find_transport
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.plan.given.tied_blocks import UNTIE
 from gpp_plugin.runtime.ahead_lane import AheadLane
@@ -53,6 +54,7 @@ from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import WindowLane
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
 from gpp_plugin.schedule.early_reductions import stages_that_reduce_early
+from gpp_plugin.schedule.gathers import gathered_at_once
 from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.windows import lower_windows
@@ -104,6 +106,7 @@ class LaneMaker:
         made = {"the plan": fingerprint_of(plan), "the programs": fingerprint_of(programs)}
         agree(made, what="a look at the programs", group=self._setting.group)
         ahead = self._programs_ahead(reference, plan) if looks_ahead else None
+        self._compare_gathers(plan, programs)
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
         transport = self._transport_for(plan, reference, channels_of(programs))
         # what a rank has before the sum is looked at where steps are run twice, and is gone where sums begin early
@@ -133,6 +136,18 @@ class LaneMaker:
             return KeptAhead.of(kind, program=program, ahead=own, reduces_early=early, **common)
         make: type[Lane] = UnitLane if is_of_units else Lane
         return RankLane.make(make, program=program, reduces_early=early, **common)
+
+    def _compare_gathers(self, plan: PipelinePlan, programs: Sequence[RankProgram]) -> None:
+        """Say where ranks hold more stages whole at a time than the plan counts with: one."""
+        for program in programs if self._setting.rank == 0 else ():
+            planned = max(plan.stages[stage].gathered_bytes for stage in program.stages)
+            most = gathered_at_once(plan, program)
+            if most > planned:
+                logger.warning(
+                    "memory: rank %d holds %d bytes of gathered weights at a time where %d are planned: its stages' "
+                    "ranks need each other between their tasks; put stages that share a rank on the same ranks",
+                    *(program.rank, most, planned),
+                )
 
     def _programs_ahead(self, reference: Reference, plan: PipelinePlan) -> AheadPrograms | None:
         """Return the programs that run a frozen branch ahead, proven; None without one, or room for its results."""

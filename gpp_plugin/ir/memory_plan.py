@@ -86,7 +86,8 @@ class MemoryBreakdown:
     """Predicted bytes of one rank of a stage at its peak, by what they hold.
 
     Args:
-        weights: the current ones; ``stashed_weights``: older versions (asynchronous mode).
+        weights: the current ones, under ZeRO 3 the rank's part; ``stashed_weights``: older versions (mode async).
+        gathered: the rest of them while one of the stage's tasks runs (ZeRO 3).
         activations: kept for backward by all micro-batches in flight, after swap and recompute.
         working: tensors back in use, or on their way to or from the host.
         transient: most that one block holds while it runs, and the gradients that wait for weight gradients.
@@ -103,25 +104,32 @@ class MemoryBreakdown:
     working: Bytes
     transient: Bytes
     inputs: Bytes = 0
+    gathered: Bytes = 0
     limit: Bytes = 0
 
     @property
     def total(self) -> int:
         """Return all bytes."""
         held = self.weights + self.stashed_weights + self.gradients + self.optimizer
-        return held + self.activations + self.working + self.transient + self.inputs
+        return held + self.activations + self.working + self.transient + self.inputs + self.gathered
 
 
 def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
-    """Return what fills a rank that holds several stages: the sum of what each of them does; one stage's as it is."""
+    """Return what fills a rank that holds several stages: the sum of what each of them does; one stage's as it is.
+
+    Of gathered weights it holds one stage's at a time (`schedule.gathers`), the largest.
+    """
     if len(parts) == 1:
         return parts[0]
     limits = [part.limit for part in parts if part.limit]
     sums = {
         field.name: sum(getattr(part, field.name) for part in parts)
         for field in fields(MemoryBreakdown)
-        if field.name not in ("stage", "limit")
+        if field.name not in ("stage", "limit", "gathered")
     }
     return MemoryBreakdown(
-        stage=", ".join(part.stage for part in parts), limit=min(limits, default=0), **sums
+        stage=", ".join(part.stage for part in parts),
+        limit=min(limits, default=0),
+        gathered=max(part.gathered for part in parts),
+        **sums,
     )

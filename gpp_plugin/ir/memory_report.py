@@ -63,6 +63,7 @@ class HeldBytes:
         gradients: at their most, before the optimizer's step.
         optimizer: its state, and weights of its own in higher precision.
         buffers: this rank's part of the mini-batch.
+        gathered: weights beside the rank's part of them, at their most while tasks ran (ZeRO 3).
         ahead: what frozen stages sent for the next mini-batch, from one to the other.
     """
 
@@ -70,12 +71,13 @@ class HeldBytes:
     gradients: int
     optimizer: int
     buffers: int
+    gathered: int = 0
     ahead: int = 0
 
     @property
     def total(self) -> int:
         """Return all bytes."""
-        return self.weights + self.gradients + self.optimizer + self.buffers + self.ahead
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.buffers + self.ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

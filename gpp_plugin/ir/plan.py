@@ -43,6 +43,8 @@ class Stage:
             flight, and hold gradients beside what they saved.
         memory_bytes: predicted peak of one rank; 0 where not predicted.
         gradient_bytes: gradients of the stage's parameters, which its ranks reduce among themselves.
+        sharded_bytes: its parameters where each of its data-parallel ranks holds a part of them, and all gather them
+            for the stage's tasks (ZeRO 3); 0: each holds them whole.
         memory: what it swaps and recomputes; None: nothing. ``backward_us`` contains what that adds.
         tensor: tensor-parallel size: the ranks of one data position compute the same samples together, with
             collectives inside each task. Stages made of captured blocks have 1.
@@ -68,6 +70,7 @@ class Stage:
     pending: Index = 0
     memory_bytes: Bytes = 0
     gradient_bytes: Bytes = 0
+    sharded_bytes: Bytes = 0
     memory: MemoryPlan | None = None
     tensor: Count = 1
     backend: str = ""
@@ -90,6 +93,17 @@ class Stage:
     def degree(self) -> int:
         """Return the data-parallel degree."""
         return len(self.ranks) // self.tensor
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Return what a rank holds of the parameters beside its own part while they are whole; 0 where it always does.
+
+        >>> held = {"ranks": (0, 1, 2, 3), "sharded_bytes": 80}
+        >>> stage = Stage(name="a", blocks=("a",), micro_batch_size=4, in_flight=1, **held)
+        >>> stage.gathered_bytes
+        60
+        """
+        return self.sharded_bytes - self.sharded_bytes // self.degree
 
     @property
     def local_batch_size(self) -> int:

@@ -1,4 +1,4 @@
-"""What one rank does, in order: compute, send, receive, reduce, step. The only input of a runtime.
+"""What one rank does, in order: compute, send, receive, gather, reduce, step. The only input of a runtime.
 
 A rank may hold several stages. Its program is one list all the same; every instruction but the step is of one of the
 stages (`RankProgram.stage_of`), and a tensor that passes between two of them is handed over: a message whose two ranks
@@ -80,6 +80,10 @@ class InstructionKind(enum.Enum):
     SEND = "send"
     RECEIVE = "receive"
     """Post a receive; it is waited for by the task that reads it."""
+    GATHER = "gather"
+    """Make a stage's parameters whole, of which each of its data-parallel ranks holds a part (ZeRO 3)."""
+    FREE = "free"
+    """Let go of them again, but for the rank's part; nobody is waited for."""
     REDUCE_DATA = "reduce_data"
     """Sum gradients over the stage's data-parallel group."""
     REDUCE_TIED = "reduce_tied"
@@ -95,8 +99,8 @@ class Instruction:
     Args:
         task: what a COMPUTE runs.
         message: what a SEND or a RECEIVE posts.
-        stage: of a reduction, whose gradients, and of a step of one stage by itself (mode async), which one; None: of
-            the rank's one stage, or, of a step, of all.
+        stage: of a gather, a free or a reduction, whose it is, and of a step of one stage by itself (mode async), which
+            one; None: of the rank's one stage, or, of a step, of all.
     """
 
     kind: InstructionKind
@@ -150,6 +154,10 @@ class RankProgram:
         ends = self.edges[instruction.message.edge]
         is_forward = instruction.message.direction is Direction.ACTIVATION
         return ends[(instruction.kind is InstructionKind.SEND) != is_forward]
+
+    def instruction(self, kind: InstructionKind, stage: int) -> Instruction:
+        """Return an instruction of one of the rank's stages, which it names where there are several."""
+        return Instruction(kind=kind, stage=stage if len(self.stages) > 1 else None)
 
     def of_stage(self, stage: int) -> RankProgram:
         """Return what the rank does for one of its stages, in order; a step of all stages is in each one's."""

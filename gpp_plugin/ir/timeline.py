@@ -21,6 +21,7 @@ class EventKind(enum.Enum):
     WEIGHT_GRADIENT = "weight_gradient"
     SEND = "send"
     RECEIVE = "receive"
+    GATHER = "gather"
     REDUCE = "reduce"
     STEP = "step"
 

@@ -26,6 +26,8 @@ class BlockSpec:
         output: elements of its output tensor; ``saved`` kept for backward.
         elementwise: elements read or written outside matrix products, forward; twice that backward.
         launches: operators beside the matrix products.
+        is_checkpointed: activation checkpointing keeps its input only, and runs it again. Embeddings and heads are not:
+            Megatron-LM, and so AutoPipe, checkpoints transformer layers.
     """
 
     name: str
@@ -35,6 +37,7 @@ class BlockSpec:
     saved: int = 0
     elementwise: int = 0
     launches: int = 4
+    is_checkpointed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +158,7 @@ def profile_model(
     Args:
         dtype: of activations, parameters and gradients; the device's speed is taken to be in it.
         largest: times are given for every power of two up to this number of samples.
-        recompute: keep only each block's input and run its forward again before its backward.
+        recompute: keep only the input of blocks that are checkpointed, and run their forward again before the backward.
     """
     # 1, 2, 4, ... up to ``largest``; what lies between is interpolated (`ir.profile`).
     samples = tuple(1 << n for n in range(largest.bit_length()) if 1 << n <= largest) or (1,)
@@ -164,7 +167,7 @@ def profile_model(
         forward = tuple(_forward(device, spec, n, size) for n in samples)
         backward = tuple(_backward(device, spec, n, size) for n in samples)
         saved, transient = spec.saved, _elements(spec.output)
-        if recompute:
+        if recompute and spec.is_checkpointed:
             # The block's input, about as large as its output, stays; all that its forward keeps is there only
             # while its backward runs: from saved to transient.
             backward = tuple(f + b for f, b in zip(forward, backward, strict=True))
@@ -251,6 +254,7 @@ def attention(name: str, *, length: int, hidden: int, heads: int) -> BlockSpec:
         saved=7 * tokens + 2 * scores,
         elementwise=10 * tokens + 4 * scores,
         launches=6,
+        is_checkpointed=True,
     )
 
 
@@ -265,6 +269,7 @@ def feed_forward(name: str, *, length: int, hidden: int, inner: int) -> BlockSpe
         saved=3 * tokens + 2 * length * inner,
         elementwise=6 * tokens + 2 * length * inner,
         launches=4,
+        is_checkpointed=True,
     )
 
 
@@ -278,6 +283,7 @@ def merged(name: str, parts: Sequence[BlockSpec]) -> BlockSpec:
         saved=sum(part.saved for part in parts),
         elementwise=sum(part.elementwise for part in parts),
         launches=sum(part.launches for part in parts),
+        is_checkpointed=all(part.is_checkpointed for part in parts),
     )
 
 

@@ -200,6 +200,7 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
                 forward_us=stage.forward_us,
                 backward_us=stage.backward_us,
                 memory_bytes=memory,
+                sharded_bytes=costs.sharded_bytes(costs.indices(stage.blocks), stage.degree),
                 tensor=stage.tensor,
             )
         )

@@ -68,7 +68,8 @@ def _changes(request: PlanRequest, has_plan: HasPlan) -> Iterator[str]:
         size = _largest(unit, lambda n: has_plan(dataclasses.replace(request, loss_unit=n)))
         if size is not None:
             yield f"train_micro_batch_size_per_gpu {size}"
-    for stage in range(request.zero_stage + 1, 3 if request.num_ranks > 1 else 0):
+    most = 0 if request.num_ranks == 1 else 2 if request.mode == "async" else 3
+    for stage in range(request.zero_stage + 1, most + 1):
         if has_plan(dataclasses.replace(request, zero_stage=stage)):
             yield f"ZeRO stage {stage}"
             break

@@ -32,7 +32,7 @@ class PlanRequest:
         schedule: ``1f1b`` or ``gpipe``.
         memory_limit_bytes: what one rank may use, where less than its device has.
         data_parallel: degree of every stage, or None: the planner chooses.
-        zero_stage: 0, 1 or 2; what the ranks of a stage share out among themselves.
+        zero_stage: 0 to 3; what the ranks of a stage share out among themselves.
         keep_units: every stage the user has not fixed computes one loss unit a rank at a time, as those
             that mix samples must; otherwise the planner chooses any size that divides the mini-batch.
         smallest_local_batch: fewest samples one rank may compute at a time (some models cannot be captured,
@@ -142,6 +142,11 @@ def check_request(request: PlanRequest) -> None:
         raise PlanError(f"no schedule {r.schedule!r}; choose 1f1b or gpipe")
     if r.mode not in ("sync", "async"):
         raise PlanError(f"no mode {r.mode!r}; choose sync or async")
+    if not 0 <= r.zero_stage <= 3 or (r.zero_stage == 3 and r.mode == "async"):
+        raise PlanError(
+            f"ZeRO stage {r.zero_stage} in mode {r.mode}: choose 0 to 3, and in mode async, which needs several "
+            "versions of the weights at a time, at most 2"
+        )
     if r.vertical_sync and r.mode == "sync":
         raise PlanError(
             "vertical sync has no meaning in mode sync, where all stages step at once; choose async"

@@ -14,6 +14,7 @@ from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.memory_formula import rank_bytes
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.nearest import HasPlan, nearest_that_fits, with_ranks
@@ -28,14 +29,17 @@ MOST_TRIED = 4
 
 def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:
     """Return by how many bytes the worst rank exceeds its device (negative: fits), its largest stage, and which."""
-    needs: dict[int, int] = {}
+    needs: dict[int, list[tuple[int, int]]] = {}
     largest: dict[int, Stage] = {}
     for stage in plan.stages:
         for rank in stage.ranks:
-            needs[rank] = needs.get(rank, 0) + stage.memory_bytes
+            needs.setdefault(rank, []).append((stage.memory_bytes, stage.gathered_bytes))
             if rank not in largest or stage.memory_bytes > largest[rank].memory_bytes:
                 largest[rank] = stage
-    over = [(need - rank_limit(request, rank), largest[rank], rank) for rank, need in needs.items()]
+    over = [
+        (int(rank_bytes(peaks)) - rank_limit(request, rank), largest[rank], rank)
+        for rank, peaks in needs.items()
+    ]
     return max(over, key=lambda item: item[0])
 
 
@@ -55,7 +59,7 @@ def best_plan(
     Args:
         may_hold_more: more micro-batches are held than the stages' orders ask for where that hides messages.
     """
-    best: Sequence[StageDraft] | None = None
+    best: tuple[Sequence[StageDraft], list[int] | None] | None = None
     best_key = (float("inf"), 0)
     seen = set()
     for drafts in candidates:
@@ -66,17 +70,19 @@ def best_plan(
         if busiest_us(request, costs, drafts) > best_key[0]:
             continue
         plan = build_plan(request, drafts, planner=planner, costs=costs, is_named=False)
-        if memory_excess(request, plan)[0] > 0:
-            continue
-        us = estimate_plan_us(plan, costs)
-        key = (us, plan.depth)
-        if key < best_key:
-            best, best_key = drafts, key
+        extra: list[int] | None = None
+        if may_hold_more:  # before the choice: what one candidate gains by it, another may not
+            held = quickest_in_flight(request, costs, plan)
+            us, extra = held if held is not None else (float("inf"), None)
+        else:
+            us = estimate_plan_us(plan, costs) if memory_excess(request, plan)[0] <= 0 else float("inf")
+        if (us, plan.depth) < best_key:
+            best, best_key = (drafts, extra), (us, plan.depth)
     if best is None:
         return None
-    plan = build_plan(request, best, planner=planner, notes=notes, costs=costs)
-    held = quickest_in_flight(request, costs, plan) if may_hold_more else None
-    plan = plan if held is None else with_in_flight(plan, costs, extra=held[1])
+    drafts, extra = best
+    plan = build_plan(request, drafts, planner=planner, notes=notes, costs=costs)
+    plan = plan if extra is None else with_in_flight(plan, costs, extra=extra)
     return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
 
 

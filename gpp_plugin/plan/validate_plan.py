@@ -151,15 +151,19 @@ def _check_memory(
     if profile.graph != plan.graph:
         raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
     held: dict[int, list[tuple[int, float]]] = {}
+    gathered: dict[int, list[float]] = {}
     for index, stage in enumerate(plan.stages):
         need = _stage_bytes(stage, profile, zero_stage, num_versions=plan.num_versions(index))
+        rest = _gathered_bytes(stage, profile, zero_stage)
         for rank in stage.ranks:
             held.setdefault(rank, []).append((index, need))
+            gathered.setdefault(rank, []).append(rest)
     for rank, needs in held.items():
+        twice = sum(gathered[rank]) - max(gathered[rank])  # one stage's parameters are whole at a time
         limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
         if cluster is not None:
             limits.append(cluster.devices[rank].memory_bytes)
-        if limits and sum(need for _, need in needs) > min(limits) + len(needs):
+        if limits and sum(need for _, need in needs) - twice > min(limits) + len(needs):
             raise PlanInfeasible(_too_much(plan, rank, needs, min(limits)))
 
 
@@ -195,6 +199,15 @@ def _too_much(plan: PipelinePlan, rank: int, needs: Sequence[tuple[int, float]],
 def _versions(plan: PipelinePlan, stage: int) -> str:
     count = plan.num_versions(stage)
     return f" and {count} versions of its weights" if count > 1 else ""
+
+
+def _gathered_bytes(stage: Stage, profile: Profile, zero_stage: int) -> float:
+    """Return what of its parameters a rank of a stage holds only while a task runs (ZeRO 3)."""
+    costs = profile.by_block()
+    whole = (
+        sum(costs[block].parameter_bytes for block in stage.blocks) - profile.counted_again(stage.blocks)[0]
+    )
+    return whole - whole / stage.degree if zero_stage >= 3 else 0.0
 
 
 def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int, *, num_versions: int) -> float:

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.compute import BoundaryGradients
 from gpp_plugin.runtime.messages.wires import held_shape
+from gpp_plugin.runtime.ranks.waiting import all_gather
 
 CPU = torch.device("cpu")
 SPIN_US = 200.0
@@ -150,7 +151,7 @@ class EmulatedHooks:
         world_group: dist.ProcessGroup | None,
         device: torch.device = CPU,
     ) -> None:
-        self._data_group = data_group
+        self.data_group = data_group
         self._world_group = world_group
         # The whole size is held, if only once: sending one small piece repeatedly would stay in a
         # cache and look faster.
@@ -167,7 +168,7 @@ class EmulatedHooks:
     def reduce_data(self) -> None:
         """Sum as many bytes as the stage has gradients over its data-parallel ranks."""
         for piece in self._gradients.split(BUCKET_FLOATS) if self._gradients.numel() else ():
-            dist.all_reduce(piece, group=self._data_group)
+            dist.all_reduce(piece, group=self.data_group)
 
     def reduce_tied(self) -> None:
         """Do nothing: a plan does not say what is tied, and its programs ask for no such sum."""
@@ -176,6 +177,45 @@ class EmulatedHooks:
         """Agree with all ranks, as they do on the gradients' norm; no parameter is there to update."""
         if self._world_group is not None:
             dist.all_reduce(self._norm, group=self._world_group)
+
+
+class EmulatedWeights:
+    """The stage's parameters where its ranks hold parts of them: gathered at their real (scaled) size.
+
+    Args:
+        data_group: of the ranks that hold the other parts.
+        num_bytes: of all of them.
+    """
+
+    def __init__(
+        self, *, data_group: dist.ProcessGroup, num_bytes: float, device: torch.device = CPU
+    ) -> None:
+        self._group = data_group
+        self._part = torch.zeros(
+            max(1, round(num_bytes / data_group.size())), dtype=torch.uint8, device=device
+        )
+        self._whole = torch.zeros(self._part.numel() * data_group.size(), dtype=torch.uint8, device=device)
+
+    @classmethod
+    def of(
+        cls, stage: Stage, data_group: dist.ProcessGroup | None, scale_bytes: float, device: torch.device
+    ) -> EmulatedWeights | None:
+        """Return those of a stage on one of its ranks; None where each rank holds them whole."""
+        if not stage.gathered_bytes or data_group is None:
+            return None
+        num_bytes = stage.sharded_bytes * scale_bytes
+        return cls(data_group=data_group, num_bytes=num_bytes, device=device)
+
+    def gather(self) -> None:
+        """Bring the parts together."""
+        all_gather(self._whole, self._part, group=self._group, what="a rehearsed gather")
+
+    def free(self) -> None:
+        """Keep the memory: the next gather needs it."""
+
+    def apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs: nothing that is computed is a view of these."""
+        return outputs
 
 
 def _names(edges: Iterable[StageEdge]) -> tuple[str, ...]:

@@ -195,14 +195,44 @@ class _Wait:
 
 
 def _task_spans(graph: TaskGraph, timeline: Timeline) -> dict[tuple[int, Task], tuple[float, float]]:
-    """Return when each rank ran each task; tensor ranks begin when the last of them comes to it."""
+    """Return when each rank ran each task; tensor ranks begin when the last of them comes to it.
+
+    A gather of parameters before a task counts as a part of it.
+    """
     # A tensor rank that comes early waits inside its task: its own start is too early by that.
-    spans = {(e.rank, e.task): (e.start_us, e.end_us) for e in timeline.events if e.task is not None}
+    gathers = _gathers_before(timeline)
+    spans = {
+        (e.rank, e.task): (e.start_us - gathers.get((e.rank, e.task), 0.0), e.end_us)
+        for e in timeline.events
+        if e.task is not None
+    }
     rows = {rank: row for row in graph.members.values() if len(row) > 1 for rank in row}
     return {
         (rank, task): (max(spans[peer, task][0] for peer in rows.get(rank, (rank,))), end)
         for (rank, task), (_, end) in spans.items()
     }
+
+
+def _gathers_before(timeline: Timeline) -> dict[tuple[int, Task], float]:
+    """Return, by rank and task, what the gather before it took: on the rank of its stage that came to it last."""
+    found: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in sorted(timeline.events, key=lambda event: event.start_us):
+        if event.kind is EventKind.GATHER:
+            found[event.stage, event.rank].append(event)
+    shortest: dict[tuple[int, int], float] = {}
+    for (stage, _), of_rank in found.items():
+        for number, event in enumerate(of_rank):
+            took = event.end_us - event.start_us
+            shortest[stage, number] = min(took, shortest.get((stage, number), took))
+    before: dict[tuple[int, Task], float] = {}
+    for (stage, rank), of_rank in found.items():
+        own = [e for e in timeline.events if (e.stage, e.rank) == (stage, rank) and e.task is not None]
+        for number, event in enumerate(of_rank):
+            behind = [e for e in own if e.start_us >= event.end_us]
+            following = min(behind, key=lambda e: e.start_us).task if behind else None
+            if following is not None:
+                before[rank, following] = shortest[stage, number]
+    return before
 
 
 def _waits(graph: TaskGraph, spans: Mapping[tuple[int, Task], tuple[float, float]]) -> Iterator[_Wait]:

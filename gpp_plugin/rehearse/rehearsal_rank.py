@@ -28,7 +28,7 @@ from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.edge_transports import NATIVE
-from gpp_plugin.rehearse.emulated_compute import CPU, EmulatedCompute, EmulatedHooks
+from gpp_plugin.rehearse.emulated_compute import CPU, EmulatedCompute, EmulatedHooks, EmulatedWeights
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
 from gpp_plugin.rehearse.saved_programs import make_ahead, make_windows, programs_of_plan
 from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
@@ -126,6 +126,7 @@ class RehearsalRank:
                 hooks=hooks,
                 device=device,
                 hand_overs=hand_overs,
+                weights=EmulatedWeights.of(stage, hooks.data_group, settings.scale_bytes, device),
             )
 
         makers = [maker(index) for index in program.stages]

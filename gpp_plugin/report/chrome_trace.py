@@ -17,6 +17,7 @@ _TRACKS = {
     EventKind.BACKWARD: (0, "compute"),
     EventKind.INPUT_GRADIENT: (0, "compute"),
     EventKind.WEIGHT_GRADIENT: (0, "compute"),
+    EventKind.GATHER: (0, "compute"),
     EventKind.REDUCE: (0, "compute"),
     EventKind.STEP: (0, "compute"),
     EventKind.RECEIVE: (100, "receive"),

@@ -16,8 +16,8 @@ _PARTS = ("weights", "gradients", "optimizer")
 
 def format_memory_report(report: MemoryReport) -> str:
     """Return the table of ranks, ``predicted / measured`` where both are known, and the lines below it."""
-    header = ["rank", "stage", *_PARTS, "stashed", "activations", "working", "transient", "buffers", "ahead"]
-    header += ["swapped", "recomputed", "peak", "of"]
+    header = ["rank", "stage", *_PARTS, "gathered", "stashed", "activations", "working"]
+    header += ["transient", "buffers", "ahead", "swapped", "recomputed", "peak", "of"]
     table = format_table(header, [_row(rank) for rank in report.ranks], left=2)
     lines = [
         table,
@@ -38,6 +38,7 @@ def _row(rank: RankMemory) -> list[str]:
         str(rank.rank),
         rank.stage,
         *(_pair(planned.get(name), getattr(held, name)) for name in _PARTS),
+        _pair(planned.get("gathered"), held.gathered),
         _pair(planned.get("stashed_weights"), counted.stashed_bytes),
         _pair(planned.get("activations"), counted.peak_held_bytes),
         _pair(planned.get("working"), counted.working_bytes),

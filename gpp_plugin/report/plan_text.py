@@ -82,7 +82,8 @@ def format_shared_ranks(plan: PipelinePlan) -> str:
         if len(stages) < 2:
             continue
         names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
-        memory = sum(plan.stages[stage].memory_bytes for stage in stages)
+        gathered = [plan.stages[stage].gathered_bytes for stage in stages]  # one of them is whole at a time
+        memory = sum(plan.stages[stage].memory_bytes for stage in stages) - sum(gathered) + max(gathered)
         size = f", {format_bytes(memory)} together" if memory else ""
         which = f"rank {ranks[0]} takes" if len(ranks) == 1 else f"ranks {','.join(map(str, ranks))} take"
         lines.append(f"{which} turns at {names}{size}")
@@ -118,6 +119,8 @@ def format_breakdown(parts: Sequence[MemoryBreakdown]) -> str:
 def breakdown_table(parts: Sequence[MemoryBreakdown]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of `format_breakdown`."""
     names = ["weights", "stashed_weights", "gradients", "optimizer", "activations", "working", "transient"]
+    if any(part.gathered for part in parts):
+        names.insert(1, "gathered")
     header = ["stage", *(name.replace("_", " ") for name in names), "total", "of"]
     rows = [
         [

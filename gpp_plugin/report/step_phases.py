@@ -21,6 +21,7 @@ PHASE_OF = {
     EventKind.WEIGHT_GRADIENT: "backward",
     EventKind.RECEIVE: "waiting",
     EventKind.SEND: "sending",
+    EventKind.GATHER: "gather",
     EventKind.REDUCE: "reduce",
     EventKind.STEP: "step",
 }

@@ -24,6 +24,7 @@ COLOURS = {
     EventKind.WEIGHT_GRADIENT: ("#9ccc65", "weight gradient"),
     EventKind.SEND: ("#f29900", "send"),
     EventKind.RECEIVE: ("#f6c667", "receive"),
+    EventKind.GATHER: ("#c2185b", "gather weights"),
     EventKind.REDUCE: ("#8e5bd0", "reduce"),
     EventKind.STEP: ("#455a64", "optimizer step"),
 }
@@ -97,7 +98,7 @@ def chart_timeline(timeline: Timeline, plan: PipelinePlan, *, title: str) -> Tim
 
 def _stage_memory(plan: PipelinePlan) -> list[StageMemory]:
     # A breakdown's activations are those of all micro-batches in flight: each holds its part from forward to backward.
-    # What a block needs in passing is there while a task runs.
+    # What a block needs in passing is there while a task runs, and so is the rest of gathered weights.
     return [
         _memory_of(part, stage.in_flight, stage.local_batch_size)
         for part, stage in zip(plan.memory, plan.stages, strict=True)
@@ -111,7 +112,7 @@ def _memory_of(part: MemoryBreakdown, in_flight: int, local_batch: int) -> Stage
     return StageMemory(
         static_bytes=static,
         saved_bytes_fixed=part.activations / max(in_flight, 1),
-        transient_bytes_per_sample=part.transient / max(local_batch, 1),
+        transient_bytes_per_sample=(part.transient + part.gathered) / max(local_batch, 1),
     )
 
 

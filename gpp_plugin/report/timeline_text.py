@@ -23,6 +23,7 @@ from gpp_plugin.report.units import LABEL_WIDTH, format_bytes, format_ms, shorte
 
 LEGEND = "digit: forward of that micro-batch, letter: backward (a is 0), = reduce, # step, . idle"
 SPLIT_LEGEND = "where a backward is split: letter: input gradient, capital: weight gradient"
+GATHER_LEGEND = "+ weights are gathered (ZeRO 3)"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -63,7 +64,8 @@ def format_timeline(
         share = busy / summary.iteration_us if summary.iteration_us else 0.0
         lines.append(f"{labels[row]:<{label_width}}  {drawn}  {100 * share:3.0f} %")
     is_split = any(event.kind is EventKind.WEIGHT_GRADIENT for event in timeline.events)
-    legends = [LEGEND, *([SPLIT_LEGEND] if is_split else [])]
+    gathers = any(event.kind is EventKind.GATHER for event in timeline.events)
+    legends = [LEGEND, *([SPLIT_LEGEND] if is_split else []), *([GATHER_LEGEND] if gathers else [])]
     if screen is not None:
         lines[0] = textwrap.fill(lines[0], screen)
         legends = [textwrap.fill(legend, screen) for legend in legends]
@@ -95,4 +97,4 @@ def _mark(event: Event) -> str | None:
         return _LETTERS[event.micro_batch % len(_LETTERS)]
     if event.kind is EventKind.WEIGHT_GRADIENT:
         return _LETTERS[event.micro_batch % len(_LETTERS)].upper()
-    return {EventKind.REDUCE: "=", EventKind.STEP: "#"}.get(event.kind)
+    return {EventKind.GATHER: "+", EventKind.REDUCE: "=", EventKind.STEP: "#"}.get(event.kind)

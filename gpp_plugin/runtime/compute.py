@@ -50,6 +50,19 @@ class StageHooks(Protocol):
         """Agree on norm and overflow with all ranks; update, or skip."""
 
 
+class StageWeights(Protocol):
+    """A stage's parameters, of which this rank holds a part, and all of them between `gather` and `free` (ZeRO 3)."""
+
+    def gather(self) -> None:
+        """Make the parameters whole, where they were before; collective over the stage's data-parallel ranks."""
+
+    def free(self) -> None:
+        """Keep the rank's part alone."""
+
+    def apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return a forward's outputs: copies of those that are views of parameters, which will be gone."""
+
+
 class StageCompute(Protocol):
     """Computes the tasks of one stage on one rank.
 
@@ -199,6 +212,7 @@ class AutogradCompute:
         versions: of the parameters, where they are updated between a micro-batch's forward and its backward.
         reduces_in: the micro-batch in whose backward, the mini-batch's last, gradients may be summed over the stage's
             ranks; None: in none.
+        weights: holds the parameters where they are gathered for each task; None: they are always there.
         splitter: of backwards in two parts; one for all the code of a stage, whose graphs at other lengths have the
             same structure. None: one of its own.
     """
@@ -217,7 +231,9 @@ class AutogradCompute:
         versions: WeightVersions | None = None,
         reduces_in: int | None = None,
         splitter: BackwardSplitter | None = None,
+        weights: StageWeights | None = None,
     ) -> None:
+        self._weights = weights
         self.received = function.received
         self.outputs = function.outputs
         self.gradient_outputs = gradients.outputs
@@ -249,7 +265,8 @@ class AutogradCompute:
             call = self._halves.function.call
             inputs = [_half_of(t, a, half) for t, a in zip(inputs, self._halves.input_axes, strict=True)]
         if self._hooks is None:
-            return call(*self._parameters, *inputs, *received)
+            made = call(*self._parameters, *inputs, *received)
+            return made if self._weights is None else self._weights.apart(made)
         parameters = self._parameters if self._versions is None else self._versions.use(micro_batch)
         # A stage without a plan, not counted: no hooks, nothing between code and autograd but this comparison.
         if self._keeper is None:
@@ -263,7 +280,8 @@ class AutogradCompute:
             self._kept[micro_batch].append(part)
         else:
             self._kept[micro_batch] = [part]
-        return outputs if self._versions is None else self._versions.apart(outputs)
+        holder = self._versions or self._weights
+        return outputs if holder is None else holder.apart(outputs)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Add up the gradients of parameters and return those of received tensors."""

@@ -24,7 +24,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.timeline import Event, EventKind
-from gpp_plugin.runtime.compute import StageCompute, StageHooks
+from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights
 from gpp_plugin.runtime.messages.assembly import compile_reading
 from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, WindowPlace
 from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
@@ -83,6 +83,7 @@ class StageExecutor:
         next_specs: of the tensors that come for the next mini-batch, where its shapes are others.
         known: routes of the same program and window at other shapes.
         hand_overs: shared by the stages of the rank; None where it holds one.
+        weights: what gathers the stage's parameters; None for a program that gathers none.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class StageExecutor:
         next_specs: BoundarySpecs | None = None,
         known: Routes | None = None,
         hand_overs: HandOvers | None = None,
+        weights: StageWeights | None = None,
     ) -> None:
         # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
         # numbers, tasks slots, and each instruction becomes one closure over those. Running the program is calling a
@@ -111,6 +113,7 @@ class StageExecutor:
         self._stage = plan.stages[program.stage]
         self._compute = compute
         self._hooks = hooks
+        self._weights = weights
         self._device = device
         # Tensor ranks have the same losses and outputs: the first one tells them.
         is_first = self._stage.position(self._rank)[1] == 0
@@ -177,6 +180,8 @@ class StageExecutor:
                 step = self._mail.compile_send(next(sends), self._made)
             elif instruction.kind is InstructionKind.STEP:
                 step = functools.partial(self.step, None)
+            elif instruction.kind in (InstructionKind.GATHER, InstructionKind.FREE):
+                step = self._compile_gather(instruction.kind)
             else:
                 step = self._compile_reduction(instruction.kind)
             steps.append((instruction, step))
@@ -191,6 +196,20 @@ class StageExecutor:
             start = recorder.now()
             reduce()
             recorder.note(EventKind.REDUCE, -1, start)
+
+        return run
+
+    def _compile_gather(self, kind: InstructionKind) -> Step:
+        weights, recorder = self._weights, self._recorder
+        assert weights is not None, "a program with gathers needs weights"
+        if kind is InstructionKind.FREE:
+            return weights.free
+        gather = weights.gather
+
+        def run() -> None:
+            start = recorder.now()
+            gather()
+            recorder.note(EventKind.GATHER, -1, start)
 
         return run
 

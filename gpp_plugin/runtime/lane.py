@@ -35,6 +35,7 @@ from gpp_plugin.runtime.compute import (
     HalfForwards,
     StageCompute,
     StageHooks,
+    StageWeights,
     boundary_gradients,
 )
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
@@ -256,6 +257,7 @@ class Lane:
         self._dtype = dtype
         self._tensors: Mapping[str, Tensor] = {}
         self._hooks: StageHooks | None = None
+        self._weights: StageWeights | None = None
         self.watch: Callable[[StageCompute], StageCompute] | None = None
         """What is put around the compute of executors that are made from now on."""
         self._executors: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
@@ -293,10 +295,17 @@ class Lane:
         assert self._prepared is not None, "it was prepared"
         return self._prepared[1].code
 
-    def bind(self, module: StageModule, hooks: StageHooks | None) -> None:
-        """Use these parameters and this optimizer side from now on; drops compiled executors."""
+    def bind(
+        self, module: StageModule, hooks: StageHooks | None, weights: StageWeights | None = None
+    ) -> None:
+        """Use these parameters and this optimizer side from now on; drops compiled executors.
+
+        Args:
+            weights: gathers the parameters where the rank holds a part of them; None: it has them whole.
+        """
         self._tensors = module.named_tensors()
         self._hooks = hooks
+        self._weights = weights
         self._executors.clear()
 
     @property
@@ -464,6 +473,7 @@ class Lane:
             versions=versions,
             reduces_in=self._reduces_in(),
             splitter=self._splitter,
+            weights=self._weights,
         )
 
     def _with_forwards(
@@ -554,6 +564,7 @@ class Lane:
             next_specs=next_specs,
             known=known.routes if known is not None and known.window == window else None,
             hand_overs=self.hand_overs,
+            weights=self._weights,
         )
         self._routes[id(program)] = _KnownRoutes(program=program, window=window, routes=executor.routes)
         if len(self._routes) > MAX_SHAPES:

@@ -22,7 +22,7 @@ from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.compute import StageHooks
+from gpp_plugin.runtime.compute import StageHooks, StageWeights
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import MAX_SHAPES, Lane
 from gpp_plugin.runtime.memory.counting import HeldTogether
@@ -141,18 +141,21 @@ class RankLane:
         modules: Sequence[StageModule],
         hooks: Sequence[StageHooks] | None,
         step: Callable[[], object] | None = None,
+        weights: Sequence[StageWeights | None] | None = None,
     ) -> None:
         """Use these parameters and optimizer sides from now on, one a stage; drops compiled executors.
 
         Args:
             hooks: None for an evaluation.
             step: of all stages of the rank together; None where it holds one stage, whose hooks step, or takes none.
+            weights: of each stage, what gathers its parameters; None: the rank has them whole.
         """
         assert step is None or len(self.lanes) > 1, "the one stage of a rank steps by its hooks"
         self._executors = self._make_executors(step)
         of_stages: Sequence[StageHooks | None] = [None] * len(self.lanes) if hooks is None else hooks
-        for lane, module, own in zip(self.lanes, modules, of_stages, strict=True):
-            lane.bind(module, own)
+        gathering = [None] * len(self.lanes) if weights is None else weights
+        for lane, module, own, held in zip(self.lanes, modules, of_stages, gathering, strict=True):
+            lane.bind(module, own, held)
 
     def _make_executors(
         self, step: Callable[[], object] | None, *, around: Around | None = None

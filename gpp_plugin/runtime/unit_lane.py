@@ -35,7 +35,7 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, ones_among, unit_key, units_of
-from gpp_plugin.runtime.compute import AutogradCompute, StageHooks
+from gpp_plugin.runtime.compute import AutogradCompute, StageHooks, StageWeights
 from gpp_plugin.runtime.input_rows import InputRows
 from gpp_plugin.runtime.lane import Lane, _Compiled, _Prepared
 from gpp_plugin.runtime.memory.counting import HeldTogether
@@ -380,9 +380,9 @@ class UnitLane(Lane):
         unit = next((unit for unit in units if self._patterns.is_full(unit)), units[0])
         return self._code_of(unit, unit_key(unit)).prepared.code
 
-    def bind(self, module: StageModule, hooks: Any) -> None:
+    def bind(self, module: StageModule, hooks: Any, weights: StageWeights | None = None) -> None:
         """Use these parameters and this optimizer side from now on; code stays as it is."""
-        super().bind(module, hooks)
+        super().bind(module, hooks, weights)
         self._first.clear()
         for key, code in self._codes.items():
             self._codes[key] = dataclasses.replace(code, compute=None)

@@ -39,6 +39,7 @@ from gpp_plugin.ir.schedule import StageSchedule, Task
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.event_loop import run_task_graph
+from gpp_plugin.schedule.gathers import gather_around_tasks
 from gpp_plugin.schedule.lower import end_mini_batch, lower_graph
 from gpp_plugin.schedule.messages import activation_bytes
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
@@ -184,9 +185,9 @@ def lower_ahead(
     return AheadPrograms(
         plan=plan,
         branch=frozen_branch(plan),
-        fill=lowered(parts["fill"]),
-        steady=ended(parts["steady"]),
-        last=ended(parts["last"]),
+        fill=gather_around_tasks(plan, lowered(parts["fill"])),
+        steady=gather_around_tasks(plan, ended(parts["steady"])),
+        last=gather_around_tasks(plan, ended(parts["last"])),
     )
 
 

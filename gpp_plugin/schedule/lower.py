@@ -8,7 +8,7 @@ optimizer step follow at the end. Two stages of one rank, one micro-batch:
 
 A part of a longer schedule (`windows`) is lowered by the same code; what differs stands in its task graph.
 
-ZeRO 2 keeps no whole gradients, so it needs a reduction behind every micro-batch's backward. A reduction is a
+ZeRO 2 and 3 keep no whole gradients, so they need a reduction behind every micro-batch's backward. A reduction is a
 rendezvous of the stage's ranks, so it can stop programs that finish without it: rank a reduces before it sends what
 rank b, by way of other stages, needs for its backward. What is tried first is one reduction after each backward, before
 the next task; then all programs are executed serially, and a reduction at which they stop is moved, on all ranks of its
@@ -40,6 +40,7 @@ from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.checks.rendezvous import execute_serially
 from gpp_plugin.schedule.durations import Durations, nominal_durations, task_durations
 from gpp_plugin.schedule.event_loop import Transfers, message_transfers, run_task_graph
+from gpp_plugin.schedule.gathers import gather_around_tasks
 from gpp_plugin.schedule.placement import global_order
 from gpp_plugin.schedule.task_graph import TaskGraph
 
@@ -59,7 +60,7 @@ def lower_schedules(
     training: bool = True,
     presence: Presence | None = None,
 ) -> tuple[RankProgram, ...]:
-    """Return the program of every rank, in rank order.
+    """Return the program of every rank, in rank order; with gathers of the stages that need some (`gathers`).
 
     Args:
         tied_stages: stages that share a parameter with another one; they reduce its gradient at the end.
@@ -89,11 +90,11 @@ def lower_schedules(
     durations = nominal_durations(graph) if costs is None else task_durations(graph, costs)
     transfers = message_transfers(graph, cluster) if cluster is not None else None
     programs = lower_graph(graph, durations, transfers=transfers)
-    if not training:
-        return programs
-    return end_mini_batch(
-        plan, programs, trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
-    )
+    if training:
+        programs = end_mini_batch(
+            plan, programs, trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
+        )
+    return gather_around_tasks(plan, programs)
 
 
 def end_mini_batch(
@@ -157,14 +158,9 @@ def _tail(
     program: RankProgram, trained: Collection[int], tied_stages: Collection[int]
 ) -> tuple[Instruction, ...]:
     """Return the reductions of a rank's stages, each kind in the order of stages as on all ranks, and the one step."""
-    data = [_of_stage(program, InstructionKind.REDUCE_DATA, s) for s in program.stages if s in trained]
-    tied = [_of_stage(program, InstructionKind.REDUCE_TIED, s) for s in program.stages if s in tied_stages]
+    data = [program.instruction(InstructionKind.REDUCE_DATA, s) for s in program.stages if s in trained]
+    tied = [program.instruction(InstructionKind.REDUCE_TIED, s) for s in program.stages if s in tied_stages]
     return (*data, *tied, Instruction(kind=InstructionKind.STEP))
-
-
-def _of_stage(program: RankProgram, kind: InstructionKind, stage: int) -> Instruction:
-    """Return a reduction of one of the rank's stages, which it names where there are several."""
-    return Instruction(kind=kind, stage=stage if len(program.stages) > 1 else None)
 
 
 def _instructions(
@@ -248,7 +244,7 @@ def _with_reductions(
             if instruction.task is not None or (attempt == 1 and not is_sent):
                 due.remove(stage)
                 if attempt < 2:
-                    body.append(_of_stage(program, InstructionKind.REDUCE_DATA, stage))
+                    body.append(program.instruction(InstructionKind.REDUCE_DATA, stage))
         task = instruction.task
         if task is not None:
             num_tasks[task.stage] += 1

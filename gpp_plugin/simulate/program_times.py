@@ -23,12 +23,14 @@ from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Messa
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
+from gpp_plugin.schedule.checks.rendezvous import OF_STAGE
 from gpp_plugin.schedule.durations import Durations, duration_reader
 from gpp_plugin.schedule.event_loop import MessageCosts
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes, tensor_pairs
 
 MODES = ("asynchronous", "rendezvous")
+_EVENTS = {InstructionKind.GATHER: EventKind.GATHER, InstructionKind.STEP: EventKind.STEP}
 
 
 def simulate_programs(
@@ -41,12 +43,14 @@ def simulate_programs(
     share_links: bool = True,
     reduce_us: Mapping[int, float] | None = None,
     step_us: Mapping[int, float] | None = None,
+    gather_us: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Return the timeline of one mini-batch run by these programs.
 
     Args:
         cluster, durations, share_links, reduce_us, step_us: as for `simulate_plan`.
         mode: ``asynchronous`` or ``rendezvous``.
+        gather_us: by stage, what one gather of its parameters takes (ZeRO 3).
 
     Raises:
         ScheduleError: the programs stop; the text shows where each rank stands.
@@ -63,6 +67,7 @@ def simulate_programs(
         share_links=share_links,
         reduce_us=reduce_us or {},
         step_us=step_us or {},
+        gather_us=gather_us or {},
     )
     run.run()
     return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(run.events))
@@ -82,10 +87,11 @@ class _ProgramRun:
         share_links: bool,
         reduce_us: Mapping[int, float],
         step_us: Mapping[int, float],
+        gather_us: Mapping[int, float],
     ) -> None:
         # Four kinds of events on the heap, by (time in us, step, order of pushing):
         #
-        #   0  a task, reduction or step ends    -> the rank goes on to its next instruction
+        #   0  a task, gather, reduction or step ends    -> the rank goes on to its next instruction
         #   1  a message is posted (_leave)      -> takes the sender's link when that is free
         #   2  it leaves (_enter)                -> takes the receiver's link when that is free
         #   3  it has arrived (_arrive)          -> the rank that waits for it may go on
@@ -101,7 +107,11 @@ class _ProgramRun:
         self._num_ends = 2 if is_rendezvous else 1
         self._is_rendezvous = is_rendezvous
         self._share_links = share_links
-        self._tail_us = {InstructionKind.REDUCE_DATA: reduce_us, InstructionKind.STEP: step_us}
+        self._collective_us = {
+            InstructionKind.GATHER: gather_us,
+            InstructionKind.REDUCE_DATA: reduce_us,
+            InstructionKind.STEP: step_us,
+        }
         # Of each rank: the instruction it stands at, which messages it still waits for there, and which each of its
         # tasks reads.
         self._position = dict.fromkeys(self._programs, 0)
@@ -114,7 +124,7 @@ class _ProgramRun:
         # Of each rank's link, or adapter that ranks share, in us: when it is free again, out and in.
         self._out_free: dict[int, float] = defaultdict(float)
         self._in_free: dict[int, float] = defaultdict(float)
-        # Who has come to a reduction (kind, stage) or to the step (kind, -1: all stages), and when.
+        # Who has come to a gather or a reduction (kind, stage) or to the step (kind, -1: all stages), and when.
         self._barriers: dict[tuple[InstructionKind, int], dict[int, float]] = {}
         # The tensor ranks that run a data position's tasks together; without tensor parallelism just (rank,).
         self._rows = {
@@ -179,7 +189,7 @@ class _ProgramRun:
             if task is not None:
                 self._compute(program, task, now)
                 return
-            if message is None:
+            if message is None and instruction.kind is not InstructionKind.FREE:
                 self._join(program, instruction, now)
                 return
             self._position[rank] += 1
@@ -253,13 +263,13 @@ class _ProgramRun:
                     self._advance(rank, now)
 
     def _join(self, program: RankProgram, instruction: Instruction, now: float) -> None:
-        """Wait for the ranks that take part in a reduction or the step, then run it together."""
+        """Wait for the ranks that take part in a gather, a reduction or the step, then run it together."""
         kind = instruction.kind
         behind = program.instructions[self._position[program.rank] + 1 :]
         if kind is InstructionKind.REDUCE_TIED and any(i.kind is kind for i in behind):
             self._push(now, 0, program.rank)  # the last one is for all stages of the rank
             return
-        stage = program.stage_of(instruction) if kind is InstructionKind.REDUCE_DATA else None
+        stage = program.stage_of(instruction) if kind in OF_STAGE else None
         members = [
             other.rank
             for other in self._programs.values()
@@ -271,12 +281,12 @@ class _ProgramRun:
         if len(present) < len(members):
             return
         del self._barriers[kind, -1 if stage is None else stage]
-        event = EventKind.STEP if kind is InstructionKind.STEP else EventKind.REDUCE
+        event = _EVENTS.get(kind, EventKind.REDUCE)
         for rank in members:
             # one instruction is the step of all stages of a rank, which steps them one after the other
             end = now
             for own in self._programs[rank].stages if stage is None else (stage,):
-                start, end = end, end + self._tail_us.get(kind, {}).get(own, 0.0)
+                start, end = end, end + self._collective_us.get(kind, {}).get(own, 0.0)
                 if end > start:
                     self._note(rank, own, event, start, end)
             self._push(end, 0, rank)

@@ -126,7 +126,11 @@ def test_autopipes_steps_and_start_ups():
     for plan in (found.sliced, found.autopipe, chunked):
         assert _autopipe.start_up_us(plan, found.cluster_request) < 0.75 * usual
     failed = list(_autopipe._step_rows("case", options, "gpt2_345m", 40, 4, 8, ("a", "b", "c")))
-    assert [row.ours for row in failed] == [None] * 3 and failed[0].note
+    assert [row.ours for row in failed] == [None] * 3 and failed[0].note and failed[1].note == "as above"
+    two = list(_autopipe._step_rows("case", options, "gpt2_345m", 2, 4, 4, ("a", "b", "c")))
+    assert [row.ours == 1.0 for row in two] == [False, True, False] and "stay whole" in two[1].note
+    uneven = _autopipe._start_up_note(_autopipe._interleaved(8, 4, 30.0), found.even)
+    assert uneven == "24 layers in 16 stages are not even; Megatron-LM refuses"
 
 
 def test_autopipes_tables(monkeypatch):
@@ -188,6 +192,8 @@ def test_pictures_leave_out_what_is_not_known():
     root = ElementTree.fromstring(draw_bars("title", rows, scale="log"))
     bars = [r for r in root.findall("{*}rect") if r.get("height") == "8"]
     assert [float(bar.get("width")) for bar in bars] == pytest.approx([440 / 3, 440, 880 / 3], abs=0.1)
+    # where the paper gives a range, or only draws, its words stand in place of a bar
+    assert [text.text for text in root.findall("{*}text")].count(PICTURE_ONLY) == 1
 
 
 def test_unknown_figures_are_refused(tmp_path):

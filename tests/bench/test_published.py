@@ -129,6 +129,14 @@ def test_the_table_is_printed_and_the_rows_returned(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "published" in shown and "+20.0% !" in shown and "[1] so" in shown
     assert result["within"]["MT-NLG: step"] == "2 of 2"
-    assert result["within"]["torchtitan: interleaved over 1F1B, tokens/s"] == "1 of 1"
+    llama = [each for each in result["rows"] if each["source"] == "torchtitan"]
+    # 15 / 8 over (8 + 7 / 2) / 8; what is assumed decides, so no row counts as within
+    assert llama[0]["ours"] == pytest.approx(15 / 11.5) and len({each["ours"] for each in llama}) == 6
+    assert {each["known"] for each in llama} == {"assumed"} and {each["is_within"] for each in llama} == {
+        None
+    }
+    assert not any(name.startswith("torchtitan") for name in result["within"])
+    assert result["held_out_error"]["rows"] == 3 and result["held_out_error"]["worst"] == pytest.approx(0.2)
+    assert "held-out steps: 3 rows" in shown and "Charon 5.35%" in shown
     assert result["outside"] == ["a: b: c"]
     assert {"source", "case", "quantity", "published", "ours", "error"} <= set(result["rows"][0])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from gpp_benchmarks.throughput import RATIOS, with_ratios
+from gpp_benchmarks.throughput import RATIOS, _row, with_ratios
 from gpp_plugin.cli import main
+from gpp_plugin.ir.cluster import Link
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.make import StageDraft, build_plan
+from tests.plan.graphs import make_cluster, make_graph, make_request
 
 SMALL = ["--figures", "6", "--models", "two_branch", "--devices", "4"]
 SMALL += ["--planners", "auto", "pipedream", "piper", "chain", "one-size"]
@@ -47,6 +53,25 @@ def test_ours_is_compared_with_the_best_of_each(outputs):
     assert result["summary"]["cells_behind_a_chain"] == []
     assert all(cell[name] >= 1.0 - 1e-9 for name in RATIOS) and cell["not_compared"] == {}
     assert by_planner["chain"]["throughput_as_graph"] is None
+
+
+@pytest.mark.parametrize("planner", ["pipedream", "graphpipe"])
+def test_everybodys_stages_may_share_a_node(planner):
+    """Only b -> c is large, and in order it goes between nodes of two ranks."""
+    graph = make_graph([("a", "b"), ("b", "c"), ("c", "d")])
+    large = dataclasses.replace(graph.tensors["b:out"], shape=(1, 100_000))
+    graph = dataclasses.replace(graph, tensors={**graph.tensors, "b:out": large})
+    links = tuple(
+        Link(name=name, span=span, bytes_per_s=speed, latency_us=0.0)
+        for name, span, speed in (("inner", 2, 1e12), ("outer", 4, 1e9))
+    )
+    cluster = dataclasses.replace(make_cluster(4), links=links)
+    request = make_request(graph, ranks=4, cluster=cluster, mini_batch=8)
+    costs = CostModel(graph, request.profile, cluster)
+    drafts = [StageDraft(blocks=(name,), degree=1, micro_batch_size=1) for name in "abcd"]
+    plan = build_plan(request, drafts, planner=planner, costs=costs)
+    row = _row("6", "four", request, planner, lambda: plan, 60.0)
+    assert row["throughput"] > 1.2 * request.mini_batch / judge_us(plan, costs) * 1e6
 
 
 def test_rivals_without_a_plan_leave_a_gap():

@@ -265,7 +265,8 @@ def refuse() -> dict[str, str]:
     attempt("mistyped", lambda: make_engine(model, batch, config_of(graph_pipline={})))
     attempt("unknown key", lambda: make_engine(model, batch, config_of(block={"stage": 2})))
     attempt("too many", lambda: make_engine(model, batch, config_of(block={"stages": 9})))
-    attempt("zero 3", lambda: make_engine(model, batch, config_of(zero_optimization={"stage": 3})))
+    offloaded = {"stage": 3, "offload_param": {"device": "cpu"}}
+    attempt("offload", lambda: make_engine(model, batch, config_of(zero_optimization=offloaded)))
     attempt("no sample", lambda: deepspeed.initialize(model=model, config=config_of()))
     return said
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+from tests.integrations import adapter_jobs
+from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
 from tests.models import Built, build
 
 VOCABULARY = 64
+WHOLE_UNITS = ("qwen2_5_vl",)
+"""Models whose mini-batches come as whole loss units: patches of images tell no samples apart."""
+
 PAD = 0
 
 
@@ -81,6 +86,31 @@ def prompts(name: str, number: int = 4) -> dict[str, Tensor]:
     return batch
 
 
+def engine_of(name: str, change: Callable[[Any], nn.Module] = lambda model: model, **changes: Any) -> Any:
+    """Return an engine that has trained a small model for three steps.
+
+    Args:
+        change: makes of the model what is trained.
+    """
+    model, make_batch = generating(name)
+    batch = make_batch(U if name in WHOLE_UNITS else B, 0)
+    engine = make_engine(change(model), batch, config_of(**changes))
+    train(engine, name, range(3))
+    return engine
+
+
+def train(engine: Any, name: str, seeds: Iterable[int]) -> list[float]:
+    """Train for a step of each seed and return the losses."""
+    make_batch = generating(name)[1]
+    if engine.config.look_ahead == 1:  # takes a mini-batch more than it trains
+        batches = iter([make_batch(B, seed) for seed in (*seeds, 0)])
+        return [float(engine.train_batch(data_iter=batches)) for _ in seeds]
+    if name not in WHOLE_UNITS:
+        return steps(engine, [make_batch(B, seed) for seed in seeds])
+    units = ([make_batch(U, 10 * seed + unit) for unit in range(B // U)] for seed in seeds)
+    return [float(engine.train_batch(data_iter=iter(each))) for each in units]
+
+
 ENDS = torch.arange(3, VOCABULARY, 3).tolist()
 """Many tokens end a sequence, so that prompts of small random models end early, and not together."""
 
@@ -101,9 +131,10 @@ def alone(
     state: dict[str, Tensor],
     number: int = 4,
     wanted: tuple[str, ...] = tuple(WAYS),
+    change: Callable[[Any], nn.Module] = lambda model: model,
 ) -> dict[str, list[list[int]]]:
     """Return the tokens of one process with these weights."""
-    model = generating(name)[0].eval()
+    model: Any = change(generating(name)[0]).eval()
     model.load_state_dict(state, strict=False)
     answers = {}
     for way in wanted:
@@ -122,9 +153,7 @@ def generate_all(
     """
     answers: dict[str, Any] = {}
     for name in names:
-        model, make_batch = generating(name)
-        engine = make_engine(model, make_batch(B, 0), config_of(block={"verify": False, **block}))
-        steps(engine, [make_batch(B, seed) for seed in range(3)])
+        engine = engine_of(name, block=block)
         state = engine.gather_state_dict()
         expected = alone(name, state) if engine.global_rank == 0 else {}
         found = {}
@@ -138,9 +167,9 @@ def generate_all(
             "found": found,
             "expected": expected,
             "report": report,
-            "refused": refuse(engine, model) if refuses else {},
+            "refused": refuse(engine, generating(name)[0]) if refuses else {},
             "streamed": stream(engine, name) if refuses else [],
-            "after": steps(engine, [make_batch(B, 9)]),
+            "after": train(engine, name, [9]),
         }
         engine.destroy()
     return answers
@@ -169,6 +198,46 @@ def set_generation(engine: Any, **settings: Any) -> None:
     """Change the settings of a generator that is there already: a second engine costs more than the test."""
     generator = engine._generator
     generator._config = generator._config.model_copy(update=settings)
+
+
+def with_adapters(model: Any) -> nn.Module:
+    """Return it with LoRA whose matrices are random."""
+    with torch.random.fork_rng(devices=[]):
+        return adapter_jobs.with_lora(model)
+
+
+def with_frozen_tower(model: Any) -> nn.Module:
+    """Return a LLaVA whose vision tower trains nothing."""
+    model.model.vision_tower.requires_grad_(False)
+    return model
+
+
+SETTINGS: dict[str, tuple[int, str, Callable[[Any], nn.Module], dict[str, Any]]] = {
+    "zero 1": (4, "llama", lambda m: m, {"zero_optimization": {"stage": 1}, "block": {"stages": 2, "data_parallel": 2}}),
+    "zero 2": (4, "gpt2", lambda m: m, {"zero_optimization": {"stage": 2}, "block": {"stages": 2, "data_parallel": 2}}),
+    "bf16": (2, "llama", lambda m: m.bfloat16(), {"bf16": {"enabled": True}, "block": {"stages": 2}}),
+    "mode async": (2, "llama", lambda m: m, {"block": {"stages": 2, "mode": "async"}}),
+    "look-ahead": (2, "llava", with_frozen_tower, {"block": {"stages": 2, "look_ahead": 1}}),
+    "eager leaves": (2, "llama", lambda m: m, {"block": {"stages": 2, "eager": ["model.layers.1.mlp"]}}),
+    "adapters": (2, "llama", with_adapters, {"block": {"stages": 2}}),
+    "parts and a stage of its own": (2, "t5", lambda m: m, {"block": {"stages": 4, "generate": {"micro_batches": 4}}}),
+}  # fmt: skip
+"""By name: ranks, a model, what is made of it, and what is configured."""
+
+
+def generate_in_setting(setting: str) -> dict[str, Any]:
+    """Train in a setting, and generate in all ways; on rank 0 also in one process."""
+    _, name, change, changes = SETTINGS[setting]
+    engine = engine_of(name, change, **copy.deepcopy(changes))
+    found = {}
+    for way, options in ways(name).items():
+        torch.manual_seed(5 + engine.global_rank)
+        found[way] = engine.generate(**copy.deepcopy(prompts(name)), **options).tolist()
+    report, state = engine.cache_report(), engine.gather_state_dict()
+    expected = alone(name, state, change=change) if engine.global_rank == 0 else {}
+    train(engine, name, [9])
+    engine.destroy()
+    return {setting: {"found": found, "expected": expected, "report": report}}
 
 
 class Kept:
@@ -205,6 +274,7 @@ def refuse(engine: Any, model: nn.Module) -> dict[str, str]:
         "assisted": {**given, "assistant_model": model},
         "lookup": {**given, "prompt_lookup_num_tokens": 3},
         "static": {**given, "cache_implementation": "static"},
+        "clock": {**given, "max_time": 1.0},
         "nothing": {"max_new_tokens": 2},
         "unknown": {**given, "max_new_tokns": 2},
         "too long": {**long, "max_new_tokens": 2},  # the table of positions ends: on the rank that holds it
@@ -229,10 +299,7 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
     from gpp_plugin.errors import ConfigError
 
     answers: dict[str, Any] = {}
-    model, make_batch = generating(name)
-    block = {"verify": False, "stages": 2, "data_parallel": 2, "generate": {"block": 2}}
-    engine = make_engine(model, make_batch(B, 0), config_of(block=block))
-    steps(engine, [make_batch(B, seed) for seed in range(3)])
+    engine = engine_of(name, block={"stages": 2, "data_parallel": 2, "generate": {"block": 2}})
     state = engine.gather_state_dict()
 
     def generate(number: int, way: str) -> tuple[Any, Any]:
@@ -274,12 +341,17 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
     return answers
 
 
-def predict(directory: str, is_alone: bool = True) -> dict[str, Any]:
-    """Train T5 for two steps with Seq2SeqTrainer, evaluate and predict by generating."""
+def predict(directory: str, block: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train T5 for two steps with Seq2SeqTrainer, evaluate and predict by generating.
+
+    Args:
+        block: of stages; None: in one process.
+    """
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from gpp_plugin import GraphPipelineSeq2SeqTrainer
 
+    is_alone = block is None
     model, make_batch = build("t5")
     whole = make_batch(16, 0)
     whole["labels"] = whole["labels"].clamp_min(PAD)
@@ -301,7 +373,7 @@ def predict(directory: str, is_alone: bool = True) -> dict[str, Any]:
     if is_alone:
         trainer: Any = Seq2SeqTrainer(model, args, **common)
     else:
-        config = config_of(block={"stages": 2, "verify": False})
+        config = config_of(block=block)
         trainer = GraphPipelineSeq2SeqTrainer(
             model, args, config={"graph_pipeline": config["graph_pipeline"]}, **common
         )
@@ -312,8 +384,3 @@ def predict(directory: str, is_alone: bool = True) -> dict[str, Any]:
         trainer.engine.destroy()
     keys = ("eval_loss", "eval_sum", "eval_right")
     return {"metrics": [metrics[key] for key in keys], "predictions": found.predictions.tolist()}
-
-
-def predict_on_ranks(directory: str) -> dict[str, Any]:
-    """The same on stages."""
-    return predict(directory, False)

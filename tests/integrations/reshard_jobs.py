@@ -14,6 +14,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "two stages": (0, {"stages": 2}),
     "four stages, ZeRO 1": (1, {"stages": 4}),
     "one stage of four, ZeRO 2": (2, {"stages": 1, "data_parallel": 4}),
+    "two of two, ZeRO 3": (3, {"stages": 2, "data_parallel": 2}),
     "two of two, ZeRO 1": (1, {"stages": 2, "data_parallel": 2}),
 }
 """ZeRO stage and block, on four ranks."""

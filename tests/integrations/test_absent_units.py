@@ -66,7 +66,7 @@ def test_towers_of_which_units_lack_one(ranks: int) -> None:
     assert not any(name.startswith("right.") for name in (*answers[0]["moved"][0], *answers[0]["reached"][1]))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_whose_units_lack_a_tower_that_others_have(zero: int) -> None:
     # of two data-parallel ranks the second one's units have no right input; then nobody's have
     answers = run_kept_ranks(

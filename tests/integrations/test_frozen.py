@@ -43,6 +43,7 @@ TASKS: dict[str, Job] = {
     "frozen encoder of T5": job("t5 encoder.block+encoder.final_layer_norm", stages=3),
     "LoRA": job("gpt2 lora", stages=3),
     "LoRA, ZeRO 2": job("gpt2 lora", stages=1, zero=2, mini_batch=12),
+    "LoRA, ZeRO 3": job("gpt2 lora", stages=1, zero=3, mini_batch=12),
     "LoRA in the last block": job("gpt2 late lora", stages=3),
     "frozen embedding": job("gpt2 transformer.wte+transformer.wpe", stages=3),
 }

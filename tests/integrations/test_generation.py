@@ -43,6 +43,7 @@ def test_two_ranks_generate_the_tokens_of_one_process_and_refuse_wrong_calls() -
     assert "assisted decoding is not supported" in said["assisted"]
     assert "prompt lookup" in said["lookup"]
     assert "cache_implementation='static'" in said["static"]
+    assert "max_time: ranks have clocks of their own" in said["clock"]
     assert "no tensor among the arguments" in said["nothing"]
     assert "max_new_tokns" in said["unknown"]
     assert "rank 0: IndexError" in said["too long"]

@@ -128,10 +128,24 @@ def test_what_has_no_effect_is_said() -> None:
     ]
 
 
+def test_zero_3_is_zero_1_to_deepspeed() -> None:
+    asked = {"stage": 3, "stage3_max_live_parameters": 1, "sub_group_size": 2, "reduce_bucket_size": 99}
+    derived = derive({"zero_optimization": asked})
+    assert (derived.zero_stage, derived.bucket_elements) == (3, 99)
+    zero = derived.deepspeed["zero_optimization"]
+    assert zero["stage"] == 1 and not [
+        key for key in zero if key.startswith("stage3") or key == "sub_group_size"
+    ]
+    assert [note for note in derived.notes if "stage3_max_live_parameters, sub_group_size without" in note]
+
+
 @pytest.mark.parametrize(
     ("config", "start"),
     [
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: 3 "),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param.device: 'cpu'",
+        ),
         ({"zero_optimization": 1}, "zero_optimization: expected an object"),
         ({"zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow: "),
         (

@@ -16,7 +16,8 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.samples import even_ranges
-from gpp_plugin.model.generation.generator import GeneratedModel, Generator, _DrawsOfAll, lanes_of
+from gpp_plugin.model.generation.generator import GeneratedModel, Generator
+from gpp_plugin.model.generation.lane_parts import DrawsOfAll, lanes_of
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
@@ -136,7 +137,7 @@ def test_micro_batches_draw_what_all_prompts_together_would() -> None:
             given = {k: v[list(rows)] if isinstance(v, Tensor) else v for k, v in arguments.items()}
             with turns.waiting(number):
                 pass
-            with _DrawsOfAll(rows, 5):
+            with DrawsOfAll(rows, 5):
                 made: Tensor = model.generate(**given)
             return made
 

@@ -9,6 +9,7 @@ import queue
 import re
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,17 +34,19 @@ class ThreadWire:
     device = torch.device("cpu")
 
     def __init__(self, told: Told, lock: threading.Lock, position: int, number: int, part: int) -> None:
-        self._told, self._lock, self._number = told, lock, number
+        self._told, self._lock = told, lock
         self.position, self.messages = position, 0
+        self.ranks = tuple(range(number))
         self._part, self.turns = part, None
 
-    def tell(self, value: Tensor, *, source: int, has_failed: bool) -> Tensor:
+    def tell(self, value: Tensor, *, source: int, readers: Sequence[int], has_failed: bool) -> Tensor:
         number, self.messages = self.messages, self.messages + 1
         with self._lock:
-            queues = [self._told[self._part, number, reader] for reader in range(self._number)]
+            queues = {reader: self._told[self._part, number, reader] for reader in readers}
         if source == self.position:
-            for each in queues:
+            for each in queues.values():
                 each.put(value.clone())
+        if self.position not in readers:
             return value
         with contextlib.nullcontext() if self.turns is None else self.turns.waiting(self._part):
             came = queues[self.position].get(timeout=LIMIT_S)
@@ -78,7 +81,7 @@ def generate_in_lane(
     answers: list[Any] = [None] * number
 
     @torch.no_grad()
-    def generate(rank: int, own: Any, turns: Turns | None, part: int) -> Any:
+    def generate(rank: int, own: Any, turns: Turns | None, part: int, memories: Any) -> Any:
         live = {name: p for name, p in own.named_parameters() if rank in holders[name]}
         buffers = dict(own.named_buffers(remove_duplicate=False))
         wire: Any = ThreadWire(told, lock, rank, number, part)
@@ -87,17 +90,22 @@ def generate_in_lane(
             name: value[list(parts[part])] if isinstance(value, Tensor) else value for name, value in arguments.items()
         }  # fmt: skip
         weights = Weights(holders=holders, live=live, buffers=buffers, names=names)
-        with on_all_ranks(own, weights, LaneRun(wire)):
+        with on_all_ranks(own, weights, LaneRun(wire), memories):
             return own.generate(**given)
 
     def run(rank: int, own: Any) -> None:
+        memories: Any = {}
         try:
             if parts is None:
-                answers[rank] = [generate(rank, own, None, 0)]
+                # twice: what is remembered of modules is right for other caches too
+                answers[rank] = [generate(rank, own, None, n, memories) for n in range(2)]
             else:
                 turns = Turns(torch.device("cpu"))
                 models = [twin_of(own) for _ in parts]
-                calls = [functools.partial(generate, rank, each, turns, n) for n, each in enumerate(models)]
+                calls = [
+                    functools.partial(generate, rank, each, turns, n, memories)
+                    for n, each in enumerate(models)
+                ]
                 answers[rank] = turns.run(calls)[0]
         except Exception as error:
             answers[rank] = [error]
@@ -129,8 +137,9 @@ def test_a_lane_generates_what_one_process_does(name: str, number: int) -> None:
     model: Any = generating(name)[0].eval()
     arguments = {**prompts(name), **ways(name)["beams" if number == 2 else "greedy"]}
     expected = model.generate(**arguments)
-    for (answer,) in generate_in_lane(model, number, arguments):
-        assert torch.equal(answer, expected), answer
+    for answers in generate_in_lane(model, number, arguments):
+        for answer in answers:
+            assert torch.equal(answer, expected), answer
 
 
 def test_a_model_is_as_it_was_afterwards() -> None:
@@ -141,7 +150,7 @@ def test_a_model_is_as_it_was_afterwards() -> None:
         holders=holders, live=dict(model.named_parameters()), names=names,
         buffers=dict(model.named_buffers(remove_duplicate=False)),
     )  # fmt: skip
-    with on_all_ranks(model, weights, None):
+    with on_all_ranks(model, weights, None, {}):
         assert not model.training
     assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == before
     assert all(module.training for module in model.modules())

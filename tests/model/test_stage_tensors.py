@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import generating_model
+from gpp_plugin.model.generation.lane_wire import LaneStopped
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, map_tensors
 from gpp_plugin.model.model_source import ModelSource
 from tests.models import build
@@ -22,14 +24,18 @@ class Wire:
 
     device = torch.device("cpu")
     position = 1
+    ranks = (0, 1)
+    turns = None
 
     def __init__(self, comes: dict[int, Tensor]) -> None:
         self.comes = comes
         self.told: list[int] = []
 
-    def tell(self, value: Tensor, *, source: int, has_failed: bool) -> Tensor:
+    def tell(self, value: Tensor, *, source: int, readers: Sequence[int], has_failed: bool) -> Tensor | None:
         self.told.append(source)
-        return value if source == self.position else self.comes[len(self.told)]
+        if has_failed and source == self.position:
+            return None
+        return self.comes[len(self.told)] if self.position in readers else value
 
 
 def lane(**comes: Tensor) -> tuple[LaneRun, Wire]:
@@ -60,6 +66,29 @@ def test_what_lies_elsewhere_is_told_once() -> None:
         total: Any = there + here
         assert total.value.equal(torch.full((2,), 6.0))
     assert wire.told == [0] and isinstance(run.tell(total), Tensor)
+
+
+def test_what_is_handed_over_is_held_by_both_and_no_other_rank_takes_part() -> None:
+    run, wire = lane()
+    wire.ranks = (0, 1, 2)
+    hidden = StageTensor(torch.empty(2, 3, device="meta"), (0,), run)
+    weight = StageTensor(torch.empty(3, 3, device="meta"), (2,), run, is_weight=True)
+    made: Any = hidden @ weight
+    assert made.holders == (2,) and hidden.holders == (0, 2) and hidden.value.is_meta and wire.told == [0]
+    both: Any = hidden * 2
+    assert both.holders == (0, 2) and wire.told == [0], "what lies there need not be sent again"
+
+
+def test_who_hears_of_a_failure_goes_on_with_shapes_until_all_ranks_hear() -> None:
+    run, wire = lane()
+    wire.comes = dict.fromkeys(range(9))  # type: ignore[arg-type]
+    there = StageTensor(torch.empty(2, device="meta"), (0,), run)
+    here = StageTensor(torch.ones(2), (1,), run)
+    total: Any = there + here
+    assert run.has_failed and total.value.is_meta and total.shape == (2,)
+    with pytest.raises(LaneStopped):
+        run.tell(total)
+    assert run.failure is None, "it is another rank's"
 
 
 def test_a_tied_weight_is_read_beside_the_other_operand() -> None:

@@ -219,7 +219,8 @@ class FakeDistributed:
 
         names = ("all_reduce", "broadcast", "reduce_scatter_tensor", "reduce_scatter_single", "barrier")
         return {
-            **{name: collective(name) for name in (*names, "all_gather_into_tensor", "monitored_barrier")},
+            **{name: collective(name) for name in (*names, "monitored_barrier")},
+            **{name: collective(name) for name in ("all_gather_into_tensor", "all_gather_single")},
             "ProcessGroup": FakeGroup,
             "ProcessGroupNCCL": options_namespace(),
             "group": mock.Mock(WORLD=self.world),

@@ -33,6 +33,7 @@ from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
 from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.waiting import all_gather
 from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
 from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowRunner
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
@@ -58,7 +59,7 @@ class Run:
     """What a job does with a plan.
 
     Args:
-        zero: ZeRO stage; from 2 on gradients are reduced behind every backward.
+        zero: ZeRO stage; from 2 on gradients are reduced behind every backward. What is gathered is the plan's to say.
         steps: mini-batches, or windows more than those that fill an asynchronous pipeline.
         record: the last mini-batch is traced.
         evaluate: a mini-batch of evaluation behind the first one of training.
@@ -199,6 +200,23 @@ class RecordedHooks:
         norm = torch.zeros((), device=CUDA)
         dist.all_reduce(norm, group=self._step_group)
         return norm.item()
+
+
+class RecordedWeights:
+    """Parameters that a stage's ranks hold in parts."""
+
+    def __init__(self, group: Any, degree: int) -> None:
+        self._group, self._degree = group, degree
+
+    def gather(self) -> None:
+        whole, part = torch.zeros(self._degree, device=CUDA), torch.zeros(1, device=CUDA)
+        all_gather(whole, part, group=self._group, what="a gather")
+
+    def free(self) -> None:
+        pass
+
+    def apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return outputs
 
 
 # ---- a rank's job ------------------------------------------------------------------------------------------
@@ -499,6 +517,7 @@ class RankJob:
             window=window,
             next_specs=next_specs,
             hand_overs=self._hand_overs,
+            weights=RecordedWeights(self._groups.data[index], stage.degree) if stage.gathered_bytes else None,
         )
 
     def _of_units(

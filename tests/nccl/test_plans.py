@@ -17,7 +17,7 @@ from tests.nccl.collect_plans import read_plans
 from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.recording import Run, record_job
 from tests.runtime.test_tensor_grids import random_case
-from tests.schedule.plans import chain_plan, simple_plan
+from tests.schedule.plans import chain_plan, sharded, simple_plan
 from tests.schedule.test_async import random_async_plan
 from tests.schedule.test_look_ahead import may_look_ahead, random_frozen_plan
 from tests.tiers import some
@@ -40,9 +40,11 @@ def test_tensor_grids(tell: Tell) -> None:
     report(tell, check_runs([(f"seed {n}", everything(Run(plan=plan))) for n, plan in enumerate(plans)]))
 
 
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_partitioned_gradients(zero: int, tell: Tell) -> None:
     plans = [random_draw(seed, most_ranks=16).plan for seed in some(range(2000, 2010), every=3)]
+    if zero == 3:
+        plans = [sharded(plan) for plan in plans]
     report(
         tell, check_runs([(str(n), everything(Run(plan=plan, zero=zero))) for n, plan in enumerate(plans)])
     )

@@ -10,7 +10,7 @@ from gpp_benchmarks._random_schedules import FAMILIES, random_draw
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from tests.nccl.coverage_counts import Counts, Tell, check_all_points, check_runs, everything, report
 from tests.nccl.recording import Programs, Run, lower, record_job
-from tests.schedule.plans import on_ranks, simple_plan
+from tests.schedule.plans import on_ranks, sharded, simple_plan
 from tests.schedule.test_async import asynchronous
 
 
@@ -29,6 +29,12 @@ def test_random_graphs_with_a_wait_at_every_point(tell: Tell) -> None:
 
 def test_random_graphs_with_sampled_waits(tell: Tell) -> None:
     report(tell, check_runs([(f"seed {s}", random_run(s)) for s in range(1000, 1100)], is_sampled=True))
+
+
+def test_stages_that_are_gathered(tell: Tell) -> None:
+    runs = [random_run(seed) for seed in range(2000, 2012)]
+    runs = [dataclasses.replace(run, plan=sharded(run.plan), zero=3, evaluate=True) for run in runs]
+    report(tell, check_runs([(f"seed {n}", run) for n, run in enumerate(runs)], is_sampled=True))
 
 
 def test_windows_that_stay_full(tell: Tell) -> None:

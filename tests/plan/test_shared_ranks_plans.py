@@ -12,9 +12,11 @@ import pytest
 from gpp_plugin.api import plan as plan_model
 from gpp_plugin.config import read_config
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
+from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, from_plain, to_plain
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.make import StageDraft, build_plan
@@ -227,6 +229,30 @@ def test_a_ranks_stages_count_together():
     )
     with pytest.raises(PlanInfeasible, match=message):
         validate_plan(plan, graph, profile=request.profile, memory_limit_bytes=2 * each - 300)
+
+
+def test_ranks_hold_one_of_their_stages_whole_under_zero_3():
+    graph = chain(4)
+    request = make_request(graph, make_profile(graph, parameter=100), ranks=2, virtual_stages=2, zero_stage=3)
+    blocks = [("layers.0",), ("layers.1", "layers.2", "layers.3")]
+    plan = build_plan(request, [draft(own, (0, 1), 2) for own in blocks], planner="by hand")
+    assert [stage.sharded_bytes for stage in plan.stages] == [100, 300]
+    assert [stage.gathered_bytes for stage in plan.stages] == [50, 150]
+    each = [stage.memory_bytes for stage in plan.stages]
+    twos = build_plan(
+        dataclasses.replace(request, zero_stage=2), [draft(own, (0, 1), 2) for own in blocks], planner=""
+    )
+    assert each == [stage.memory_bytes for stage in twos.stages], (
+        "a stage alone needs what it does under ZeRO 2"
+    )
+    limit = sum(each) - 50  # of the smaller one only the rank's part is there while the other one runs
+    limited = dataclasses.replace(request, memory_limit_bytes=limit)
+    assert memory_excess(limited, plan)[0] == 0
+    validate_plan(plan, graph, profile=request.profile, memory_limit_bytes=limit, zero_stage=3)
+    with pytest.raises(PlanInfeasible, match="holds 2 stages that need"):
+        validate_plan(plan, graph, profile=request.profile, memory_limit_bytes=limit - 9, zero_stage=3)
+    told = with_breakdown(plan, request).memory
+    assert [part.total for part in told] == each and joined_breakdown(told).total == limit
 
 
 def test_counts_in_flight_fit_the_memory_of_a_rank():

@@ -1,12 +1,14 @@
 """Megatron's partition and the requests that no planner can meet."""
 
+import dataclasses
+
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.plan.linear_order import linear_order, split_by_layers, split_by_weight
 from gpp_plugin.plan.registry import make_plan
-from tests.plan.graphs import branches, chain, clip, make_request
+from tests.plan.graphs import branches, chain, clip, make_cluster, make_request
 
 
 def test_layers_are_divided_evenly():
@@ -32,6 +34,18 @@ def test_uniform_gives_each_stage_the_same_degree(stages):
     assert [len(s.blocks) for s in plan.stages] == [8 // stages] * stages
     assert {s.degree for s in plan.stages} == {4 // stages}
     assert plan.depth == stages
+
+
+def test_what_it_may_hold_is_weighed_before_a_size_is_chosen():
+    """Two samples at a time are the quickest with the micro-batches of plain 1F1B; one is, with more in flight."""
+    cluster = make_cluster(4, latency=300.0)
+    request = make_request(chain(8), ranks=4, cluster=cluster, mini_batch=16, data_parallel=1)
+    plan = make_plan("uniform", request)
+    each = [
+        make_plan("uniform", dataclasses.replace(request, micro_batch_sizes={"*": size})).iteration_us
+        for size in (1, 2, 4, 8)
+    ]
+    assert plan.iteration_us == min(each) == each[0] and plan.stages[0].in_flight > 4
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from gpp_plugin.extensions import PLANNERS
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
@@ -27,6 +28,30 @@ def test_reductions_are_worth_half_a_ring_each_and_half_a_ring_for_the_parameter
         costs = CostModel(graph, make_profile(graph, parameter=GB), make_cluster(2), zero_stage=zero)
         times[zero] = costs.stage_all_reduce_us([0], (0, 1), 7)
     assert times[0] == times[1] and times[2] == 4 * times[0]
+
+
+def test_zero_3_gathers_once_where_zero_2_does_and_for_each_task_of_ranks_of_several_stages():
+    graph = chain(2)
+    twos, threes = (
+        CostModel(graph, make_profile(graph, parameter=GB), make_cluster(4), zero_stage=zero)
+        for zero in (2, 3)
+    )
+
+    def times(costs, *ranks):
+        stages = tuple(
+            Stage(name=str(i), blocks=(f"layers.{i}",), ranks=own, micro_batch_size=2, in_flight=1)
+            for i, own in enumerate(ranks)
+        )
+        plan = PipelinePlan(
+            model="m", graph="", planner="", mini_batch=8, loss_unit=2, stages=stages, edges=()
+        )
+        return costs.reduce_times(plan)
+
+    assert times(threes, (0, 1), (2, 3)) == pytest.approx(times(twos, (0, 1), (2, 3)))
+    one = threes.gather_us([0], (0, 1))
+    assert one == pytest.approx(threes.all_reduce_us(GB, (0, 1)) / 2) and twos.gather_us([0], (0, 1)) == 0
+    more = times(threes, (0, 1), (0, 1))[0] - times(twos, (0, 1), (0, 1))[0]
+    assert more == pytest.approx((2 * 4 - 1) * one), "four micro-batches"
 
 
 @pytest.mark.parametrize("planner", sorted(set(PLANNERS.names()) - {STOCK}))

@@ -18,7 +18,7 @@ def test_phases_add_up_to_the_step(timeline):
     ranks = by_rank(timeline, 700.0, steps=3)
     first = ranks[0].a_step()
     assert first == {
-        "forward": 200, "backward": 200, "waiting": 0, "sending": 0, "reduce": 50, "step": 50, "other": 200,
+        "forward": 200, "backward": 200, "waiting": 0, "sending": 0, "gather": 0, "reduce": 50, "step": 50, "other": 200,
     }  # fmt: skip
     assert all(sum(times.a_step().values()) == pytest.approx(700) for times in ranks.values())
     assert mean_phases(list(ranks.values()))["forward"] == (200 + 200 + 100 + 50) / 4
@@ -28,7 +28,11 @@ def test_tables(plan, timeline):
     ranks = by_rank(timeline, 700.0, steps=2)
     lines = format_phases(ranks, plan).splitlines()
     assert lines[0].split() == ["rank", "stage", *PHASES, "total", "ms"]
-    assert lines[3].split() == ["2", "text_model", *"0.100 0.100 0.000 0.060 0.000 0.050 0.390 0.700".split()]
+    assert lines[3].split() == [
+        "2",
+        "text_model",
+        *"0.100 0.100 0.000 0.060 0.000 0.000 0.050 0.390 0.700".split(),
+    ]
     lines = format_messages(ranks, plan).splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == ["gradients within stages", "text_model -> loss"]
     assert lines[2].split()[-7:] == ["2", "128", "B", "64", "B", "0.060", "0.030"]

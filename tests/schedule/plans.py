@@ -79,3 +79,15 @@ def on_shared_ranks(plan, draw, most_ranks) -> PipelinePlan:
     drawn = [tuple(draw.sample(range(count), len(stage.ranks))) for stage in plan.stages]
     number = {rank: i for i, rank in enumerate(sorted({rank for ranks in drawn for rank in ranks}))}
     return on_ranks(plan, *(tuple(number[rank] for rank in ranks) for ranks in drawn))
+
+
+def sharded(plan: PipelinePlan, *ranks: tuple[int, ...], num_bytes: int = 80) -> PipelinePlan:
+    """Return the plan with its stages on these ranks (none: as they are), which hold their parameters in parts."""
+    own = [stage.ranks for stage in plan.stages] if not ranks else ranks
+    stages = tuple(
+        dataclasses.replace(
+            stage, ranks=of_stage, sharded_bytes=num_bytes if len(of_stage) > stage.tensor else 0
+        )
+        for stage, of_stage in zip(plan.stages, own, strict=True)
+    )
+    return dataclasses.replace(plan, stages=stages)

@@ -12,10 +12,11 @@ WIDTH, LABELS, NUMBERS = 900, 380, 80
 """Pixels of the picture, of the names on the left and of the numbers on the right."""
 BAR, GAP, TOP = 9, 8, 46
 COLOURS = {"paper": "#9aa5b1", "ours": "#1f6fb2"}
+WORDS = "#5c6873"
 
 
 def draw_bars(title: str, rows: Sequence[FigureRow], *, scale: str = "linear") -> str:
-    """Return the picture: two bars a row, the paper's above ours; a number that there is not has no bar.
+    """Return the picture: two bars a row, the paper's above ours; where the paper has no number, what its text says.
 
     Args:
         scale: ``log`` starts at the power of ten below the smallest number.
@@ -39,6 +40,10 @@ def draw_bars(title: str, rows: Sequence[FigureRow], *, scale: str = "linear") -
         y = TOP + index * (2 * BAR + GAP)
         label = escape(f"{row.case}: {row.quantity}")
         parts.append(f'<text x="{LABELS - 8}" y="{y + BAR + 3}" text-anchor="end">{label}</text>')
+        if row.paper is None and row.paper_says:
+            parts.append(
+                f'<text x="{LABELS + 4}" y="{y + BAR - 2}" fill="{WORDS}">{escape(row.paper_says)}</text>'
+            )
         for offset, name, value in ((0, "paper", row.paper), (BAR, "ours", row.ours)):
             if value is None:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -92,3 +93,16 @@ def count_within(rows: Iterable[Row]) -> dict[str, str]:
         if row.limit is not None and row.known != FITTED:
             found.setdefault(f"{row.source}: {row.quantity}", []).append(row.is_within is True)
     return {name: f"{sum(each)} of {len(each)}" for name, each in found.items()}
+
+
+def held_out_error(rows: Iterable[Row]) -> dict[str, Any] | None:
+    """Return how far held-out times are off, whatever their limits: mean, median and worst; None: no such row."""
+    errors = [abs(row.error) for row in rows if row.known == HELD_OUT and row.unit == "s"]
+    if not errors:
+        return None
+    return {
+        "rows": len(errors),
+        "mean": statistics.mean(errors),
+        "median": statistics.median(errors),
+        "worst": max(errors),
+    }

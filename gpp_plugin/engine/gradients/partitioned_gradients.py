@@ -1,8 +1,8 @@
-"""Gradients under ZeRO 1 and 2: after a reduction each rank keeps the sums of its own partition only.
+"""Gradients under ZeRO 1 to 3: after a reduction each rank keeps the sums of its own partition only.
 
     ZeRO 1   whole gradients of a rank add up over the mini-batch in one buffer; one reduce-scatter at its end, which
              leaves the rank's sums in its own part of the buffer
-    ZeRO 2   whole gradients live from a backward to the reduction behind it; partitions add up
+    ZeRO 2   whole gradients live from a backward to the reduction behind it; partitions add up; so under ZeRO 3
 
 Bytes one rank holds for N parameters on d ranks, gradients of g bytes an element, sums of s bytes (g = s, or
 bf16 with fp32 sums):
@@ -13,9 +13,8 @@ bf16 with fp32 sums):
     while it steps              s N             s N             s N / d
 
 So ZeRO 2 does not lower what one backward makes; it lowers what is held beside the activations of the
-micro-batches in flight, which is where a pipeline stage has its peak. ZeRO 3 would gather parameters inside
-every forward and backward, that is inside tasks, where the program could not order it and the stage's code (one
-function over all its parameters) has no place for it; a stage with fewer blocks has the same effect.
+micro-batches in flight, which is where a pipeline stage has its peak. What ZeRO 3 shares out beside them are the
+parameters (`engine.sharded_weights`).
 
 The parameters of one optimizer group stand one after the other in a flat buffer, which is padded and cut into
 equal partitions, one a rank of the stage:
@@ -112,7 +111,7 @@ class PartitionedGradients:
         group: the stage's ranks; this one is number ``position`` of ``degree``.
         communication_dtype: type on the wire; None: ``dtype``.
         bucket_elements: most elements sent at once.
-        is_reduced_often: the program reduces behind each backward (ZeRO 2), so that micro-batches are added up
+        is_reduced_often: the program reduces behind each backward (ZeRO 2 and 3), so that micro-batches are added up
             in the partitions. Those between two reductions are added up by autograd in the parameters' type.
     """
 

@@ -294,7 +294,12 @@ def _with_packing(
 
 
 def _check_model(model: nn.Module | StageGraph, block: GraphPipelineConfig) -> None:
-    """Refuse a planner that cannot cut such a model; warn of checkpointing that has no effect."""
+    """Refuse a planner that cannot cut such a model, and one in parts; warn of checkpointing that has no effect."""
+    if isinstance(model, nn.Module) and any(hasattr(p, "ds_id") for p in model.parameters()):
+        raise ConfigError(
+            "model: DeepSpeed holds its parameters in parts already (deepspeed.zero.Init, which from_pretrained uses "
+            "once there are TrainingArguments with ZeRO 3); build it before those, or on the meta device"
+        )
     if isinstance(model, StageGraph) and block.planner == STOCK:
         raise ConfigError(
             f"graph_pipeline.planner: {STOCK!r} cuts a captured model into a chain; a stage graph's stages are given: "

@@ -9,6 +9,7 @@ fp32 gradients to the masters, lets the inner optimizer step, and has the wrappe
     FP16_UnfusedOptimizer   one fp32 tensor per parameter        copy
     FP16_Optimizer          one flat fp32 tensor per group       copy
     DeepSpeedZeroOptimizer  this rank's part of the flat group   update_lp_params(): copy, all-gather
+                            (ZeRO 3)                             copy to the rank's part; programs gather
 
 Source: this project
 Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py
@@ -36,6 +37,7 @@ from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     whole_fragment,
 )
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan
+from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlace, WeightPlaces
 
@@ -75,6 +77,7 @@ class MasterWeights:
         self.partitioned = isinstance(wrapper, DeepSpeedZeroOptimizer)
         self.layout: tuple[FlatGroup, ...] = ()
         self._publish: Callable[[], None] = self._copy_masters
+        self._parts: tuple[Tensor, ...] = ()
         # The four cases of the table above, the same question for each: which tensor does the inner optimizer step for
         # which part of which parameter? Example, ZeRO on two ranks, parameters a (6 elements) and b (4): rank 0 steps
         # all of a but its last element, rank 1 that element and b: one fragment on rank 0, two on rank 1.
@@ -113,6 +116,29 @@ class MasterWeights:
         self._masters = list({id(master): master for master in masters}.values())
         if isinstance(wrapper, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             self._forget_first_step()
+
+    def flat_weights(self) -> tuple[FlatWeights, ...]:
+        """Return the buffers that the parameters lie in, in the order of `layout`; none where they have their own."""
+        if not self.partitioned:
+            return ()
+        require_attributes(self._wrapper, "bit16_groups_flat")
+        return tuple(
+            FlatWeights(
+                whole=flat, places=tuple((self._parameters[span.name], span.first) for span in group.spans)
+            )
+            for flat, group in zip(self._wrapper.bit16_groups_flat, self.layout, strict=True)
+        )
+
+    def publish_to(self, parts: Sequence[Tensor]) -> None:
+        """Publish this rank's masters to its parts of `flat_weights` from now on, which others gather."""
+        masters = self._wrapper.single_partition_of_fp32_groups
+        self._parts = tuple(parts)
+
+        def publish() -> None:
+            for part, master in zip(parts, masters, strict=True):
+                part.copy_(master)
+
+        self._publish = publish
 
     @property
     def is_plain(self) -> bool:
@@ -214,7 +240,10 @@ class MasterWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the masters anew from the parameters, which were written from outside."""
-        if not self.is_plain:
+        if self._parts:
+            for part, master in zip(self._parts, self._wrapper.single_partition_of_fp32_groups, strict=True):
+                master.data.copy_(part)
+        elif not self.is_plain:
             self._wrapper.refresh_fp32_params()
 
     @torch.no_grad()

@@ -61,11 +61,12 @@ _REFUSED_SWITCHES = {
     ("weight_quantization",): "not available with a graph of stages; remove it",
     ("compression_training",): "not available with a graph of stages; remove it",
     ("zero_optimization", "zenflow"): "needs the optimizer step of one process group; remove it",
-    ("zero_optimization", "offload_param"): "belongs to ZeRO 3; use graph_pipeline.memory.swap",
-    ("zero_optimization", "zero_quantized_gradients"): "belongs to ZeRO 3; remove it",
-    ("zero_optimization", "zero_quantized_weights"): "belongs to ZeRO 3; remove it",
+    ("zero_optimization", "zero_quantized_gradients"): "stages reduce gradients as they are; remove it",
+    ("zero_optimization", "zero_quantized_weights"): "stages gather weights as they are; remove it",
 }
 
+_OF_STAGE_3 = ("offload_param", "sub_group_size", "zero_hpz_partition_size")
+"""What DeepSpeed has for ZeRO 3 alone, beside keys that begin with ``stage3_``."""
 _TORCH_ADAM_KEYS = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "amsgrad", "fused", "foreach"}
 
 NO_OPTIMIZER = (
@@ -85,7 +86,7 @@ class StageConfig:
         communication_dtype: torch's name of the type gradients are sent in; None sends them as they are.
         gradient_clipping: largest global L2 norm of a step; 0 does not clip.
         bucket_elements: most elements of one gradient all-reduce.
-        zero_stage: 0, 1 or 2.
+        zero_stage: 0 to 3.
         check_overflow: skip the step when the norm is not finite.
         notes: lines for the user about what was changed, logged once.
     """
@@ -127,7 +128,7 @@ def derive_stage_config(
     derived["steps_per_print"] = None
     data_types = derived.get("data_types", {})
     data_types.pop("grad_accum_dtype", None)  # gradients are added up before DeepSpeed sees them
-    _derive_zero(derived)
+    _derive_zero(derived, notes)
     _derive_optimizer(derived, device_type=device_type, notes=notes)
     for key, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
         if config.get(key, default) != default:
@@ -169,11 +170,6 @@ def _bf16_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     stage = int(_block(config, "zero_optimization").get("stage") or 0)
-    if stage >= 3:
-        raise ConfigError(
-            f"zero_optimization.stage: {stage} gathers parameters inside forward and backward, "
-            "where the stages' program cannot order it; use 2, or more stages of fewer blocks"
-        )
     # Switches are off where they are missing, null, false, {} or {"enabled": false}; anything else asks for them.
     for path, remedy in _REFUSED_SWITCHES.items():
         value: Any = config
@@ -194,6 +190,12 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         )
     if int(_block(config, "tensor_parallel").get("autotp_size", 0) or 0) > 1:
         raise ConfigError("tensor_parallel.autotp_size: captured stages are not tensor-parallel; use 1")
+    held = _block(_block(config, "zero_optimization"), "offload_param").get("device", "none")
+    if str(held) != "none":
+        raise ConfigError(
+            f"zero_optimization.offload_param.device: {_cut(held)} is not supported: a rank's part of the parameters "
+            "stays on its device; use graph_pipeline.memory.swap"
+        )
     offload = _block(_block(config, "zero_optimization"), "offload_optimizer").get("device", "none")
     if str(offload) not in ("none", "cpu"):
         raise ConfigError(
@@ -235,16 +237,25 @@ def _accumulation_dtype(config: Mapping[str, Any], dtype: str) -> str:
     return name
 
 
-def _derive_zero(derived: dict[str, Any]) -> None:
+def _derive_zero(derived: dict[str, Any], notes: list[str]) -> None:
     """Keep DeepSpeed's ZeRO out of backward: no gradient hooks, its partition in parameter order.
 
     Its wrapper partitions masters and optimizer state (stage 1). Partitioned gradients, stage 2, are the stage's
-    own (`partitioned_gradients`): DeepSpeed's would be reduced by hooks, wherever backward comes to them.
+    own (`partitioned_gradients`): DeepSpeed's would be reduced by hooks, wherever backward comes to them. So are
+    parameters in parts, stage 3 (`sharded_weights`): what its keys tune is the plan's.
     """
     zero = derived.get("zero_optimization")
     if not zero or int(zero.get("stage") or 0) == 0:
         derived.pop("zero_optimization", None)
         return
+    of_stage_3 = [key for key in zero if key.startswith("stage3_") or key in _OF_STAGE_3]
+    for key in of_stage_3:
+        del zero[key]
+    if of_stage_3:
+        notes.append(
+            f"zero_optimization: {', '.join(sorted(of_stage_3))} without effect: the program says when a stage's "
+            "weights are gathered, and files always hold whole ones"
+        )
     zero.update(
         stage=1,
         contiguous_gradients=False,  # together with overlap_comm: no hooks on parameters

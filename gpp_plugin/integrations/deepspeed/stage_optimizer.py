@@ -28,6 +28,7 @@ from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradi
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, PartitionedGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import StageReplica, StepCounters
+from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.learning_rates import (
@@ -247,6 +248,15 @@ class DeepSpeedOptimizer:
     def places(self, parameters: Sequence[nn.Parameter]) -> WeightPlaces:
         """Return where these trained parameters may lie."""
         return ParameterPlaces(parameters) if self._masters is None else self._masters.places(parameters)
+
+    def flat_weights(self) -> tuple[FlatWeights, ...]:
+        """Return the buffers in which trained parameters lie, each cut into the ranks' partitions (ZeRO)."""
+        return () if self._masters is None else self._masters.flat_weights()
+
+    def publish_to(self, parts: Sequence[Tensor]) -> None:
+        """Write stepped weights to this rank's parts of `flat_weights` from now on, and not to the parameters."""
+        if self._masters is not None:
+            self._masters.publish_to(parts)
 
     def master(self, name: str) -> Tensor:
         """Return an fp32 copy of a trained parameter's master; collective over the stage's ranks under ZeRO 1 and 2."""

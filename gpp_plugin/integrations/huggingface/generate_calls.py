@@ -22,6 +22,7 @@ _REFUSED = {
     "custom_generate": "a generation loop of its own is not supported; leave it out",
     "past_key_values": "its caches would have to lie with the stages; give the whole prompt instead",
     "inputs_embeds": "embeddings are a stage's to make; give input_ids",
+    "max_time": "ranks have clocks of their own, and would not stop together; give max_new_tokens",
     "synced_gpus": "ranks that generate together stop together; leave it out",
 }
 """Arguments that `engine.generate` does not take, and what to do."""
@@ -61,9 +62,7 @@ def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
         ConfigError: names the argument and says what to do.
     """
     for name, why in _REFUSED.items():
-        given = arguments.get(name)
-        if given is None:
-            given = getattr(arguments.get("generation_config"), name, None)
+        given = _setting(model, arguments, name)
         if given is not None and given is not False:
             raise ConfigError(f"engine.generate: {name}: {why}")
     kind = _setting(model, arguments, "cache_implementation")
@@ -143,6 +142,9 @@ def samples_of(model: Any, arguments: Mapping[str, Any]) -> int | None:
     those with an argument that is told which sample it is asked about, or is told of all at once.
     """
     if any(_setting(model, arguments, name) not in (None, False) for name in _WHOLE_BATCH):
+        return None
+    # without end tokens, what met a stop string goes on until all have met one
+    if _setting(model, arguments, "stop_strings") and _setting(model, arguments, "eos_token_id") is None:
         return None
     rows = {value.shape[0] if value.ndim else None for value in tensor_arguments(arguments).values()}
     nested = any(

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from gpp_plugin.config import GenerateConfig
 from gpp_plugin.engine.guards.agreement import agree, describe_tensor
@@ -51,12 +51,15 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import even_ranges
 from gpp_plugin.model.generation.cache_peers import CachePeers
 from gpp_plugin.model.generation.cache_room import CacheNeed, is_cut, need_of
+from gpp_plugin.model.generation.lane_parts import DrawsOfAll, LanePart, lanes_of, rows_of
 from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
 from gpp_plugin.model.generation.micro_batches import Turns, twin_of
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.sequence_cache import shared_caches
+from gpp_plugin.model.generation.shape_memory import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
 from gpp_plugin.plan.costs.cache_parallelism import cache_bytes, cut_cache_bytes
+from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import kept_streams, set_streams, streams_of
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
@@ -113,9 +116,14 @@ class Generator:
         self._meeting = meeting
         self._lanes = lanes_of(plan)
         self._plan = plan
-        # by micro-batch: a wire of each lane; with caches that may be cut, a group of each position's ranks
+        # by micro-batch: a wire of each lane
         self._wires: list[list[LaneWire]] = []
-        self._peer_groups: list[list[dist.ProcessGroup | None]] = []
+        # of each lane, and, with caches that may be cut, of a position's ranks in all lanes; None: not with this rank
+        self._lane_groups: list[dist.ProcessGroup | None] = []
+        self._peer_groups: list[dist.ProcessGroup | None] = []
+        # what modules of other ranks return, by their path; as long as the model is called the same way
+        self._memories: dict[str, ShapeMemory] = {}
+        self._remembers = ""
         self.is_broken = False
         """Whether a generation ended in a way that other ranks do not share."""
 
@@ -153,6 +161,9 @@ class Generator:
         number = parts[0].lanes
         self._make_wires(len(parts))
         self._cache, self._micro_batches = "sequence" if are_cut else "data", len(parts)
+        way = f"{self._cache} {model.config.to_dict()}"
+        if way != self._remembers:
+            self._memories, self._remembers = {}, way
         own = self._own_lane(number)
         outcomes = self._attempt_all(self._models(model, len(parts)), arguments, own, parts)
         # In one lane of all ranks everybody has the tokens; else the first rank of each lane brings them.
@@ -180,11 +191,10 @@ class Generator:
 
     def close(self) -> None:
         """Let go of the lanes' groups."""
-        wires = (wire.group for wires in self._wires for wire in wires)
-        for group in (*wires, *(group for groups in self._peer_groups for group in groups)):
+        for group in (*self._lane_groups, *self._peer_groups):
             if group is not None:
                 dist.destroy_process_group(group)
-        self._wires, self._peer_groups = [], []
+        self._wires, self._lane_groups, self._peer_groups = [], [], []
 
     def _parts(self, samples: int | None, *, is_cut: bool) -> list[LanePart]:
         """Return the micro-batches of the prompts, as the first lane has them."""
@@ -253,13 +263,17 @@ class Generator:
                 own = dataclasses.replace(part, lane=lane)
                 calls.append(functools.partial(self._attempt, model, arguments, own, weights))
             self.is_broken = True  # until it has come to an end that the lane's other ranks come to as well
-            if turns is None:
-                outcomes = [calls[0]()]
-            else:
-                outcomes, streams = turns.run(calls)
-                # As one process that generates from all prompts: it draws for as long as the longest of them goes on.
-                longest = max(range(len(parts)), key=lambda number: outcomes[number].draws)
-                set_streams(self._setting.device, streams[longest])
+            try:
+                if turns is None:
+                    outcomes = [calls[0]()]
+                else:
+                    outcomes, streams = turns.run(calls)
+                    # As one process that generates from all prompts: it draws for as long as the longest goes on.
+                    longest = max(range(len(parts)), key=lambda number: outcomes[number].draws)
+                    set_streams(self._setting.device, streams[longest])
+            except BaseException:
+                self._wires[0][lane].hang_up()
+                raise
             self.is_broken = False
             if all(outcome.caches is not None for outcome in outcomes):
                 self._caches = _all_caches([each.caches for each in outcomes if each.caches is not None])
@@ -281,12 +295,15 @@ class Generator:
         before = wire.messages
         run = LaneRun(wire) if len(wire.ranks) > 1 else None
         try:
-            return self._run(model, self._as_taken(arguments, part), weights, run, part)
+            outcome = self._run(model, self._as_taken(arguments, part), weights, run, part)
+            wire.finish()
+            return outcome
         except LaneStopped:
             if part.is_cut:  # the other lanes wait for this one in their next layer
                 raise (
                     _named(None if run is None else run.failure, self._setting.rank) or _stopped()
                 ) from None
+            wire.finish()
             return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
         except Exception as error:
             is_shared = run is None or (wire.messages == before and not isinstance(error, CaptureError))
@@ -306,11 +323,11 @@ class Generator:
         part: LanePart,
     ) -> _Outcome:
         with contextlib.ExitStack() as around:
-            around.enter_context(on_all_ranks(model, weights, run))
+            around.enter_context(on_all_ranks(model, weights, run, self._memories))
             caches: list[Any] = [None]
             note = model.register_forward_pre_hook(functools.partial(_note_cache, caches), with_kwargs=True)
             around.callback(note.remove)
-            draws = _DrawsOfAll(part.drawn_rows, part.whole)
+            draws = DrawsOfAll(part.drawn_rows, part.whole)
             if not part.is_whole:
                 around.enter_context(draws)
             if part.is_cut:
@@ -318,6 +335,8 @@ class Generator:
             result = model.generate(**arguments)
             counted = self._counted(model, weights, run, caches[0], part)
             value = result if run is None else run.told(result)
+            if run is not None and run.failure is not None:  # of a module whose output nobody read
+                raise LaneStopped
             return _Outcome(value=value, caches=counted, draws=draws.number)
 
     def cache_report(self) -> CacheReport:
@@ -393,7 +412,7 @@ class Generator:
             prompts = next(iter(tensor_arguments(arguments).values())).shape[0]
             number = 1 if samples is None else min(len(self._lanes), samples)
             lane = self._own_lane(number)
-            rows = prompts if number == 1 else len(_rows(prompts, number, lane or 0, is_cut=False))
+            rows = prompts if number == 1 else len(rows_of(prompts, number, lane or 0, is_cut=False))
             need = need_of(
                 model,
                 longest,
@@ -417,8 +436,10 @@ class Generator:
             prompts=len(part.rows),
             samples=part.samples,
             block=self._config.block,
-            group=self._peer_groups[part.number][wire.position],
-            staging=wire.staging,
+            group=self._peer_groups[wire.position],
+            staging=self._setting.device
+            if self._setting.placement.backend == "nccl"
+            else torch.device("cpu"),
             timeout_s=wire.timeout_s,
         )
 
@@ -475,34 +496,42 @@ class Generator:
             yield
 
     def _make_wires(self, micro_batches: int) -> None:
-        """Make what joins the ranks of each lane, once for each micro-batch: groups, by all ranks in one order."""
+        """Make what joins the ranks of each lane, once: groups, by all ranks in one order, and wires over them."""
         setting = self._setting
-        backend, limit_s = setting.placement.backend, self._meeting.timeout_s
+        limit_s = self._meeting.timeout_s
 
-        def make_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        def make_group(ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
             if len(ranks) < 2:
                 return None
             limit = datetime.timedelta(seconds=limit_s)
-            made = dist.new_group(list(ranks), timeout=limit, backend=backend)
+            with widened_sockets():
+                made = dist.new_group(list(ranks), timeout=limit, backend=backend)
             return made if setting.rank in ranks else None
 
-        def make_wire(ranks: tuple[int, ...], micro_batch: int) -> LaneWire:
-            return LaneWire(
-                ranks=ranks,
-                position=ranks.index(setting.rank) if setting.rank in ranks else 0,
-                group=make_group(ranks),
-                device=setting.device,
-                staging=setting.device if backend == "nccl" else torch.device("cpu"),
-                timeout_s=limit_s,
-                micro_batch=micro_batch,
-            )
-
-        # Ranks 0 1 | 2 3 of two stages: lanes (0, 2) and (1, 3), and with cut caches the pairs {0, 1} and {2, 3}.
-        for number in range(len(self._wires), micro_batches):
-            self._wires.append([make_wire(ranks, number) for ranks in self._lanes])
+        # Ranks 0 1 | 2 3 of two stages: lanes (0, 2) and (1, 3), and with cut caches the pairs {0, 1} and {2, 3}, the
+        # ranks at one position of all lanes: together they have the caches of that position's stages.
+        if not self._wires:
+            self._lane_groups = [make_group(ranks, "gloo") for ranks in self._lanes]
+            for ranks, group in zip(self._lanes, self._lane_groups, strict=True):
+                if group is not None:
+                    open_pairs([group], list(itertools.combinations(ranks, 2)), timeout_s=limit_s)
             if self._config.cache != "data":
-                # the ranks at one position of all lanes: together they have the caches of that position's stages
-                self._peer_groups.append([make_group(peers) for peers in zip(*self._lanes, strict=True)])
+                peers = zip(*self._lanes, strict=True)
+                self._peer_groups = [make_group(ranks, setting.placement.backend) for ranks in peers]
+        for number in range(len(self._wires), micro_batches):
+            self._wires.append(
+                [
+                    LaneWire(
+                        ranks=ranks,
+                        position=ranks.index(setting.rank) if setting.rank in ranks else 0,
+                        group=group,
+                        device=setting.device,
+                        timeout_s=limit_s,
+                        micro_batch=number,
+                    )
+                    for ranks, group in zip(self._lanes, self._lane_groups, strict=True)
+                ]
+            )
 
 
 def _note_cache(caches: list[Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -545,110 +574,6 @@ def _refused(failure: Exception, *, where: str = "") -> ConfigError:
     error = ConfigError(f"engine.generate: {where}{type(failure).__name__}: {failure}")
     error.__cause__ = failure
     return error
-
-
-def lanes_of(plan: PipelinePlan) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each lane: one rank of every stage, each rank once.
-
-    Stages of two data-parallel ranks each make two lanes, ranks ``0 1 | 2 3`` the lanes ``(0, 2)`` and ``(1, 3)``; of
-    stages with two and one ranks there is one lane, and a rank stands by. Where stages share ranks so that two lanes
-    would meet on one, or be of unlike ranks, there is one lane.
-    """
-    # A rank that were in two lanes would have to run two generations at once; and ranks at one position of all lanes
-    # must hold the same stages, for they share these stages' caches where caches are cut.
-    number = min(stage.degree for stage in plan.stages)
-    lanes = tuple(
-        tuple(dict.fromkeys(stage.data_ranks(0)[lane] for stage in plan.stages)) for lane in range(number)
-    )
-    used = [rank for lane in lanes for rank in lane]
-    are_alike = len({len(lane) for lane in lanes}) == 1
-    return lanes if are_alike and len(used) == len(set(used)) else lanes[:1]
-
-
-def _rows(samples: int, lanes: int, lane: int, *, is_cut: bool) -> list[int]:
-    """Return the prompts of a lane: neighbours, the first lanes one more.
-
-    Lanes whose caches are cut have equally many, the last ones copies of the first prompt.
-
-    >>> [_rows(5, 2, lane, is_cut=False) for lane in (0, 1)], [_rows(5, 2, lane, is_cut=True) for lane in (0, 1)]
-    ([[0, 1, 2], [3, 4]], [[0, 1, 2], [3, 4, 0]])
-    """
-    if is_cut:
-        each = -(-samples // lanes)
-        return [row if row < samples else 0 for row in range(lane * each, (lane + 1) * each)]
-    return list(even_ranges(samples, lanes)[lane])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanePart:
-    """What a lane generates from: its part of a micro-batch of the prompts.
-
-    Args:
-        number: of the micro-batch, whose ``samples`` prompts begin at ``first`` of all ``whole``.
-        lane: of ``lanes``.
-        is_cut: the lanes' caches are cut along the sequence, so that they go in step.
-    """
-
-    number: int
-    samples: int
-    first: int
-    whole: int
-    lane: int
-    lanes: int
-    is_cut: bool
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether it is all there is; then prompts need not be numbered."""
-        return self.lanes == 1 and self.samples == self.whole
-
-    @property
-    def rows(self) -> list[int]:
-        """Return the numbers of its prompts in the micro-batch."""
-        return _rows(self.samples, self.lanes, self.lane, is_cut=self.is_cut)
-
-    @property
-    def drawn_rows(self) -> list[int]:
-        """Return the numbers of its prompts in all."""
-        return [self.first + row for row in self.rows]
-
-    def kept_rows(self, rows: int) -> int:
-        """Return how many sequences of a micro-batch are no copies, where this part's lane made so many."""
-        return rows // len(self.rows) * self.samples
-
-
-class _DrawsOfAll(TorchFunctionMode):
-    """Lets a part sample as one process with all prompts would: it draws for all of them, and uses its own rows.
-
-    Args:
-        rows: of the part, of ``samples``.
-    """
-
-    number: int = 0
-    """How often it drew."""
-
-    def __init__(self, rows: Sequence[int], samples: int) -> None:
-        super().__init__()
-        self._rows = list(rows)
-        self._samples = samples
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Draw; everything else goes on as it is."""
-        kwargs = kwargs or {}
-        if func is not torch.multinomial:
-            return func(*args, **kwargs)
-        return self._draw(*args, **kwargs)
-
-    def _draw(self, probabilities: Tensor, num_samples: int) -> Tensor:
-        # As torch draws without replacement: the most probable of p / q, q exponential. A prompt may have several rows
-        # (beams, several sequences): as many in the lane as in the whole.
-        each = probabilities.shape[0] // len(self._rows)
-        self.number += 1
-        whole = probabilities.new_empty(self._samples * each, probabilities.shape[1]).exponential_(1)
-        own = whole.view(self._samples, each, -1)[self._rows].view_as(probabilities)
-        return (probabilities / own).topk(num_samples, dim=-1).indices
 
 
 def _on_host(value: Any) -> Any:

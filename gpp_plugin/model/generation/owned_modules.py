@@ -20,7 +20,7 @@ Tests: tests/integrations/test_generation.py
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,11 +54,14 @@ class Weights:
 
 
 @contextmanager
-def on_all_ranks(model: nn.Module, weights: Weights, run: LaneRun | None) -> Iterator[None]:
+def on_all_ranks(
+    model: nn.Module, weights: Weights, run: LaneRun | None, memories: MutableMapping[str, ShapeMemory]
+) -> Iterator[None]:
     """Let the model run on the lane's weights, in evaluation; afterwards it is as it was.
 
     Args:
         run: of the lane; None where this rank holds all there is.
+        memories: by a module's path, what is known of it on ranks that do not run it; grows.
 
     Raises:
         ConfigError: a parameter lies on no stage.
@@ -68,8 +71,9 @@ def on_all_ranks(model: nn.Module, weights: Weights, run: LaneRun | None) -> Ite
         model.eval()
         slots = _set_tensors(model, weights, run, undo)
         if run is not None:
-            for module, holders in _owned(model, weights):
-                _intercept(module, _Owned(module, holders, run, slots), undo)
+            for path, module, holders in _owned(model, weights):
+                memory = memories.setdefault(path, ShapeMemory())
+                _intercept(module, _Owned(module, holders, run, slots, memory), undo)
             hook = model.register_forward_hook(functools.partial(_tell_logits, run))
             undo.callback(hook.remove)
         yield
@@ -152,11 +156,11 @@ def _set(undo: ExitStack, table: dict[str, Any], leaf: str, tensor: Tensor) -> N
 # ---- modules -------------------------------------------------------------------------------------------------
 
 
-def _owned(model: nn.Module, weights: Weights) -> list[tuple[nn.Module, tuple[int, ...]]]:
-    """Return the largest modules whose parameters lie on one rank, with the positions that hold them all."""
+def _owned(model: nn.Module, weights: Weights) -> list[tuple[str, nn.Module, tuple[int, ...]]]:
+    """Return the largest modules whose parameters lie on one rank, with paths, and positions that hold them all."""
     # From the model's children on: the model itself is never owned, as its logits are for all. A module without
     # parameters of its own runs wherever it is called, on whatever it is given.
-    found: dict[int, tuple[nn.Module, tuple[int, ...]]] = {}
+    found: dict[int, tuple[str, nn.Module, tuple[int, ...]]] = {}
 
     def descend(module: nn.Module, path: str) -> None:
         for child_name, child in module.named_children():
@@ -165,7 +169,7 @@ def _owned(model: nn.Module, weights: Weights) -> list[tuple[nn.Module, tuple[in
             common = set.intersection(*(set(weights.holders[n]) for n in names)) if names else set()
             is_called = type(child).forward is not nn.Module.forward  # a ModuleList is not
             if common and is_called:
-                found.setdefault(id(child), (child, tuple(sorted(common))))
+                found.setdefault(id(child), (child_path, child, tuple(sorted(common))))
             elif names:
                 descend(child, child_path)
 
@@ -186,11 +190,12 @@ class _Owned:
         holders: tuple[int, ...],
         run: LaneRun,
         slots: Mapping[int, list[tuple[_Slot, Tensor, Tensor]]],
+        memory: ShapeMemory,
     ) -> None:
         self._forward = module.forward
         self._holders = holders
         self._run = run
-        self._memory = ShapeMemory(run)
+        self._memory = memory
         self._slots = [slot for inner in module.modules() for slot in slots.get(id(inner), ())]
         self._name = type(module).__name__
 
@@ -211,7 +216,7 @@ class _Owned:
             else:
                 return run.as_made_on(made, owner)
         with run.inside(self._name):
-            return self._memory.call(self._forward, owner, args, kwargs)
+            return self._memory.call(run, self._forward, owner, args, kwargs)
 
     def _really(self, *args: Any, **kwargs: Any) -> Any:
         # Some ten places of a layer, set and set back: about as long as one operator takes.

@@ -8,6 +8,10 @@ they depend on how long the sequences are; so a call is looked up:
 
     known    the same key and state; or two states of the same key that gave the same, with caches as full or empty
 
+It is remembered beyond a generation, and for all its micro-batches: to run forty layers of other ranks on shapes three
+times takes as long as many tokens. Where a module keeps notes in a cache of which lengths say nothing (sliding windows,
+linear attention), another cache is met anew.
+
 Source: this project
 Tests: tests/model/test_shape_memory.py, tests/model/test_lanes.py
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +31,9 @@ from gpp_plugin.model.generation.sequence_cache import grows_by_joining
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, map_leaves, map_tensors
 
 _Place = tuple[int, int]
+
+_KEYS_KEPT = 64
+"""Kinds of calls of a module that are remembered, the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,42 +63,59 @@ class _Seen:
 
 
 class ShapeMemory:
-    """Remembers one module.
+    """Remembers one module."""
 
-    Args:
-        run: of this rank's lane, which the remembered tensors are of.
-    """
-
-    def __init__(self, run: LaneRun) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._seen: dict[Any, list[_Seen]] = {}
         self._touched: set[_Place] = set()
-        self._caches: list[Any] = []
+        self._are_lengths_all = True  # that a cache says of itself
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of caches, where they are not
+        self._met = 0
 
     def call(
-        self, forward: Callable[..., Any], owner: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        run: LaneRun,
+        forward: Callable[..., Any],
+        owner: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Return what the module returns on shapes, as tensors of the rank that runs it; caches have grown."""
+        """Return what the module returns on shapes, as tensors of the rank that runs it; caches have grown.
+
+        Args:
+            run: of this rank's lane, which the returned tensors are of.
+            owner: the position that runs the module really.
+        """
         key: list[Any] = []
         state: list[Any] = []
         caches: list[Any] = []
         _describe((args, kwargs), key, state, caches)
         if not any(isinstance(part, _Shape) for part in key):  # of token ids, say, the shape is all there is
             key.append(tuple(state))
-        if [id(cache) for cache in caches] != [id(cache) for cache in self._caches]:
-            # A new cache may keep other notes than lengths (whether what is attended to across was read): start anew.
-            self._seen, self._caches = {}, caches
+        if not self._are_lengths_all:
+            key += [self._number_of(cache) for cache in caches]
         layers = dict(place for cache in caches for place in cache_layers(cache))
         lengths = {place: _length(layers.get(place)) for place in sorted(self._touched)}
         now = (*state, *lengths.values())
         were_empty = tuple(length == 0 for length in lengths.values())
         seen = self._seen.setdefault(tuple(key), [])
+        if len(self._seen) > _KEYS_KEPT:
+            del self._seen[next(iter(self._seen))]
         known = _find(seen, now, were_empty)
         if known is None:
-            return self._observe(forward, args, kwargs, seen, state, layers, owner)
-        for growth in known.growth:
-            _grow(layers[growth.place], growth, owner, self._run)
-        return _rebuilt(known.result, owner, self._run)
+            args, kwargs = map_leaves((args, kwargs), StageTensor, lambda t: _as_shape(t, owner, run))
+            made = self._observe(forward, args, kwargs, seen, state, caches)
+        else:
+            made = known.result
+            for growth in known.growth:
+                _grow(caches, layers.get(growth.place), growth, owner, run)
+        return _rebuilt(made, owner, run)
+
+    def _number_of(self, cache: Any) -> int:
+        if cache not in self._numbers:
+            self._met += 1
+            self._numbers[cache] = self._met
+        return self._numbers[cache]
 
     def _observe(
         self,
@@ -99,16 +124,18 @@ class ShapeMemory:
         kwargs: dict[str, Any],
         seen: list[_Seen],
         state: list[Any],
-        layers: dict[_Place, Any],
-        owner: int,
+        caches: list[Any],
     ) -> Any:
-        """Run the module on shapes and take note of what came of it."""
-        before = {place: _length(layer) for place, layer in layers.items()}
+        """Run the module on shapes, take note of what came of it, and return the shapes."""
+        before = {place: _length(layer) for cache in caches for place, layer in cache_layers(cache)}
         made = map_tensors(forward(*args, **kwargs), lambda t: _Shape(tuple(t.shape), t.dtype))
-        # Layers of a cache are made when they are first written to; those of a cache that is new are found next time.
-        grown = {place: _length(layer) - before[place] for place, layer in layers.items()}
+        # Some caches make their layers when they are first written to.
+        layers = dict(place for cache in caches for place in cache_layers(cache))
+        grown = {place: _length(layer) - before.get(place, 0) for place, layer in layers.items()}
         self._touched.update(place for place, more in grown.items() if more)
         touched = sorted(self._touched)
+        if caches and not (any(grown.values()) and all(grows_by_joining(layers[p]) for p in touched)):
+            self._are_lengths_all = False
         lengths = [before.get(place, 0) for place in touched]
         growth = tuple(_growth(place, layers[place], grown[place]) for place in touched if grown.get(place))
         seen.append(
@@ -120,7 +147,7 @@ class ShapeMemory:
             )
         )
         del seen[:-4]  # of states that are never alike, as where an output grows with the cache, the last few
-        return _rebuilt(made, owner, self._run)
+        return made
 
 
 def _find(seen: list[_Seen], now: tuple[Any, ...], were_empty: tuple[bool, ...]) -> _Seen | None:
@@ -173,20 +200,36 @@ def _growth(place: _Place, layer: Any, more: int) -> _Growth:
     return _Growth(place, (*keys[:2], more, keys[3]), (*values[:2], more, values[3]), layer.keys.dtype)
 
 
-def _grow(layer: Any, growth: _Growth, owner: int, run: LaneRun) -> None:
-    """Let a layer take up new positions, as shapes."""
+def _as_shape(tensor: StageTensor, owner: int, run: LaneRun) -> StageTensor:
+    """Return an argument as the owner's alone: of what was handed over, copies lie on several ranks."""
+    return StageTensor(tensor.value.to("meta"), (owner,), run)
+
+
+def _grow(caches: list[Any], layer: Any, growth: _Growth, owner: int, run: LaneRun) -> None:
+    """Let a layer of a cache take up new positions, as shapes.
+
+    Args:
+        layer: None where the cache has not made it yet.
+    """
     new = [
         StageTensor(torch.empty(shape, dtype=growth.dtype, device="meta"), (owner,), run)
         for shape in (growth.keys, growth.values)
     ]
-    if grows_by_joining(layer) and isinstance(layer.keys, StageTensor):
+    number, across = growth.place
+    if across:  # what is attended to across was read
+        for cache in caches:
+            cache.is_updated[number] = True
+    if layer is None:
+        name = ("self_attention_cache", "cross_attention_cache")[across]
+        getattr(caches[-1], name, caches[-1]).update(*new, number)
+    elif grows_by_joining(layer) and isinstance(layer.keys, StageTensor):
         # what `update` would do, without two operators a layer and token
         length = layer.keys.shape[2] + growth.keys[2]
         layer.keys, layer.values = (
             StageTensor(t.value.new_empty((*t.shape[:2], length, t.shape[3])), (owner,), run) for t in new
         )
-        return
-    layer.update(*new)
+    else:
+        layer.update(*new)
 
 
 def _rebuilt(values: Any, owner: int, run: LaneRun) -> Any:

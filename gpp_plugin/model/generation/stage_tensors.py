@@ -5,12 +5,14 @@ Every rank of a lane runs the same Python. A tensor there is one of two:
     an ordinary tensor     the same bits on every rank: token ids, masks, positions, logits
     a `StageTensor`        made by a stage: real on the rank that holds it, shape and type alone (meta) elsewhere
 
-An operator on stage tensors runs on the rank that holds them, and on shapes elsewhere. Where its operands lie on
-several ranks, all but one rank's are told to the whole lane, and are ordinary tensors from then on: a tensor is told
-once, at the same place of the program on every rank. What reads values (``item``, ``nonzero``) has them told first.
+An operator on stage tensors runs on the ranks that hold them, and on shapes elsewhere. Where its operands lie on
+several ranks, they are handed over to one of these, which then holds a copy. What reads values (``item``, ``nonzero``)
+has them told to all ranks, and they are ordinary tensors from then on. Either happens once, at the same place of the
+program on every rank.
 
-    rank 0 (embedding, layers 0-5)     hidden: real          hidden + residual: computed      told to all
-    rank 1 (layers 6-11, head)         hidden: shape         hidden + residual: shape         layer 6 reads it
+    rank 0 (embedding, layers 0-5)     hidden: real      hidden + residual: computed      handed to 1
+    rank 1 (layers 6-11, head)         hidden: shape     hidden + residual: shape         layer 6 reads it
+    rank 2                             hidden: shape     hidden + residual: shape         goes on, on shapes
 
 Source: this project
 Tests: tests/model/test_stage_tensors.py, tests/integrations/test_generation.py
@@ -18,7 +20,7 @@ Tests: tests/model/test_stage_tensors.py, tests/integrations/test_generation.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.model.generation.lane_wire import LaneWire
+from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
 
 aten = torch.ops.aten
 
@@ -51,7 +53,8 @@ class StageTensor(Tensor):
 
     Args:
         value: the tensor on those ranks; elsewhere one on the meta device.
-        holders: their positions in the lane; several for a parameter that is tied.
+        holders: their positions in the lane, first the one that made it; several for a parameter that is tied, and
+            of what was handed over.
         run: what the operators on it belong to.
     """
 
@@ -104,7 +107,10 @@ class LaneRun:
     def __init__(self, wire: LaneWire) -> None:
         self.wire = wire
         self.failure: Exception | None = None
-        """What a module of this rank raised; from then on this rank knows shapes alone, until it can tell."""
+        """What a module of this rank raised; from then on it knows shapes alone, until all ranks hear of it."""
+        self._has_heard = (
+            False  # that a module of another rank, or of another micro-batch, failed; then as above
+        )
         self._inside: str = ""
 
     @property
@@ -118,7 +124,12 @@ class LaneRun:
         In the place of another rank's module it has none, not even of a tied weight: what fails there fails on the rank
         that runs it.
         """
-        return self.position in holders and self.failure is None and not self._inside
+        return self.position in holders and not self.has_failed and not self._inside
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether this rank knows shapes alone, and says so where others read of it."""
+        return self.failure is not None or self._has_heard
 
     @contextmanager
     def inside(self, module: str) -> Iterator[None]:
@@ -136,49 +147,85 @@ class LaneRun:
             LaneStopped: the rank that makes it has failed.
             CaptureError: a module that another rank runs looks at values.
         """
+        self._refuse_inside()
+        if tensor.told is None:
+            source = tensor.holders[0]
+            readers = [position for position in range(len(self.wire.ranks)) if position != source]
+            tensor.told = self._tell(tensor.value, source, readers)
+            if tensor.told is None:
+                raise LaneStopped
+        return tensor.told
+
+    def hand_over(self, tensor: StageTensor, reader: int) -> None:
+        """Let one more position hold a tensor; every rank comes here.
+
+        Raises:
+            CaptureError: as `tell`.
+        """
+        # The reader of a rank that failed goes on with shapes, and its readers do, until all ranks hear of it by what
+        # is told to all: the logits at the latest.
+        self._refuse_inside()
+        value = self._tell(tensor.value, tensor.holders[0], (reader,))
+        if reader == self.position and value is not None:
+            tensor.value = value
+        tensor.holders = (*tensor.holders, reader)
+
+    def _tell(self, value: Tensor, source: int, readers: Sequence[int]) -> Tensor | None:
+        turns = self.wire.turns
+        if turns is not None and turns.is_stopping:
+            self._has_heard = True
+        told = self.wire.tell(value, source=source, readers=readers, has_failed=self.has_failed)
+        if told is None:
+            self._has_heard = True
+            if turns is not None:
+                turns.is_stopping = True
+        return told
+
+    def _refuse_inside(self) -> None:
         if self._inside:
             raise CaptureError(
                 f"engine.generate: {self._inside} decides by the values of its tensors, which only the rank that holds "
                 "it has; such a model generates on one rank alone"
             )
-        if tensor.told is None:
-            tensor.told = self.wire.tell(
-                tensor.value, source=tensor.holders[0], has_failed=self.failure is not None
-            )
-        return tensor.told
 
     def told(self, values: Any) -> Any:
         """Return a structure with all its stage tensors told."""
         return map_tensors(values, lambda t: self.tell(t) if isinstance(t, StageTensor) else t)
 
     def owner_of(self, values: Any, among: tuple[int, ...]) -> int:
-        """Return which of the positions that hold a module's weights runs it: the one its input was made on."""
-        made_on = [t.holders[0] for t in _stage_tensors(values) if not t.is_weight]
-        return next((p for p in reversed(made_on) if p in among), among[0])
+        """Return which of the positions that hold a module's weights runs it: the one that has its input."""
+        having = [p for t in _stage_tensors(values) if not t.is_weight for p in t.holders]
+        return next((p for p in reversed(having) if p in among), among[0])
 
     def _holders_of(self, values: Any) -> tuple[int, ...]:
         """Return where an operator runs: wherever all operands are, or with the weights, or where the last was made."""
         # hidden (1) + residual (1)           there: 1
-        # hidden (2) @ tied weight (0, 2)     there: 2, nothing is told
-        # hidden (1) @ weight (2)             2: the hidden states are told, not the weight
-        # image (0), text (1) in masked_scatter   1: the image is told
+        # hidden (2) @ tied weight (0, 2)     there: 2, nothing is handed over
+        # hidden (1) @ weight (2)             2: the hidden states are handed over, not the weight
+        # hidden (0, 1) + residual (0, 1)     both: what was handed over once need not be again
+        # image (0), text (1) in masked_scatter   1: the image is handed over
         found = list(_stage_tensors(values))
         common = set.intersection(*(set(t.holders) for t in found))
         if common:
             return tuple(sorted(common))
         weights = [t for t in found if t.is_weight]
         if weights:  # of a tied weight the copy beside the other operand
-            others = {t.holders[0] for t in found if not t.is_weight}
+            others = {p for t in found if not t.is_weight for p in t.holders}
             return (next((p for p in weights[0].holders if p in others), weights[0].holders[0]),)
         return (max(t.holders[0] for t in found),)  # later stages mostly read of earlier ones
 
     def bring(self, values: Any, holders: tuple[int, ...]) -> Any:
-        """Return a structure in which what some of these positions lack is told; collective over the lane."""
-        wanted = set(holders)
+        """Return a structure that all these positions have, after what they lack is handed over; by the whole lane."""
 
         def moved(tensor: Tensor) -> Tensor:
-            is_foreign = isinstance(tensor, StageTensor) and not wanted.issubset(tensor.holders)
-            return self.tell(tensor) if is_foreign else tensor  # type: ignore[arg-type]
+            if not isinstance(tensor, StageTensor):
+                return tensor
+            missing = [position for position in holders if position not in tensor.holders]
+            if missing and tensor.told is not None:
+                return tensor.told
+            for position in missing:
+                self.hand_over(tensor, position)
+            return tensor
 
         return map_tensors(values, moved)
 
@@ -194,7 +241,7 @@ class LaneRun:
             args = (args[0], [one for index in args[1] for one in _positions(self.told(index))])
             if not isinstance(args[0], StageTensor):
                 return func(*args, **kwargs)
-        # 2. where it runs, and what must be told for that: the same answer on all ranks, from what all of them know
+        # 2. where it runs, and what must be handed over for that: all ranks say the same, by what all of them know
         holders = args[0].holders if is_written else self._holders_of((args, kwargs))
         args, kwargs = self.bring((args, kwargs), holders)
         # 3. on values there, on shapes elsewhere; "cuda:0" or "cpu" means the device of the values, so a shape has none

@@ -27,8 +27,14 @@ from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.device_speed import DeviceSpeeds, distinct_devices
-from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, stashed_bytes, unreduced_bytes
-from gpp_plugin.plan.costs.time_formula import num_reductions
+from gpp_plugin.plan.costs.memory_formula import (
+    held_bytes,
+    peak_bytes,
+    sharded_bytes,
+    stashed_bytes,
+    unreduced_bytes,
+)
+from gpp_plugin.plan.costs.time_formula import num_gathers, num_reductions
 
 Floats = npt.NDArray[np.float64]
 Kinds = tuple[int, ...]
@@ -42,7 +48,7 @@ class CostModel:
 
     Args:
         zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
-            backward makes is whole until it is reduced behind it.
+            backward makes is whole until it is reduced behind it. 3 shares the parameters, whole while tasks run.
 
     Raises:
         PlanError: the profile lacks a block of the graph.
@@ -226,6 +232,10 @@ class CostModel:
         """Return how many all-reduces of its gradients a stage's reductions in one mini-batch are worth."""
         return num_reductions(num_micro_batches, self.zero_stage)
 
+    def gather_us(self, blocks: Sequence[int], ranks: Sequence[int]) -> float:
+        """Return microseconds of one gather of a stage's parameters (ZeRO 3)."""
+        return gather_us(self.sharded_bytes(blocks, len(ranks)), ranks, self.cluster)
+
     def cost_key(self, block: int) -> tuple[object, ...]:
         """Return everything the profile says of a block but its name: equal keys, equal costs."""
         c = self._costs[block]
@@ -259,6 +269,10 @@ class CostModel:
         each = saved * local + saved_fixed
         held += unreduced_bytes(gradient, 0.0 if is_optimized else each, degree=degree, zero_stage=zero)
         return int(round(peak_bytes(held, each, in_flight, transient=transient * local)))
+
+    def sharded_bytes(self, blocks: Sequence[int], degree: int) -> int:
+        """Return the bytes of the blocks' parameters where a stage's ranks hold parts of them (ZeRO 3); else 0."""
+        return int(sharded_bytes(self._bytes_of(blocks)[0], degree=degree, zero_stage=self.zero_stage))
 
     def group_gradient_bytes(self, blocks: Sequence[int]) -> float:
         """Return the bytes of the blocks' gradients."""
@@ -314,7 +328,8 @@ class CostModel:
     def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
         """Return by stage the microseconds of its gradient reductions in one step: its own, then tied ones.
 
-        The gradient of a parameter that several stages hold is summed over all their ranks at the end.
+        Gathers of parameters (ZeRO 3) are among them. The gradient of a parameter that several stages hold is summed
+        over all their ranks at the end.
         """
         times = {
             i: self.stage_all_reduce_us(
@@ -322,6 +337,13 @@ class CostModel:
             )
             for i, stage in enumerate(plan.stages)
         }
+        for i, stage in enumerate(plan.stages if self.zero_stage >= 3 else ()):
+            # of `num_reductions` half an all-reduce of gradients is for the all-gather behind a step
+            rows, ranks = self.indices(stage.blocks), stage.data_ranks(0)
+            is_alone = all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
+            count = num_gathers(plan.num_micro_batches(i), is_alone=is_alone)
+            times[i] += count * self.gather_us(rows, ranks)
+            times[i] -= self.all_reduce_us(self.group_gradient_bytes(rows), ranks) / 2
         for blocks, num_bytes in self._tied:
             holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
             if len(holders) > 1:
@@ -339,6 +361,20 @@ def ring_us(num_bytes: float, degree: int, link: Link) -> float:
         return 0.0
     steps = 2 * (degree - 1)
     return float(steps * (link.latency_us + link.occupied_us(num_bytes / degree)))
+
+
+def gather_us(num_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
+    """Return microseconds of one gather of ``num_bytes`` of parameters: half an all-reduce of them."""
+    return 0.0 if num_bytes <= 0 else ring_us(num_bytes, len(ranks), group_link(cluster, ranks)) / 2
+
+
+def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
+    """Return by stage the microseconds of one gather of its parameters, where its ranks hold parts of them."""
+    return {
+        index: gather_us(stage.sharded_bytes, stage.data_ranks(0), cluster)
+        for index, stage in enumerate(plan.stages)
+        if stage.gathered_bytes
+    }
 
 
 def group_link(cluster: Cluster, ranks: Sequence[int]) -> Link:

@@ -19,7 +19,7 @@ from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.plan.costs.memory_formula import shared_out, stashed_bytes, unreduced_bytes
+from gpp_plugin.plan.costs.memory_formula import sharded_bytes, shared_out, stashed_bytes, unreduced_bytes
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 
@@ -40,11 +40,18 @@ def memory_breakdown(
 
 
 def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
-    """Return a finished plan that says what fills its ranks, so that each can compare what it really holds."""
+    """Return a finished plan that says what fills its ranks, so that each can compare what it really holds.
+
+    It says too of which stages the ranks hold parts of the parameters, whatever the plan's own request was.
+    """
     parts = memory_breakdown(plan, request.profile, zero_stage=request.zero_stage)
+    stages = tuple(
+        dataclasses.replace(stage, sharded_bytes=part.weights + part.gathered if part.gathered else 0)
+        for stage, part in zip(plan.stages, parts, strict=True)
+    )
     limits = [min(rank_limit(request, rank) for rank in stage.ranks) for stage in plan.stages]
     memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
-    return dataclasses.replace(plan, memory=memory)
+    return dataclasses.replace(plan, stages=stages, memory=memory)
 
 
 def _of_stage(
@@ -71,9 +78,12 @@ def _of_stage(
     own_gradients, own_optimizer = shared_out(
         gradients, optimizer, degree=stage.degree, zero_stage=zero_stage
     )
+    sharded = sharded_bytes(weights, degree=stage.degree, zero_stage=zero_stage)
+    gathered = dataclasses.replace(stage, sharded_bytes=sharded).gathered_bytes
     return MemoryBreakdown(
         stage=stage.name,
-        weights=weights,
+        weights=weights - gathered,
+        gathered=gathered,
         stashed_weights=stashed_bytes(gradients, num_versions),
         gradients=int(own_gradients),
         optimizer=int(own_optimizer),

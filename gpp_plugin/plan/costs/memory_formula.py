@@ -1,6 +1,7 @@
 """What one rank of a stage needs at its peak: the one formula, for numbers and for numpy arrays alike.
 
-    M  =  P + (v - 1) G + G / g + O / o + I     held all the time
+    M  =  P / p + (v - 1) G + G / g + O / o + I held all the time
+          + P - P / p                           while one of the stage's tasks runs
           + c s                                 kept for backward by the micro-batches in flight
           + w + t + r                           beside that, for a moment
 
@@ -8,6 +9,8 @@ Legend, all in bytes of one rank unless said otherwise:
 
     P, G, O  parameters, gradients and optimizer state of the stage's blocks
     g, o     ranks that share gradients and optimizer state out: 1, or the stage's degree (ZeRO 2: both; 1: o)
+    p        ranks that share parameters out: 1, or under ZeRO 3 the stage's degree. So of one stage a rank needs at its
+             peak what it needs under ZeRO 2; of several it holds one whole at a time, the largest (`rank_bytes`)
     v        versions of its weights: older ones are stashed of what is trained, G is as large (mode async)
     I        its part of the mini-batch
     c        micro-batches in flight (a number)
@@ -32,6 +35,7 @@ section 3.3 (arXiv 1806.03377).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,13 +63,34 @@ def shared_out(gradient: Any, optimizer: Any, *, degree: int, zero_stage: int) -
 
 
 def held_bytes(parameter: Any, gradient: Any, optimizer: Any, *, degree: int, zero_stage: int) -> Any:
-    """Return P + G / g + O / o: what a rank holds all the time of the present weights.
+    """Return P + G / g + O / o: what a rank holds of the present weights while a task of the stage runs.
 
     >>> held_bytes(100, 100, 200, degree=2, zero_stage=2)
     250.0
     """
     own_gradient, own_optimizer = shared_out(gradient, optimizer, degree=degree, zero_stage=zero_stage)
     return parameter + own_gradient + own_optimizer
+
+
+def sharded_bytes(parameter: Any, *, degree: int, zero_stage: int) -> Any:
+    """Return P where the ranks of a stage share its parameters out; 0 where each holds them whole.
+
+    >>> sharded_bytes(100, degree=2, zero_stage=3), sharded_bytes(100, degree=1, zero_stage=3)
+    (100, 0)
+    """
+    return parameter if zero_stage >= 3 and degree > 1 else 0
+
+
+def rank_bytes(peaks: Sequence[tuple[float, float]]) -> float:
+    """Return M of a rank that holds several stages: the sum of theirs, but of what is gathered the largest alone.
+
+    Args:
+        peaks: by stage, M and of it P - P / p.
+
+    >>> rank_bytes([(100, 40), (80, 30)])
+    150
+    """
+    return sum(most - gathered for most, gathered in peaks) + max(gathered for _, gathered in peaks)
 
 
 def stashed_bytes(gradient: Any, num_versions: int) -> Any:

@@ -25,12 +25,25 @@ def num_reductions(num_micro_batches: int, zero_stage: int) -> float:
     """Return n: how many all-reduces of its gradients a stage's reductions in one mini-batch are worth.
 
     ZeRO 0 takes one; ZeRO 1 a reduce-scatter and an all-gather of parameters, which is as much; ZeRO 2 a
-    reduce-scatter, half an all-reduce, behind each backward, and an all-gather, the other half of one.
+    reduce-scatter, half an all-reduce, behind each backward, and an all-gather, the other half of one. So does ZeRO 3
+    where it gathers once a mini-batch (`num_gathers`).
 
     >>> num_reductions(4, 0), num_reductions(4, 2)
     (1.0, 2.5)
     """
     return (num_micro_batches + 1) / 2 if zero_stage >= 2 else 1.0
+
+
+def num_gathers(num_micro_batches: int, *, is_alone: bool) -> int:
+    """Return how often a stage's parameters are gathered in one mini-batch under ZeRO 3, at most (`schedule.gathers`).
+
+    Args:
+        is_alone: none of its ranks holds another stage; else one may come between any two of its tasks.
+
+    >>> num_gathers(4, is_alone=True), num_gathers(4, is_alone=False)
+    (1, 8)
+    """
+    return 1 if is_alone else 2 * num_micro_batches
 
 
 def us_per_sample(compute_us: Any, size: Any, *, reduce_us: Any = 0.0, link_us: Any = None) -> Any:

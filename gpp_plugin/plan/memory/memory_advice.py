@@ -12,7 +12,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 
 _KINDS = {
     "activations": ("activations", "working", "transient"),
-    "weights": ("weights", "stashed_weights"),
+    "weights": ("weights", "gathered", "stashed_weights"),
     "gradients and optimizer state": ("gradients", "optimizer"),
     "the mini-batch": ("inputs",),
 }
@@ -34,6 +34,10 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
     changes = _changes(largest, allowed)
     if largest == "gradients and optimizer state":
         changes.insert(0, _zero(zero_stage, stage.degree))
+    if largest == "weights" and stage.degree > 1 and zero_stage < 3 and plan.shares_ranks:
+        changes.insert(
+            0, "zero_optimization.stage 3: ranks of several stages then hold one of them whole at a time"
+        )
     return (
         f"fullest is stage {stage.name!r}: {part.total} of {part.limit} bytes "
         f"({100 * part.total / part.limit:.0f} %), most of it {largest} ({bytes_of[largest]} bytes); to fit more: "
@@ -55,6 +59,6 @@ def _changes(largest: str, allowed: Sequence[str]) -> list[str]:
 
 
 def _zero(zero_stage: int, degree: int) -> str:
-    if degree == 1 or zero_stage >= 2:
+    if degree == 1 or zero_stage >= 2:  # stage 3 shares out parameters, on ranks of several stages
         return ""
     return f"zero_optimization.stage {zero_stage + 1}: this stage has {degree} ranks to share them out"

@@ -8,10 +8,17 @@ seen as one message in some thousands that took 20 or 40 ms on loopback, on mess
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gpp_plugin.doors import Channel
+from gpp_plugin.runtime.messages.opening_order import opening_order
 
 BUFFER_BYTES = 1 << 20
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -20,6 +27,12 @@ MOST_MESHED = 32
 """Ranks up to which gloo connects each with each when a group is made; of more, two connect when they first meet."""
 
 _WHEN_USED = "TORCH_GLOO_LAZY_INIT"
+
+LEAST_OPENING_S = 60.0
+"""How long ranks may take to connect, where the wait for a message is shorter."""
+
+_OPENING_TAG = 1 << 30
+"""Of the byte that connects two ranks: higher than any other tag."""
 
 
 def connect_when_used(num_ranks: int) -> None:
@@ -35,6 +48,27 @@ def connect_when_used(num_ranks: int) -> None:
 def are_meshed() -> bool:
     """Return whether gloo's groups are connected when they are made (`connect_when_used`)."""
     return os.environ.get(_WHEN_USED, "0") in ("", "0", "no", "false", "False", "off")
+
+
+def open_pairs(
+    groups: Collection[dist.ProcessGroup], pairs: Collection[Channel], *, timeout_s: float
+) -> None:
+    """Connect pairs of ranks in gloo's groups; collective over the pairs.
+
+    Nothing is to be done where groups connect all pairs when they are made (`connect_when_used`).
+    """
+    if are_meshed():
+        return
+    # Connected now, a byte in each group, and with wide buffers: not in a step, where one end would wait.
+    own, limit = dist.get_rank(), datetime.timedelta(seconds=max(timeout_s, LEAST_OPENING_S))
+    with widened_sockets():
+        for first, second in opening_order({(min(pair), max(pair)) for pair in pairs}):
+            if own not in (first, second):
+                continue
+            for group in groups:
+                call, peer = (group.send, second) if own == first else (group.recv, first)
+                there = dist.get_group_rank(group, peer)
+                call([torch.zeros(1, dtype=torch.uint8)], there, _OPENING_TAG).wait(limit)
 
 
 @contextlib.contextmanager

@@ -20,21 +20,14 @@ from torch import Tensor
 from gpp_plugin.doors import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
-from gpp_plugin.runtime.messages.opening_order import opening_order
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
-from gpp_plugin.runtime.messages.sockets import are_meshed, widened_sockets
+from gpp_plugin.runtime.messages.sockets import LEAST_OPENING_S, open_pairs, widened_sockets
 from gpp_plugin.runtime.messages.wires import Wire
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 
 MAX_TENSORS_PER_EDGE = 4096
 
 PACKED_BYTES = 1 << 15
-
-_LEAST_OPENING = datetime.timedelta(seconds=60)
-"""How long ranks may take to connect, where the wait for a message is shorter."""
-
-_OPENING_TAG = 1 << 30
-"""Of the byte that connects two ranks: higher than any of `_tag`."""
 
 
 class GlooTransport:
@@ -101,19 +94,9 @@ class GlooTransport:
 
         Nothing is to be done where groups connect all pairs when they are made (`connect_when_used`).
         """
-        if are_meshed():
-            return
-        # Connected now, a byte in each group, and with wide buffers: not in a step, where one end would wait.
-        own, limit = dist.get_rank(), max(self._timeout, _LEAST_OPENING)
         pairs = {(min(channel), max(channel)) for channel in channels} - self._opened
         self._opened |= pairs
-        with widened_sockets():
-            for first, second in opening_order(pairs):
-                if own not in (first, second):
-                    continue
-                for group in self._groups.values():
-                    call, peer = (group.send, second) if own == first else (group.recv, first)
-                    call([torch.zeros(1, dtype=torch.uint8)], peer, _OPENING_TAG).wait(limit)
+        open_pairs(self._groups.values(), pairs, timeout_s=self._timeout.total_seconds())
 
     def close(self) -> None:
         """Let go of the process groups."""
@@ -166,7 +149,7 @@ def make_transport(
         transport.open(channels)
         return transport
     # Connecting is no message: of ranks that start together one may be late by more than a short ``timeout_s``.
-    opening = max(datetime.timedelta(seconds=timeout_s), _LEAST_OPENING)
+    opening = datetime.timedelta(seconds=max(timeout_s, LEAST_OPENING_S))
     with widened_sockets():
         groups = {d: dist.new_group(None, timeout=opening, backend="gloo") for d in Direction}
     made = GlooTransport(groups=groups, timeout_s=timeout_s)

@@ -101,6 +101,36 @@ def wait_for(
         HERE.waits_for = ""
 
 
+def wait_for_message(work: Any, *, what: str, who: str, group: dist.ProcessGroup, limit_s: float) -> None:
+    """Wait for a message of another rank over gloo, or until one that was sent is taken; as `wait_for`.
+
+    Once, up to the limit: gloo closes the connections of a group in which a message is late. A rank that fails ends
+    the wait by closing them.
+
+    Raises:
+        CommTimeout: as `wait_for`.
+    """
+    started = time.monotonic()
+    HERE.waits_for = what
+    try:
+        work.wait(datetime.timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        waited = time.monotonic() - started
+        board = job_board()
+        is_late = waited >= 0.9 * limit_s
+        first = None
+        if board is not None:
+            first = board.find() or _reason_to_stop(board, group, what)
+        other = (
+            "nothing came; look for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
+            if is_late
+            else f"the connection to another rank broke off ({first_line(error)[:120]})"
+        )
+        raise _lost(what, who, waited, limit_s, first or other) from error
+    finally:
+        HERE.waits_for = ""
+
+
 def _poll(work: Any, seconds: float) -> None:
     """Wait for a collective on a device.
 
@@ -173,6 +203,20 @@ def all_reduce(
         dist.all_reduce(tensor, op=op, group=group)
         return
     finish(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor, group=group, what=what)
+
+
+def all_gather(whole: Tensor, part: Tensor, *, group: dist.ProcessGroup, what: str) -> None:
+    """Put the parts of a group's ranks into ``whole``, one after the other; on the host as `wait_for`.
+
+    Raises:
+        CommTimeout: as `wait_for`.
+    """
+    # torch 2.13 renamed it, and warns of the old name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    if whole.device.type != "cpu":
+        gather(whole, part, group=group)
+        return
+    finish(gather(whole, part, group=group, async_op=True), whole, group=group, what=what)
 
 
 def finish(work: Any, tensor: Tensor, *, group: dist.ProcessGroup | int | None, what: str) -> None:

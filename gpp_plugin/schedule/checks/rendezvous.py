@@ -1,8 +1,8 @@
 """Executes the programs of all ranks serially, in order, with rendezvous: the one definition of what that means.
 
-A send or a receive ends when its other end is posted; a reduction of data ends when all ranks of the stage have come
-to it, a task with tensor ranks when all of its data position have, as it contains their collectives; everything else
-ends at once, what passes between two stages of one rank included.
+A send or a receive ends when its other end is posted; a gather or a reduction of data when all ranks of the stage have
+come to it, a task with tensor ranks when all of its data position have, as it contains their collectives; everything
+else ends at once, what passes between two stages of one rank included.
 
 Programs that finish so finish on any device, whatever its queues and whoever waits for it on the way: each of these
 adds waits for what a rank has launched before, and here every rank waits for all of that at every instruction.
@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
+
+OF_STAGE = (InstructionKind.GATHER, InstructionKind.REDUCE_DATA)
+"""What all ranks of a stage do together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +61,23 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
     #
     # Order does not matter: to go on is never undone, so whatever order ready ranks are taken in, the same end comes.
     rows = _tensor_rows(plan)
-    reductions = [
-        Instruction(kind=InstructionKind.REDUCE_DATA, stage=stage) for stage in range(len(plan.stages))
-    ]
+    collectives = {
+        (kind, stage): Instruction(kind=kind, stage=stage)
+        for kind in OF_STAGE
+        for stage in range(len(plan.stages))
+    }
     position = dict.fromkeys(programs, 0)
     posted: dict[Message, int] = {}
     present: dict[SharedInstruction, list[int]] = {}
     ready = list(programs)
 
     def meeting_at(rank: int, instruction: Instruction) -> SharedInstruction | None:
-        if instruction.kind is InstructionKind.REDUCE_DATA:
+        if instruction.kind in OF_STAGE:
             stage = programs[rank].stage_of(instruction)
-            assert stage is not None, "a reduction is of one stage"
+            assert stage is not None, "a gather or a reduction is of one stage"
             # a rank that holds that stage alone does not name it
-            return SharedInstruction(what=reductions[stage], ranks=plan.stages[stage].ranks)
+            what = collectives[instruction.kind, stage]
+            return SharedInstruction(what=what, ranks=plan.stages[stage].ranks)
         if instruction.kind is InstructionKind.COMPUTE and rank in rows:
             return SharedInstruction(what=instruction, ranks=rows[rank])
         return None

@@ -15,10 +15,12 @@ What is proven for a plan, its schedules and the programs of all ranks:
    data between tasks, after a backward, at the same place on all its ranks (programs that step after each backward,
    as asynchronous ones do, have a reduction and a step of the stage behind each, before its next task, and nowhere
    else);
-6. everything finishes when each rank executes its instructions serially, in order, with rendezvous messages: a send
-   or a receive ends when its other end is posted; a reduction of data when all ranks of the stage have come to it, and
-   a task, which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.
-   Then it finishes on any device as well, whoever waits for it on the way (`rendezvous`).
+6. a stage that its ranks hold in parts (ZeRO 3) is gathered before each of its tasks, on all of them between the same
+   two; it is let go of before the step, and nothing that is whole anyway is gathered;
+7. everything finishes when each rank executes its instructions serially, in order, with rendezvous messages: a send
+   or a receive ends when its other end is posted; a gather or a reduction of data when all ranks of the stage have come
+   to it, and a task, which has the collectives of tensor parallelism inside, when all tensor ranks of its data position
+   have. Then it finishes on any device as well, whoever waits for it on the way (`rendezvous`).
 
 Source: this project
 Tests: tests/schedule/test_validate.py
@@ -36,6 +38,7 @@ from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER, CheckedPrograms, messages_of
 from gpp_plugin.schedule.checks.rendezvous import Standstill, execute_serially
+from gpp_plugin.schedule.checks.validate_gathers import check_gathers
 from gpp_plugin.schedule.checks.validate_messages import (
     check_channels,
     check_hand_overs,
@@ -72,6 +75,7 @@ def validate_programs(
         check_messages(checked, part)
         check_readiness(checked, part)
         _check_in_flight(checked, part)
+        check_gathers(checked, part)
     for program in checked.parts if steps_each_backward else checked.programs.values():
         (_check_steps if steps_each_backward else _check_tail)(checked, program)
     _check_collectives_agree(checked, steps_each_backward=steps_each_backward)
@@ -82,7 +86,7 @@ def validate_programs(
 def validate_tails(
     plan: PipelinePlan, schedules: Sequence[StageSchedule], programs: Sequence[RankProgram]
 ) -> None:
-    """Check only the reductions and steps of programs that may be a part of a mini-batch (claim 5).
+    """Check only gathers, reductions and steps of programs that may be a part of a mini-batch (claims 5 and 6).
 
     Raises:
         ScheduleError: as of `validate_programs`.
@@ -90,6 +94,8 @@ def validate_tails(
     checked = CheckedPrograms(plan, schedules, programs)
     for program in programs:
         _check_tail(checked, program)
+    for part in checked.parts:
+        check_gathers(checked, part)
     _check_collectives_agree(checked, steps_each_backward=False)
 
 
@@ -168,7 +174,8 @@ def _raise_deadlock(checked: CheckedPrograms, end: Standstill) -> None:
         waits_for[rank] = (message.dst_rank if rank == message.src_rank else message.src_rank, message)
     for meeting, ranks in end.present.items():
         late = next(rank for rank in meeting.ranks if rank not in ranks)
-        what = "a reduction" if meeting.what.task is None else f"their task {meeting.what}"
+        kind = "a gather" if meeting.what.kind is InstructionKind.GATHER else "a reduction"
+        what = kind if meeting.what.task is None else f"their task {meeting.what}"
         waits_for.update(dict.fromkeys(ranks, (late, what)))
     rank = next(iter(end.stuck))
     path: list[int] = []
@@ -192,11 +199,13 @@ def _collectives(checked: CheckedPrograms, program: RankProgram) -> tuple[tuple[
     if checked.presence is not None:
         position = {task: i for i, task in enumerate(checked.schedules[program.stage].tasks)}
         places = [*(position[task] for task in checked.tasks[program.rank, program.stage]), len(position)]
-    found = []
+    found: list[tuple[int, InstructionKind]] = []
     num_tasks = 0
     for instruction in program.instructions:
         num_tasks += instruction.task is not None
-        if instruction.kind in TAIL_ORDER:
+        if instruction.kind is InstructionKind.GATHER and not num_tasks:
+            found.append((0, instruction.kind))  # at the beginning, also of a rank that lacks the first tasks
+        elif instruction.kind in (InstructionKind.GATHER, *TAIL_ORDER):
             found.append((num_tasks if places is None else places[num_tasks], instruction.kind))
     return tuple(found)
 

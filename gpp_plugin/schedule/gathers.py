@@ -1,0 +1,178 @@
+"""Where a stage's parameters are made whole for its tasks, if each of its data-parallel ranks holds a part (ZeRO 3).
+
+A stage is gathered before a task, and let go of behind it where another stage's task comes next on a rank; between
+neighbouring tasks of one stage letting go would only mean to gather again, as its own tasks are what needs most:
+
+    rank 0, stages 0 and 1   gather(0) 0F0 free(0)  gather(1) 1F0 1B0 free(1)  gather(0) 0F1 0B0 free(0)  gather(1) ...
+
+So a rank of several stages holds one of them whole at a time; a rank of one stage gathers it once a mini-batch, which
+is what ZeRO 1 and 2 send behind their step. A gather is a rendezvous of the stage's ranks, which come to it between the
+same two tasks of the stage. What is tried first is right before the task, wherever on any of its ranks another stage
+comes between. Then all programs are executed serially (`checks.rendezvous`); a gather at which they stop is moved, on
+all ranks of its stage, before the receives that stand there, and then before the sends. One at which they still stop is
+taken out, with the free before it, so that the stage stays whole between those two tasks; a first one stands at the
+programs' beginnings instead, where all ranks have those of their stages in the order of stages, so that nobody waits
+there for a rank that waits elsewhere. Then programs finish as they did without any.
+
+Source: FSDP (Zhao et al., VLDB 2023; arXiv 2304.11277), sections 3.2 and 3.3, with a stage for a unit; its place in
+    programs: this project
+Tests: tests/schedule/test_gathers.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
+from gpp_plugin.ir.schedule import Task
+from gpp_plugin.schedule.checks.rendezvous import execute_serially
+
+_Place = tuple[int, int]
+"""A stage, and the number of its task that it is gathered before."""
+_BEFORE_TASK, _BEHIND_SENDS, _BEHIND_TASK = range(3)
+"""Where in the gap before that task the gather stands, in the order in which it is tried."""
+
+
+def gather_around_tasks(plan: PipelinePlan, programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
+    """Return ``programs`` with gathers and frees of the stages that hold their parameters in parts.
+
+    Args:
+        programs: of all ranks; they finish under serial rendezvous execution.
+    """
+    sharded = {index for index in range(len(plan.stages)) if is_gathered(plan, index)}
+    if not sharded:
+        return tuple(programs)
+    attempts, at_start = _first_attempts(programs, sharded)
+    while True:
+        changed = tuple(_with_gathers(program, attempts, at_start) for program in programs)
+        stuck = _stuck_gathers(plan, changed)
+        if not stuck:
+            return changed
+        # every round takes a place one attempt further, and after the last one there is none: it ends
+        for place in stuck:
+            assert place in attempts, "nothing stops at a program's beginning"
+            attempts[place] += 1
+            if attempts[place] > _BEHIND_TASK:
+                del attempts[place]
+                if not place[1]:
+                    at_start.add(place[0])
+
+
+def gathered_at_once(plan: PipelinePlan, program: RankProgram) -> int:
+    """Return the most bytes that a rank holds beside its parts of parameters: of stages that are whole at a time."""
+    most = now = 0
+    for instruction in program.instructions:
+        if instruction.kind in (InstructionKind.GATHER, InstructionKind.FREE):
+            stage = program.stage_of(instruction)
+            assert stage is not None, "a gather is of one stage"
+            num_bytes = plan.stages[stage].gathered_bytes
+            now += num_bytes if instruction.kind is InstructionKind.GATHER else -num_bytes
+            most = max(most, now)
+    return most
+
+
+def is_gathered(plan: PipelinePlan, stage: int) -> bool:
+    """Return whether the ranks of a stage hold parts of its parameters, and gather them for its tasks."""
+    return plan.stages[stage].gathered_bytes > 0
+
+
+def _first_attempts(
+    programs: Sequence[RankProgram], sharded: Collection[int]
+) -> tuple[dict[_Place, int], set[int]]:
+    """Return where stages are to be gathered, and which of them at the beginning of the programs."""
+    # Between tasks k - 1 and k of a stage it is freed if on any rank of it another stage comes between. With stage 0 on
+    # ranks 0 and 1, and stage 1 on rank 0 as well, both free stage 0 at its task 1, as they gather it together:
+    #
+    #     rank 0   0F0 1F0 1B0 0F1 0B0      places (0, 0), (0, 1), (1, 0)
+    #     rank 1   0F0         0F1 0B0
+    places = {(stage, 0) for stage in sharded}
+    tasks: dict[int, set[tuple[Task, ...]]] = defaultdict(set)
+    for program in programs:
+        done: dict[int, list[Task]] = {stage: [] for stage in program.stages}
+        previous: int | None = None
+        for task in _tasks(program):
+            own = done[task.stage]
+            if task.stage in sharded and own and previous != task.stage:
+                places.add((task.stage, len(own)))
+            own.append(task)
+            previous = task.stage
+        for stage, own in done.items():
+            tasks[stage].add(tuple(own))
+    # Ranks of a stage that run unlike tasks, as their units lack other branches, have no place in common but that one.
+    unlike = {stage for stage in sharded if len(tasks[stage]) > 1}
+    return {place: _BEFORE_TASK for place in places if place[0] not in unlike}, unlike
+
+
+def _tasks(program: RankProgram) -> Iterator[Task]:
+    return (instruction.task for instruction in program.instructions if instruction.task is not None)
+
+
+def _with_gathers(
+    program: RankProgram, attempts: Mapping[_Place, int], at_start: Collection[int]
+) -> RankProgram:
+    """Insert the gathers of a rank's stages before tasks, and frees right behind them.
+
+    Args:
+        at_start: stages whose first gather is at the program's beginning, in the order of stages.
+    """
+    totals = dict.fromkeys(program.stages, 0)
+    for each in _tasks(program):
+        totals[each.stage] += 1
+    body: list[Instruction] = []
+    for stage in program.stages:
+        if stage in at_start:
+            body.append(program.instruction(InstructionKind.GATHER, stage))
+            if not totals[stage]:  # nothing here needs it, but the others do not gather without this rank
+                body.append(program.instruction(InstructionKind.FREE, stage))
+    done = dict.fromkeys(program.stages, 0)
+    sharded = {stage for stage, _ in attempts}.union(at_start)
+    gap: list[Instruction] = []  # what stands between two tasks
+    for instruction in program.instructions:
+        task = instruction.task
+        if task is None:
+            gap.append(instruction)
+            continue
+        attempt = attempts.get((task.stage, done[task.stage]))
+        if attempt is not None:
+            gap.insert(_in_gap(gap, attempt), program.instruction(InstructionKind.GATHER, task.stage))
+        body += [*gap, instruction]
+        gap = []
+        done[task.stage] += 1
+        is_last = done[task.stage] == totals[task.stage]
+        if task.stage in sharded and (is_last or (task.stage, done[task.stage]) in attempts):
+            body.append(program.instruction(InstructionKind.FREE, task.stage))
+    return dataclasses.replace(program, instructions=(*body, *gap))
+
+
+def _in_gap(gap: Sequence[Instruction], attempt: int) -> int:
+    """Return where a gather goes among what stands between two tasks; both halves of a hand-over stay together."""
+    # gap: send x, receive y, gather before the task: [send x, receive y, .], behind sends: [send x, ., receive y],
+    # behind the task before: [., send x, receive y]
+    if attempt == _BEFORE_TASK:
+        return len(gap)
+    sent = [
+        at + 1
+        for at, each in enumerate(gap)
+        if each.message is not None and (each.kind is InstructionKind.SEND or each.message.is_hand_over)
+    ]
+    return max(sent, default=0) if attempt == _BEHIND_SENDS else 0
+
+
+def _stuck_gathers(plan: PipelinePlan, programs: Sequence[RankProgram]) -> set[_Place]:
+    """Execute serially with rendezvous messages; return the places of the gathers at which ranks stand."""
+    by_rank = {program.rank: program for program in programs}
+    found = set()
+    for rank, at in execute_serially(plan, by_rank).stuck.items():
+        program = by_rank[rank]
+        if program.instructions[at].kind is InstructionKind.GATHER:
+            stage = program.stage_of(program.instructions[at])
+            assert stage is not None, "a gather is of one stage"
+            found.add((stage, sum(task.stage == stage for task in _tasks_before(program, at))))
+    return found
+
+
+def _tasks_before(program: RankProgram, position: int) -> Iterator[Task]:
+    return (i.task for i in program.instructions[:position] if i.task is not None)

@@ -1,0 +1,158 @@
+"""What each rank runs in the tests of parameters that a stage's ranks hold in parts (ZeRO 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpp_plugin.ir.program import InstructionKind
+from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
+from tests.models import build
+
+BOTH = [0, 1]
+PLACED: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
+    "clip, two towers on two ranks and one": (
+        "clip",
+        [{"modules": ["vision_model"], "ranks": BOTH}, {"modules": ["text_model"], "ranks": [2]},
+         {"modules": ["*"], "ranks": [2]}],
+        {"gradient_clipping": 0.05},
+    ),
+    "t5, tied embeddings, recomputed": (
+        "t5",
+        [{"modules": ["encoder"], "ranks": BOTH}, {"modules": ["*"], "ranks": [2]}],
+        {"block": {"memory": {"recompute": "full"}}},
+    ),
+    "gpt2, two stages on both ranks": (
+        "gpt2",
+        [{"modules": ["transformer.wte", "transformer.h.0"], "ranks": BOTH},
+         {"modules": ["*"], "ranks": BOTH}],
+        {},
+    ),
+}  # fmt: skip
+"""Model, stages, and what else of the configuration, by case."""
+
+
+def config(case: str, zero: int, **more: Any) -> dict[str, Any]:
+    _, stages, given = PLACED[case]
+    block = {"plan": {"stages": stages}, **given.get("block", {})}
+    return config_of(zero_optimization={"stage": zero}, **{**given, **more, "block": block})
+
+
+def are_shapes_alone(engine: Any, is_sharded: bool) -> bool:
+    """Return whether parameters that ranks hold in parts read as nothing, and only those."""
+    nothing = [bool(p.isnan().all()) for p in engine.parameters() if p.numel()]
+    return all(nothing) if is_sharded else not any(nothing)
+
+
+def train(case: str, zero: int, more: dict[str, Any]) -> dict[str, Any]:
+    """Train three steps, evaluate whole and in parts, look at weights; return what tests compare."""
+    model, make_batch = build(PLACED[case][0])
+    batches = [make_batch(B, seed) for seed in range(3)]
+    engine = make_engine(model, batches[0], config(case, zero, **more))
+    engine.retain_gradients()
+    losses = steps(engine, batches[:1])
+    gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
+    norms = [engine.get_global_grad_norm()]
+    for batch in batches[1:]:
+        losses += steps(engine, [batch])
+        norms.append(engine.get_global_grad_norm())
+    stages = engine.rank_engine.stages
+    sharded = [stage.stage.degree > 1 and zero == 3 for stage in stages]
+    answer = {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "shapes alone": are_shapes_alone(engine, all(sharded)),
+        "sharded": sharded,
+        "evaluated": [float(engine.eval_batch(iter([make_batch(n, n)]))) for n in (B, 5)],
+        "memory": engine.memory_report().ranks[engine.global_rank],
+        "state": engine.module_state_dict(),
+        "gathers": [i.stage for i in engine._lane._program.instructions if i.kind is InstructionKind.GATHER],
+        "stages": [stage.stage for stage in stages],
+    }
+    engine.destroy()
+    return answer
+
+
+def overflow(zero: int) -> dict[str, Any]:
+    """Train in fp16 under a loss scale far too high: skipped until it has sunk."""
+    import deepspeed.accelerator
+
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    model, make_batch = build("two_branch")
+    batch = make_batch(B, 0)
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    block = {"stages": 1, "data_parallel": 2}
+    engine = make_engine(model, batch, config_of(fp16=fp16, zero_optimization={"stage": zero}, block=block))
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    same = []
+    for _ in range(12):
+        steps(engine, [batch])
+        now = engine.module_state_dict()
+        same.append(all(torch.equal(now[name], value) for name, value in before.items()))
+    return {"skipped": engine.skipped_steps, "scale": engine.loss_scale, "same": same, "state": now}
+
+
+def use_weights(directory: str) -> dict[str, Any]:
+    """Read, write, generate with, export and reload weights that are in parts between steps."""
+    model, make_batch = build("gpt2")
+    batch = make_batch(B, 0)
+    stages = {"plan": {"stages": PLACED["gpt2, two stages on both ranks"][1]}}
+    answers: dict[str, Any] = {}
+    for zero in (2, 3):
+        sharded = {"stage": zero, "stage3_param_persistence_threshold": 0}
+        engine = make_engine(build("gpt2")[0], batch, config_of(zero_optimization=sharded, block=stages))
+        steps(engine, [batch])
+        engine.save_pretrained(f"{directory}/export{zero}")
+        tokens = engine.generate(batch["input_ids"][:2, :4], max_new_tokens=4, do_sample=False)
+        with engine.gathered_parameters():
+            refusal = _refusal_of(engine, batch) if zero == 3 else ""
+            for parameter in engine.parameters():
+                parameter.data.mul_(0.5)
+        engine.load_module_state_dict(engine.module_state_dict())  # masters of what was written
+        answers[str(zero)] = {
+            "tokens": tokens,
+            "refusal": refusal,
+            "losses": steps(engine, [batch, batch]),
+            "whole": engine.gather_state_dict(),
+        }
+        engine.destroy()
+    return answers
+
+
+def _refusal_of(engine: Any, batch: dict[str, Any]) -> str:
+    from gpp_plugin.errors import ConfigError
+
+    try:
+        steps(engine, [batch])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def refusals() -> dict[str, str]:
+    """Return what is said of what cannot be done."""
+    from gpp_plugin.errors import GppError
+
+    model, make_batch = build("two_branch")
+    batch = make_batch(B, 0)
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "async": ({}, {"mode": "async", "micro_batch_sizes": U}),
+        "backends": ({}, {"backends": "auto"}),
+        "offload": ({"offload_param": {"device": "cpu"}}, {}),
+    }
+    said = {}
+    for name, (zero, block) in cases.items():
+        try:
+            make_engine(
+                model, batch, config_of(zero_optimization={"stage": 3, **zero}, block={"stages": 1, **block})
+            )
+        except GppError as error:
+            said[name] = str(error)
+    next(model.parameters()).ds_id = 0  # as deepspeed.zero.Init leaves it
+    try:
+        make_engine(model, batch, config_of(zero_optimization={"stage": 3}, block={"stages": 1}))
+    except GppError as error:
+        said["in parts"] = str(error)
+    return said

@@ -1,0 +1,143 @@
+"""Gathers of parameters that a stage's ranks hold in parts (ZeRO 3): where they stand, and that nothing stops there."""
+
+import dataclasses
+import random
+
+import pytest
+
+from gpp_benchmarks._random_plans import random_plan
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.program import InstructionKind
+from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.gathers import gathered_at_once
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.simulate.program_times import simulate_programs
+from tests.schedule.plans import sharded, simple_plan
+
+GATHER, FREE = InstructionKind.GATHER, InstructionKind.FREE
+
+
+def proven(plan, **options):
+    """Return the programs of a plan, proven and simulated."""
+    schedules = build_schedules(plan)
+    programs = lower_schedules(plan, schedules, reduce_each_backward=True, **options)
+    validate_programs(plan, schedules, programs)
+    simulate_programs(plan, programs, mode="rendezvous")
+    return schedules, programs
+
+
+def short(program):
+    """Return the program as words, messages left out."""
+    return " ".join(str(i) for i in program.instructions if i.message is None)
+
+
+def test_a_rank_of_one_stage_gathers_once():
+    plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2,))
+    _, programs = proven(plan)
+    expected = "gather 0F0 0F1 0B0 reduce_data 0B1 free reduce_data step"
+    assert [short(program) for program in programs[:2]] == [expected, expected]
+    assert short(programs[2]) == "1F0 1B0 1F1 1B1 reduce_data step", "a single rank holds all of it"
+    assert gathered_at_once(plan, programs[0]) == 40
+
+
+def test_ranks_of_several_stages_hold_one_of_them_whole():
+    plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (0, 1), num_bytes=100)
+    _, programs = proven(plan)
+    assert short(programs[0]) == short(programs[1])
+    words = [word for word in short(programs[0]).split() if not word.startswith("reduce")]
+    assert " ".join(words) == (
+        "gather(0) 0F0 free(0) gather(1) 1F0 1B0 free(1) gather(0) 0F1 0B0 free(0) gather(1) 1F1 1B1 free(1) "
+        "gather(0) 0B1 free(0) step"
+    )
+    assert gathered_at_once(plan, programs[0]) == 50
+
+
+@pytest.mark.parametrize("num_stages", [4, 6])
+def test_interleaved_stages_hold_one_whole(num_stages):
+    chain = simple_plan([4] * num_stages, [(i, i + 1) for i in range(num_stages - 1)], mini_batch=16)
+    plan = sharded(chain, *[((0, 1), (2, 3))[i % 2] for i in range(num_stages)])
+    _, programs = proven(plan)
+    assert [gathered_at_once(plan, program) for program in programs] == [40] * 4
+
+
+def test_evaluation_gathers_too():
+    plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2, 3))
+    schedules = forward_schedules(plan)
+    programs = lower_schedules(plan, schedules, training=False)
+    validate_programs(plan, schedules, programs)
+    assert short(programs[0]) == "gather 0F0 0F1 free"
+
+
+@pytest.mark.parametrize("shares_ranks", [False, True])
+def test_random_programs_finish(shares_ranks):
+    rng = random.Random(7)
+    whole = ranks = 0
+    for _ in range(60):
+        plan = sharded(random_plan(rng, most_stages=6, most_ranks=8, shares_ranks=shares_ranks))
+        _, programs = proven(plan)
+        for program in programs:
+            largest = max(plan.stages[stage].gathered_bytes for stage in program.stages)
+            whole += gathered_at_once(plan, program) == largest
+            ranks += 1
+    assert whole == ranks if not shares_ranks else whole > 0.8 * ranks, (whole, ranks)
+
+
+def changed(programs, rank, change):
+    """Return the programs with one rank's instructions changed."""
+    own = tuple(change(list(programs[rank].instructions)))
+    return tuple(dataclasses.replace(p, instructions=own) if p.rank == rank else p for p in programs)
+
+
+def test_damage_is_found():
+    plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2, 3))
+    schedules, programs = proven(plan)
+
+    def without(kind):
+        return lambda own: [each for each in own if each.kind is not kind]
+
+    def late(own):
+        at = next(i for i, each in enumerate(own) if each.kind is GATHER)
+        return [*own[:at], own[at + 1], own[at], *own[at + 2 :]]
+
+    def at_the_end(own):
+        free = next(each for each in own if each.kind is FREE)
+        return [*(each for each in own if each is not free), free]
+
+    for change, what in (
+        (without(GATHER), "runs 0F0 while its parameters are not gathered"),
+        (without(FREE), "steps while its parameters are gathered"),
+        (late, "runs 0F0 while its parameters are not gathered"),
+        (at_the_end, "come last|steps while its parameters are gathered"),
+    ):
+        with pytest.raises(ScheduleError, match=what):
+            validate_programs(plan, schedules, changed(programs, 0, change))
+    held_whole = dataclasses.replace(
+        plan, stages=tuple(dataclasses.replace(stage, sharded_bytes=0) for stage in plan.stages)
+    )
+    with pytest.raises(ScheduleError, match="its parameters are whole there"):
+        validate_programs(held_whole, schedules, programs)
+
+
+def test_ranks_that_gather_at_other_places_are_refused():
+    plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2, 3))
+    schedules, programs = proven(plan)
+
+    def twice(own):
+        at = max(i for i, each in enumerate(own) if each.task is not None)
+        free, gather = (next(each for each in own if each.kind is kind) for kind in (FREE, GATHER))
+        return [*own[:at], free, gather, *own[at:]]
+
+    with pytest.raises(ScheduleError, match="they must agree"):
+        validate_programs(plan, schedules, changed(programs, 0, twice))
+
+
+def test_a_simulated_gather_takes_its_time():
+    plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2,))
+    _, programs = proven(plan)
+    without = simulate_programs(plan, programs)
+    timeline = simulate_programs(plan, programs, gather_us={0: 7.0})
+    events = [e for e in timeline.events if e.kind is EventKind.GATHER]
+    assert [(e.rank, e.start_us, e.end_us) for e in events] == [(0, 0.0, 7.0), (1, 0.0, 7.0)]
+    assert timeline.iteration_us == pytest.approx(without.iteration_us + 7.0)

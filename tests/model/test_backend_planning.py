@@ -181,5 +181,5 @@ def test_reports_say_what_a_forward_runs_on() -> None:
     shown = [e for e in chrome_trace(timeline, placed)["traceEvents"] if "backend" in e.get("args", {})]
     assert {(e["cat"], e["args"]["backend"]) for e in shown} == {("forward", "openvino")}
     page = report_page([ReportedPlan(name="p", plan=placed, timelines=[("predicted", timeline)])])
-    assert f"{stages[0].name} on openvino" in page and "forward on openvino" in page
+    assert f"{stages[0].name} on openvino" in page and "runs on openvino" in page
     assert loads(PipelinePlan, dumps(placed)) == placed

@@ -30,6 +30,9 @@ EXTRAS = {
     "test": [
         "accelerate>=1.1",
         "megatron-core>=0.16",
+        "onnx>=1.23",
+        "onnxruntime>=1.32",
+        "onnxscript>=0.7",
         "peft>=0.18",
         "pytest>=8",
         "pytest-timeout>=2.3",

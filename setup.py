@@ -30,9 +30,6 @@ EXTRAS = {
     "test": [
         "accelerate>=1.1",
         "megatron-core>=0.16",
-        "onnx>=1.23",
-        "onnxruntime>=1.32",
-        "onnxscript>=0.7",
         "peft>=0.18",
         "pytest>=8",
         "pytest-timeout>=2.3",
@@ -42,7 +39,7 @@ EXTRAS = {
         "tensorboard>=2.18",
         "transformers>=5.17",
     ],
-    "dev": ["ruff==0.17.5", "mypy==2.4.1", "mkdocs==1.6.1"],
+    "dev": ["ruff==0.17.5", "mypy==2.4.1", "mkdocs==1.6.1", "onnx>=1.23", "onnxruntime>=1.32", "onnxscript>=0.7"],
 }
 
 setup(

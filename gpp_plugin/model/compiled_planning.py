@@ -10,7 +10,7 @@ simulation know nothing else of it.
     planned    layer  forward 3.6 ms  backward 6.0 ms   12.6 MB a sample
 
 Source: this project; selection by measurement after Collage (PACT 2022, arXiv 2111.00655)
-Tests: tests/model/test_compiled_planning.py, tests/integrations/test_compiled_training.py
+Tests: tests/backends/test_compiled_blocks.py, tests/integrations/test_compiled_training.py
 """
 
 from __future__ import annotations

@@ -122,6 +122,8 @@ class RequestOptions(TypedDict, total=False):
         virtual_stages: stages that each group of ranks holds: 1 by default, or ``auto``, whatever is shortest.
         colocate: ``auto`` may put the stages of a branch on the ranks of others; ``off`` (the default) does not.
         data_parallel: ranks of every stage; the planner chooses by default.
+        tensor_parallel: ranks that compute the same samples of a stage together: 1 by default, a number for all stages
+            that can be divided so, by module path (all others 1), or ``auto``, stage by stage whatever is shortest.
         memory: what may be used to fit: ``recompute``, ``swap``, both or (the default) neither.
         memory_limit_gb: most GB of one rank; what the device has by default.
         zero_stage: 0 (the default) to 3.
@@ -143,6 +145,7 @@ class RequestOptions(TypedDict, total=False):
     virtual_stages: int | str
     colocate: str
     data_parallel: int | None
+    tensor_parallel: int | str | Mapping[str, int]
     memory: Collection[str]
     memory_limit_gb: float | None
     zero_stage: int
@@ -225,6 +228,11 @@ def make_request(
         raise ConfigError(f'virtual_stages {virtual!r}: give "auto" or a number of at least 1')
     if colocate not in ("auto", "off"):
         raise ConfigError(f'colocate {colocate!r}: give "auto" or "off"')
+    tensor = options.get("tensor_parallel", 1)
+    if isinstance(tensor, str) and tensor != "auto":
+        raise ConfigError(
+            f'tensor_parallel {tensor!r}: give "auto", a number of at least 1, or numbers by module'
+        )
     limit = options.get("memory_limit_gb")
     return PlanRequest(
         graph=graph,
@@ -244,6 +252,11 @@ def make_request(
         vertical_sync=options.get("vertical_sync", False),
         virtual_stages=None if isinstance(virtual, str) else virtual,
         colocate=colocate == "auto",
+        tensor_parallel=None
+        if isinstance(tensor, str)
+        else tensor
+        if isinstance(tensor, int)
+        else dict(tensor),
     )
 
 

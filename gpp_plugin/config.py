@@ -167,6 +167,9 @@ class GraphPipelineConfig(_Block):
         colocate: "auto" may place the stages of a branch on the ranks of other stages, where the simulated step is
             shorter; "off" does not.
         data_parallel: ranks of each stage, or what the planner finds best.
+        tensor_parallel: ranks that compute the same samples of a stage together, each with a part of its heads,
+            features and vocabulary: 1, a number for all stages that can be divided so, a number by module path (all
+            others 1), or "auto", stage by stage what makes the step shortest in simulation.
         schedule: order of the tasks of every stage (`schedule.names`); "auto" is the shortest in
             simulation that memory allows.
         micro_batch_sizes: samples a stage takes at a time: for all stages, or by stage name
@@ -242,6 +245,10 @@ class GraphPipelineConfig(_Block):
     virtual_stages: Auto | Count = Field(default=1, description='"auto" or a whole number of at least 1')
     colocate: Colocate = Field(default="off", description=_one_of(Colocate))
     data_parallel: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
+    tensor_parallel: Auto | Count | dict[str, Count] = Field(
+        default=1,
+        description='"auto", a whole number of at least 1, or {"module path": number, ...}',
+    )
     schedule: str = Field(default="auto", description=_SCHEDULE)
     micro_batch_sizes: Literal["auto", "search"] | Count | dict[str, Count | Literal["full"]] = Field(
         default="auto",

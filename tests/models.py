@@ -174,6 +174,23 @@ def _gpt2(layers: int, dropout: float) -> Built:
     return GPT2LMHeadModel(config), make_batch
 
 
+def _llama(layers: int, dropout: float) -> Built:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, attention_dropout=dropout,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+    def make_batch(num_samples: int, seed: int = 0) -> Batch:
+        generator = _generator(seed)
+        ids = _token_ids((num_samples, TEXT_LENGTH), generator)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+    return LlamaForCausalLM(config), make_batch
+
+
 def _bert(layers: int, dropout: float) -> Built:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -350,6 +367,7 @@ _BUILDERS: dict[str, Callable[..., Built]] = {
     "whisper": _whisper,
     "t5": _t5,
     "gpt2": _gpt2,
+    "llama": _llama,
     "bert": _bert,
     "dlrm": _dlrm,
     "batch_norm_mlp": _batch_norm_mlp,

@@ -12,6 +12,9 @@ float32, with a gradient and samples along its first axis.
              link in (each holds it for bytes / bandwidth), then takes the latency; the stages' gradients are reduced
              by a ring behind the last backward
 
+The ranks of a stage of tensor size t are rows of t, which run every task as one; times and bytes of such stages are the
+caller's (`_tensor_oracle`). Receiver l of a row is sent the whole message by sender l mod t of the other's.
+
 Two stages of 10 + 20 us, two micro-batches, messages free; stage 0 holds 2, stage 1 holds 1:
 
     stage 0  F0 F1 .. .. B0 B0 .. B1 B1             tens of us
@@ -36,8 +39,12 @@ Groups = tuple[tuple[str, ...], ...]
 
 TaskKey = tuple[int, str, int]
 """Rank, ``F`` or ``B``, micro-batch."""
-MessageKey = tuple[int, int, int]
-"""0 for activations and 1 for gradients, the edge, the first sample: who is ready first goes first, ties so."""
+MessageKey = tuple[int, int, int, int]
+"""0 for activations and 1 for gradients, the edge, the first sample, the receiver's place in its row: who is ready
+first goes first, ties so."""
+Sent = tuple[TaskKey, TaskKey, float, int, int]
+"""Task that makes it, task that reads it, bytes, rank that sends, rank that receives; tasks of a row are its first
+rank's."""
 
 
 def oracle_plan(request: PlanRequest, groups: Groups, degrees: Sequence[int], size: int) -> PipelinePlan:
@@ -102,7 +109,12 @@ def num_micro_batches(plan: PipelinePlan, stage: Stage) -> int:
 
 def local_samples(stage: Stage) -> int:
     """Return the samples of a micro-batch that each rank of a stage computes."""
-    return stage.micro_batch_size // len(stage.ranks)
+    return stage.micro_batch_size // len(rows_of(stage))
+
+
+def rows_of(stage: Stage) -> tuple[int, ...]:
+    """Return the first rank of each row of tensor ranks: every rank where the tensor size is 1."""
+    return stage.ranks[:: stage.tensor]
 
 
 def _stage_bytes(own: Sequence[BlockCost], local: int, in_flight: int) -> int:
@@ -191,16 +203,16 @@ def step_us(plan: PipelinePlan, cluster: Cluster) -> float:
     orders = {
         rank: [(rank, way, m) for way, m in _one_f_one_b(num_micro_batches(plan, stage), stage.in_flight)]
         for stage in plan.stages
-        for rank in stage.ranks
+        for rank in rows_of(stage)
     }
     took = {
         (rank, way): us
         for stage in plan.stages
-        for rank in stage.ranks
+        for rank in rows_of(stage)
         for way, us in (("F", stage.forward_us), ("B", stage.backward_us))
     }
     ends = _play(orders, took, _messages(plan), cluster)
-    return max(max(ends[rank] for rank in stage.ranks) + _ring_us(stage, cluster) for stage in plan.stages)
+    return max(max(ends[rank] for rank in rows_of(stage)) + _ring_us(stage, cluster) for stage in plan.stages)
 
 
 def _one_f_one_b(num: int, in_flight: int) -> list[tuple[str, int]]:
@@ -213,14 +225,14 @@ def _one_f_one_b(num: int, in_flight: int) -> list[tuple[str, int]]:
     return order
 
 
-def _messages(plan: PipelinePlan) -> dict[MessageKey, tuple[TaskKey, TaskKey, float]]:
+def _messages(plan: PipelinePlan) -> dict[MessageKey, Sent]:
     """Return every message's sender, receiver and bytes: sample by sample, then joined where both ends are the same."""
 
     def owner(stage: Stage, way: str, sample: int) -> TaskKey:
         micro_batch, within = divmod(sample, stage.micro_batch_size)
-        return stage.ranks[within // local_samples(stage)], way, micro_batch
+        return rows_of(stage)[within // local_samples(stage)], way, micro_batch
 
-    found: dict[MessageKey, tuple[TaskKey, TaskKey, float]] = {}
+    found: dict[MessageKey, Sent] = {}
     for number, edge in enumerate(plan.edges):
         assert not edge.bytes_fixed and edge.bytes_per_sample == edge.gradient_bytes_per_sample
         for direction, way in enumerate("FB"):
@@ -230,14 +242,22 @@ def _messages(plan: PipelinePlan) -> dict[MessageKey, tuple[TaskKey, TaskKey, fl
             for sample in range(plan.mini_batch):
                 samples[owner(sender, way, sample), owner(receiver, way, sample)].append(sample)
             for (src, dst), sent in samples.items():
-                found[direction, number, sent[0]] = src, dst, len(sent) * edge.bytes_per_sample
+                first = sender.ranks.index(src[0]), receiver.ranks.index(dst[0])
+                for place in range(receiver.tensor):
+                    found[direction, number, sent[0], place] = (
+                        src,
+                        dst,
+                        len(sent) * edge.bytes_per_sample,
+                        sender.ranks[first[0] + place % sender.tensor],
+                        receiver.ranks[first[1] + place],
+                    )
     return found
 
 
 def _play(
     orders: dict[int, list[TaskKey]],
     took: dict[tuple[int, str], float],
-    messages: dict[MessageKey, tuple[TaskKey, TaskKey, float]],
+    messages: dict[MessageKey, Sent],
     cluster: Cluster,
 ) -> dict[int, float]:
     """Return when each rank ends its last task.
@@ -250,11 +270,12 @@ def _play(
     """
     lacking: dict[TaskKey, int] = defaultdict(int)
     leaving: dict[TaskKey, list[MessageKey]] = defaultdict(list)
-    for key, (src, dst, _) in messages.items():
+    for key, (src, dst, *_) in messages.items():
         lacking[dst] += 1
         leaving[src].append(key)
     position, ready = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0.0)
-    out_free, in_free = dict.fromkeys(orders, 0.0), dict.fromkeys(orders, 0.0)
+    out_free: dict[int, float] = defaultdict(float)
+    in_free: dict[int, float] = defaultdict(float)
     arrived: dict[TaskKey, float] = defaultdict(float)
     events: list[tuple[float, int, tuple[int, ...]]] = []
     ends = dict.fromkeys(orders, 0.0)
@@ -280,16 +301,16 @@ def _play(
             position[rank] += 1
             start(rank)
             continue
-        src, dst, size = messages[which[0], which[1], which[2]]
-        link = _link(cluster, src[0], dst[0])
+        _, dst, size, sender, receiver = messages[which[0], which[1], which[2], which[3]]
+        link = _link(cluster, sender, receiver)
         wire = size / link.bytes_per_s * 1e6
         if kind == 1:
-            begin = max(now, out_free[src[0]])
-            out_free[src[0]] = begin + wire
+            begin = max(now, out_free[sender])
+            out_free[sender] = begin + wire
             heapq.heappush(events, (begin, 2, which))
             continue
-        in_free[dst[0]] = max(now, in_free[dst[0]]) + wire
-        arrived[dst] = max(arrived[dst], in_free[dst[0]] + link.latency_us)
+        in_free[receiver] = max(now, in_free[receiver]) + wire
+        arrived[dst] = max(arrived[dst], in_free[receiver] + link.latency_us)
         lacking[dst] -= 1
         if orders[dst[0]][min(position[dst[0]], len(orders[dst[0]]) - 1)] == dst:
             start(dst[0])
@@ -304,8 +325,9 @@ def _link(cluster: Cluster, rank: int, other: int) -> Link:
 
 def _ring_us(stage: Stage, cluster: Cluster) -> float:
     """Return the all-reduce of a stage's gradients: 2 (d - 1) steps of a d-th of them."""
-    degree = len(stage.ranks)
+    rows = rows_of(stage)
+    degree = len(rows)
     if degree == 1 or stage.gradient_bytes == 0:
         return 0.0
-    link = _link(cluster, stage.ranks[0], stage.ranks[-1])
+    link = _link(cluster, rows[0], rows[-1])
     return 2 * (degree - 1) * (link.latency_us + stage.gradient_bytes / degree / link.bytes_per_s * 1e6)

@@ -30,6 +30,7 @@ from gpp_benchmarks._oracle import (
     random_series_parallel,
     without_communication,
 )
+from gpp_benchmarks._tensor_oracle import best_tensor_us, tensor_request
 from gpp_benchmarks._unlike_oracle import best_unlike_us, unlike_request
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
@@ -73,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="random graphs on devices of two speeds, against all partitions and placements (%(default)s)",
     )
     parser.add_argument(
+        "--tensor-cases",
+        type=int,
+        default=0,
+        help="random graphs whose blocks tensor ranks can divide, against all partitions and grids (%(default)s)",
+    )
+    parser.add_argument(
         "--limit",
         type=float,
         help="seconds after which no further case begins; what is left is said (no limit)",
@@ -90,7 +97,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     joined = cases.checked("joined", args.memory_cases, check_joined)
     maps = cases.checked("map", args.map_cases, check_map)
     unlike = cases.checked("unlike", args.unlike_cases, check_unlike)
-    rows += [*joined, *maps, *unlike]
+    tensor = cases.checked("tensor", args.tensor_cases, check_tensor)
+    rows += [*joined, *maps, *unlike, *tensor]
     found = [row for row in rows if row["kind"] == "auto" and row["best_us"] is not None]
     ratios = [row["us"] / row["best_us"] for row in found if row["us"] is not None]
     missed = sum(row["us"] is None for row in found)
@@ -105,6 +113,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         **_joined_summary(joined),
         **_ratio_summary("map", maps),
         **_ratio_summary("unlike", unlike),
+        **_ratio_summary("tensor", tensor),
         "not_run": cases.not_run,
     }
     _print_summary(summary)
@@ -176,6 +185,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
         for kind, what in (
             ("map", "stages on fewer ranks, all maps and counts"),
             ("unlike", "devices of two speeds"),
+            ("tensor", "tensor sizes, all partitions and grids"),
         )
         if summary[f"{kind}_cases"]
     ]
@@ -338,4 +348,30 @@ def check_unlike(seed: int) -> dict[str, Any]:
         "best_us": best,
         "ratio": us / best if us is not None and best is not None else None,
         "seconds": round(seconds, 3),
+    }
+
+
+def check_tensor(seed: int, planner: str = "auto") -> dict[str, Any]:
+    """Compare `auto`, which chooses tensor sizes, with brute force on one random graph whose blocks can be divided."""
+    request = tensor_request(seed)
+    begin = time.process_time()
+    plan = _plan_of(planner, request)
+    seconds = time.process_time() - begin
+    begin = time.process_time()
+    whole = _plan_of(planner, dataclasses.replace(request, tensor_parallel=1))
+    whole_seconds = time.process_time() - begin
+    us = None if plan is None else plan.iteration_us
+    best = best_tensor_us(request)
+    return {
+        "kind": "tensor",
+        "seed": seed,
+        "blocks": len(request.graph.blocks),
+        "ranks": request.num_ranks,
+        "tensor": [] if plan is None else [stage.tensor for stage in plan.stages],
+        "us": us,
+        "best_us": best,
+        "whole_us": None if whole is None else whole.iteration_us,
+        "ratio": us / best if us is not None and best is not None else None,
+        "seconds": round(seconds, 3),
+        "whole_seconds": round(whole_seconds, 3),
     }

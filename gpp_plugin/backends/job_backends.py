@@ -69,11 +69,15 @@ def choose_backends(
             code, weights = lane.lane_of(index).code_and_weights(batch)
             # a unit's tensors are as they are; others may be described at another number of samples
             samples = None if lane.units else plan.stages[index].local_batch_size
-            if code.function.module is None:
+            is_shared_out = plan.stages[index].tensor > 1
+            if code.function.module is None or is_shared_out:
                 torch_alone = (PlacedGroup(backend=TORCH),)
-                return StageBackend(
-                    stage=stage, groups=torch_alone, notes=("a module of yours, run as it is",)
+                note = (
+                    "its tensor ranks compute together"
+                    if is_shared_out
+                    else "a module of yours, run as it is"
                 )
+                return StageBackend(stage=stage, groups=torch_alone, notes=(note,))
             return choose_backend(
                 asked, stage, lambda: code_of_stage(stage, code, weights, batch, samples, device), log
             )

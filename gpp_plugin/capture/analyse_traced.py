@@ -28,12 +28,13 @@ from gpp_plugin.capture.layout.layouts import (
 from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.lengths import resized
 from gpp_plugin.capture.mask_values import Mask, MaskFinder
+from gpp_plugin.capture.sharding.find_regions import find_sharding
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, tracing_device
 from gpp_plugin.capture.tracing.traced import Traced, structure_of
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis
+from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis, Sharding
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layout
 
@@ -82,8 +83,20 @@ def analysed(
         unpadded=tuple(sorted(of_masks.intersection(unpadded))),
         eager=eager,
         means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
+        sharding=_sharding(traced, shadow, notes),
     )
     return assemble(traced, op_graph, shadow, analysis, masks)
+
+
+def _sharding(traced: Traced, shadow: Shadow, notes: Mapping[str, Note]) -> Sharding:
+    buffers = {p.name for p in shadow.parameters if p.is_buffer}
+    return find_sharding(
+        traced.graph,
+        parameters={n: own for n, own in traced.parameters.items() if own not in buffers},
+        called={**traced.inputs, **traced.parameters},
+        needs_gradient={name for name, note in notes.items() if note.requires_grad},
+        styles=getattr(shadow.original, "_tp_plan", None) or {},
+    )
 
 
 def masks_of(traced: Traced, shadow: Shadow) -> MaskFinder:

@@ -48,7 +48,7 @@ OPTION_OF = {
     r"micro_batch_sizes(\['\*'\])?": "--micro-batch",
     r"train_micro_batch_size_per_gpu": "--loss-unit",
     r"train_batch_size": "--mini-batch",
-    r"\b(virtual|data|vertical)_(stages|parallel|sync)\b": r"--\1-\2",
+    r"\b(virtual|data|vertical|tensor)_(stages|parallel|sync)\b": r"--\1-\2",
 }
 """What a key of the configuration is called on the command line, in the order in which they are looked for."""
 
@@ -106,6 +106,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(%(default)s)",
     )
     parser.add_argument("--data-parallel", type=int, help="ranks of every stage")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=_tensor_parallel,
+        default=1,
+        metavar="N",
+        help="ranks that compute the same samples of a stage together: a number for all stages that can be divided; "
+        "auto, stage by stage what makes the simulated step shortest; or by module, language_model=4,... (%(default)s)",
+    )
     parser.add_argument(
         "--schedule", default="auto", help=f"one of {', '.join(schedule_names())} (%(default)s)"
     )
@@ -198,6 +206,19 @@ def _virtual_stages(text: str) -> str | int:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not valid; give auto or a number of at least 1")
+
+
+def _tensor_parallel(text: str) -> str | int | dict[str, int]:
+    if text == "auto":
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    sizes = {name: size for name, _, size in (part.rpartition("=") for part in text.split(","))}
+    if all(name and size.isdecimal() and int(size) > 0 for name, size in sizes.items()):
+        return {name: int(size) for name, size in sizes.items()}
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not valid; give auto, a number of at least 1, or numbers by module, like language_model=4"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -364,6 +385,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         virtual_stages=args.virtual_stages,
         colocate=args.colocate,
         data_parallel=args.data_parallel,
+        tensor_parallel=args.tensor_parallel,
         memory=args.memory,
         memory_limit_gb=limit,
         zero_stage=args.zero,

@@ -17,7 +17,16 @@ MODES = (SINGLE, STOCK, CHAIN, GRAPH)
 """One plain process; DeepSpeed's `PipelineEngine` on the linearised model; the best chain that our own planner finds,
 which is never trained, only simulated or emulated; the graph of stages."""
 
-_GRAPH_ONLY = ("plan", "schedule", "trace_path", "slicing", "memory", "virtual_stages", "colocate")
+_GRAPH_ONLY = (
+    "plan",
+    "schedule",
+    "trace_path",
+    "slicing",
+    "memory",
+    "virtual_stages",
+    "colocate",
+    "tensor_parallel",
+)
 """Keys of the block that say how the graph runs, and nothing of a chain."""
 
 

@@ -79,6 +79,7 @@ def single_plan(request: PlanRequest) -> PipelinePlan:
         num_ranks=1,
         num_stages=1,
         data_parallel=None,
+        tensor_parallel=1,
         micro_batch_sizes=None,
         schedule="1f1b",
         zero_stage=0,
@@ -93,7 +94,11 @@ def best_stock(request: PlanRequest) -> PipelinePlan:
         PlanInfeasible: none fits; the message is that of the fewest stages.
     """
     asked = dataclasses.replace(
-        one_stage_a_rank(request), micro_batch_sizes=None, schedule="1f1b", memory_optimization=()
+        one_stage_a_rank(request),
+        micro_batch_sizes=None,
+        schedule="1f1b",
+        memory_optimization=(),
+        tensor_parallel=1,
     )
     counts = [asked.num_stages]
     if asked.num_stages is None and asked.data_parallel is None:

@@ -178,7 +178,7 @@ class GraphPipelineEngine(PipelineSurface):
         looks_ahead = looks_ahead and config.repeat_steps == "off"
         self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
         modules = self._lanes.make_modules(self._lane, sample_batch)
-        tied = tied_parameters(tied_stages(plan, reference))
+        tied = tied_parameters(tied_stages(plan, reference), whole=source.whole_parameters(plan, reference))
         HERE.stage = name = plan.names_on_rank(setting.rank)
         limit_s = collective_timeout_s(plan, config.comm_timeout_s)
         self._wait_s = max(limit_s, LOADING_TIMEOUT_S)
@@ -186,6 +186,7 @@ class GraphPipelineEngine(PipelineSurface):
             group=setting.group, who=f"rank {setting.rank}, stage {name!r}", timeout_s=self._wait_s
         )
         self._groups = StageGroups.create(plan, tied, timeout_s=limit_s, backend=setting.placement.backend)
+        source.join_groups(plan, reference, self._groups.tensor)
         stages = self._make_stages(modules, tied, framework)
         source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)

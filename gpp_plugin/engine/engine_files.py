@@ -9,21 +9,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.config import CheckpointConfig
 from gpp_plugin.engine.checkpoints.load_checkpoint import has_checkpoint, load_checkpoint
+from gpp_plugin.engine.checkpoints.rank_files import place_of
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
+from gpp_plugin.engine.checkpoints.saved_tensors import cut_shard, join_shards
 from gpp_plugin.engine.feed import TrainingData
 from gpp_plugin.engine.guards.agreement import agree_on_state
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.engine.training_steps import StepStrategy
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.report.progress import shown_as
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.waiting import finish
 
 EXPORT_NAMES = ("model.safetensors", "pytorch_model.bin")
 
@@ -139,12 +145,18 @@ class PipelineFiles:
 
     @shown_as("export the model")
     def export(self, directory: str | Path) -> None:
-        """Write sharded safetensors under HuggingFace names, one shard a stage, no gather."""
+        """Write sharded safetensors under HuggingFace names, one shard a stage.
+
+        Nothing is gathered but what tensor ranks hold in parts, a tensor at a time, where the stage is written.
+        """
         self._steps.drain()
         with self._stages.gathered():
             self._source.save_pretrained(
                 directory,
-                states={stage.stage_index: dict(stage.module.state_dict()) for stage in self._stages.stages},
+                states={
+                    stage.stage_index: dict(stage.module.state_dict()) | self._joined(stage)
+                    for stage in self._stages.stages
+                },
                 plan=self._stages.plan,
                 group=self._setting.group,
                 timeout_s=self._timeout_s,
@@ -160,11 +172,11 @@ class PipelineFiles:
         """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere.
 
         Raises:
-            ConfigError: a stage is tensor-parallel: no rank knows how its shards make a whole.
+            ConfigError: a stage of a graph is tensor-parallel: no rank knows how its shards make a whole.
         """
         self._steps.drain()
         shared_out = [stage.name for stage in self._stages.plan.stages if stage.tensor > 1]
-        if shared_out:
+        if shared_out and not self._source.is_plain:
             raise ConfigError(
                 f"gather_state_dict: the tensor ranks of stage {shared_out[0]!r} hold shards of its weights; use "
                 "save_pretrained(), which writes a file a tensor rank, or save_checkpoint()"
@@ -172,13 +184,34 @@ class PipelineFiles:
         own: dict[str, Tensor] = {}
         with self._stages.gathered():
             for stage in self._stages.stages:
+                joined = self._joined(stage)
                 if stage.stage.ranks[0] == self._setting.rank:  # its replicas hold the same
-                    own |= _state_of(stage)
+                    own |= _state_of(stage) | joined
         return gather_state_dict(
             own,
             parameters=self._parameters,
             meeting=self._meeting,
         )
+
+    def _joined(self, stage: StageEngine) -> dict[str, Tensor]:
+        """Return what a stage's tensor ranks hold in parts, as whole tensors on its first rank; nothing on others.
+
+        Collective over the ranks of its first data position.
+        """
+        state: dict[str, Tensor] = {}
+        size = stage.stage.tensor
+        if size == 1 or not self._source.is_plain or stage.stage.position(stage.rank)[0] > 0:
+            return state
+        group = stage.groups.tensor[stage.stage_index]
+        for name, parameter in stage.module.named_parameters():
+            if is_shard(parameter):
+                parts = gather_parts(
+                    parameter.detach(), size=size, group=group, is_first=stage.tensor_position == 0
+                )
+                place = place_of(stage, name, parameter)
+                if parts:
+                    state[name] = join_shards(parts, axis=place.axis, stride=place.stride).cpu()
+        return state
 
     def stage_state(self, *, without_frozen: bool) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers under their HuggingFace names."""
@@ -213,14 +246,40 @@ class PipelineFiles:
         with self._stages.gathered():
             for stage in self._stages.stages:
                 own = stage.module.state_dict()
-                stage.module.load_state_dict({n: v for n, v in state.items() if n in own}, strict=False)
+                given = {n: v for n, v in state.items() if n in own}
+                for name, parameter in stage.module.named_parameters():
+                    if name in given and is_shard(parameter):
+                        given[name] = _own_part(stage, name, parameter, given[name])
+                stage.module.load_state_dict(given, strict=False)
                 stage.refresh_masters()
 
 
 def _state_of(stage: StageEngine) -> dict[str, Tensor]:
     """Return a stage's state dict; copies, where the weights themselves will not stay whole."""
-    state = dict(stage.module.state_dict())
+    state: dict[str, Tensor] = dict(stage.module.state_dict())
     return state if stage.weights is None else {name: value.clone() for name, value in state.items()}
+
+
+def _own_part(stage: StageEngine, name: str, parameter: Tensor, given: Tensor) -> Tensor:
+    """Return this rank's part of a tensor of a whole model's state; what is a part already as it is."""
+    if given.shape == parameter.shape:
+        return given
+    place = place_of(stage, name, parameter)
+    return cut_shard(given, stage.tensor_position, stage.stage.tensor, axis=place.axis, stride=place.stride)
+
+
+def gather_parts(own: Tensor, *, size: int, group: dist.ProcessGroup | int, is_first: bool) -> list[Tensor]:
+    """Return the tensors of all ranks of a group on its first one, in order; none on the others.
+
+    Raises:
+        CommTimeout: a rank did not come.
+    """
+    assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
+    part = own.contiguous()
+    parts = [torch.empty_like(part) for _ in range(size)] if is_first else []
+    work = dist.gather(part, parts or None, group=group, group_dst=0, async_op=True)
+    finish(work, part, group=group, what="a weight that tensor ranks hold in parts")
+    return parts
 
 
 def gather_state_dict(

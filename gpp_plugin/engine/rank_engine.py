@@ -97,7 +97,7 @@ class RankEngine:
 
         self._agree(build, "construction")
         self.stages: tuple[StageEngine, ...] = tuple(made)
-        self._ties = TiedSums([stage.reductions for stage in made], groups)
+        self._ties = TiedSums([stage.reductions for stage in made], groups, plan)
         self._rule = self._make_rule(steps_alone)
         for stage in made:
             stage.join(self._rule, self._ties)

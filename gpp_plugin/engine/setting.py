@@ -98,6 +98,18 @@ class EngineModel(Protocol):
     def share_weights(self, modules: Sequence[StageModule]) -> None:
         """Let the user's model see the weights that training changes, where it can."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it is one module, whose weights' names and shapes every rank knows."""
+
+    def whole_parameters(self, plan: PipelinePlan, reference: Reference) -> frozenset[str]:
+        """Return the parameters of which it is known that tensor ranks hold them whole."""
+
+    def join_groups(
+        self, plan: PipelinePlan, reference: Reference, groups: Sequence[dist.ProcessGroup | int]
+    ) -> None:
+        """Let the code of captured stages use the process groups of their tensor ranks, given by stage."""
+
     def save_pretrained(
         self,
         directory: str | Path,

@@ -14,7 +14,7 @@ Tests: tests/integrations/test_tensor_parallel.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -50,11 +50,13 @@ class TiedParameter:
         name: its name in every one of those stages' modules.
         stages: indices into the plan's stages.
         owner: the one of them that counts it in the norm and saves it.
+        is_whole: all tensor ranks of its stages hold it alike; else it may be shards.
     """
 
     name: str
     stages: tuple[int, ...]
     owner: int
+    is_whole: bool = False
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -62,9 +64,23 @@ class TiedParameter:
         return tuple(sorted(set(self.stages)))
 
 
-def tied_parameters(shared: Mapping[str, tuple[int, ...]]) -> tuple[TiedParameter, ...]:
-    """Return what several stages hold, given as parameter name -> stages; the first of these owns it."""
-    return tuple(TiedParameter(name=name, stages=stages, owner=stages[0]) for name, stages in shared.items())
+def tied_parameters(
+    shared: Mapping[str, tuple[int, ...]], *, whole: Collection[str] = ()
+) -> tuple[TiedParameter, ...]:
+    """Return what several stages hold, given as parameter name -> stages; the first of these owns it.
+
+    Args:
+        whole: those that all tensor ranks hold alike.
+    """
+    return tuple(
+        TiedParameter(name=name, stages=stages, owner=stages[0], is_whole=name in whole)
+        for name, stages in shared.items()
+    )
+
+
+def has_one_size(plan: PipelinePlan, stages: Iterable[int]) -> bool:
+    """Return whether stages have one tensor size: then equal positions hold the same of what the stages share."""
+    return len({plan.stages[stage].tensor for stage in stages}) == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +95,8 @@ class StageGroups:
         data: by stage, in the plan's order, the ranks of this rank's tensor position.
         tensor: by stage, the ranks of this rank's data position.
         stage: by stage, all its ranks.
-        tied: one per set of stages that shares parameters, the ranks of this rank's tensor position in them.
+        tied: one per set of stages that shares parameters, the ranks of this rank's tensor position in them; all ranks
+            of stages of unlike tensor sizes.
         single: this rank alone.
     """
 
@@ -139,12 +156,15 @@ class StageGroups:
             else (data if stage.tensor == 1 else tensor)[index]
             for index, stage in enumerate(plan.stages)
         )
-        # A tied parameter is summed over equal tensor positions of its stages: those hold the same shard of it.
+        # A tied parameter is summed over equal tensor positions of its stages: those hold the same shard of it. Of
+        # unlike sizes all ranks hold it whole, and each brings its share (`TiedSums`).
         shared = {
             stages: make_one_of(
                 sorted({rank for stage in stages for rank in plan.stages[stage].data_ranks(position)})
                 for position in range(plan.stages[stages[0]].tensor)
             )
+            if has_one_size(plan, stages)
+            else make_one_of([sorted({rank for stage in stages for rank in plan.stages[stage].ranks})])
             for stages in sorted({tie.holders for tie in tied})
         }
         return cls(world=world, data=data, tensor=tensor, stage=whole, tied=shared, single=single)
@@ -182,7 +202,7 @@ def _check(plan: PipelinePlan, tied: Sequence[TiedParameter]) -> None:
                 f"the plan has stages 0..{len(plan.stages) - 1}, and the owner must be one of them"
             )
         sizes = {plan.stages[stage].name: plan.stages[stage].tensor for stage in tie.stages}
-        if len(set(sizes.values())) > 1:
+        if len(set(sizes.values())) > 1 and not tie.is_whole:
             raise PlanError(
                 f"tied parameter {tie.name!r}: its stages have the tensor sizes {sizes}, so that their ranks hold "
                 "unlike shards of it; give them the same tensor size"
@@ -232,6 +252,8 @@ def make_replicas_equal(
         # of several copies on this rank the first is the owner's, if the owner is here, and the others follow it
         first = tie.owner if tie.owner in copies else min(copies)
         tensor_position = plan.stages[first].position(dist.get_rank())[1]
+        if not has_one_size(plan, tie.holders):
+            tensor_position = 0
         source = plan.stages[tie.owner].data_ranks(tensor_position)[0]
         broadcast_in_place(copies[first], source=source, group=groups.tied[tie.holders])
         for stage in copies.keys() - {first}:

@@ -28,9 +28,15 @@ from torch import Tensor
 from gpp_plugin.engine.gradients.flat_gradients import Summand, sum_over
 from gpp_plugin.engine.gradients.gradient_store import StageGradients
 from gpp_plugin.engine.setting import StepCounters, WeightUpdater
-from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates, sequence_parallel
+from gpp_plugin.engine.stage_groups import (
+    StageGroups,
+    TiedParameter,
+    duplicates,
+    has_one_size,
+    sequence_parallel,
+)
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.ranks.waiting import all_reduce
 
 LARGEST_DIFFERENCE = 1e-2
@@ -81,10 +87,17 @@ class GradientReductions:
             self._gradients.reduce_data()
         self._has_data = True
 
-    def bring_tied(self, names: Sequence[str]) -> Iterator[Summand]:
-        """Yield what this rank brings of tied parameters to the sums over their stages."""
+    def bring_tied(self, names: Sequence[str], *, shared_out: bool = False) -> Iterator[Summand]:
+        """Yield what this rank brings of tied parameters to the sums over their stages.
+
+        Args:
+            shared_out: all tensor ranks, which have the same, take part in the sum, and each brings its share.
+        """
         self._has_tied = True
-        return self._gradients.tied_summands([n for n in names if n in self._gradients.parameters])
+        for summand in self._gradients.tied_summands([n for n in names if n in self._gradients.parameters]):
+            if shared_out:
+                summand.brought.div_(self._stage.tensor)
+            yield summand
 
     def prepare_tied(self) -> None:
         """See to it that the stage's own sum of tied parameters is whole; collective over its tensor ranks.
@@ -154,7 +167,8 @@ class TiedSums:
         stages: of this rank, in the plan's order.
     """
 
-    def __init__(self, stages: Sequence[GradientReductions], groups: StageGroups) -> None:
+    def __init__(self, stages: Sequence[GradientReductions], groups: StageGroups, plan: PipelinePlan) -> None:
+        self._plan = plan
         self._stages = [stage for stage in stages if stage.tied]
         self._groups = groups
         self._asked: set[int] = set()
@@ -178,7 +192,9 @@ class TiedSums:
             own.prepare_tied()
         for holders, names in self._names if waiting else ():
             sharing = [own for own in self._stages if own.stage_index in holders]
-            sum_over(self._groups.tied[holders], [own.bring_tied(names) for own in sharing])
+            unlike = not has_one_size(self._plan, holders)
+            brought = [own.bring_tied(names, shared_out=unlike) for own in sharing]
+            sum_over(self._groups.tied[holders], brought)
 
     def clear(self) -> None:
         """Forget who has asked."""

@@ -2,10 +2,26 @@
 
 With it another rank captures at the size of its own stage in one export, and gets the same names,
 layouts and blocks.
+
+What tensor ranks may share out of it are regions of operators between whole tensors (`ShardedRegion`):
+
+    x whole ──► q, k, v by columns ──► heads, attention ──► o by rows ──sum──► whole
+                each rank its heads    each rank its own    each rank a summand
+
+A region begins with linear operators whose weights are cut by columns (their results' features) and ends with those
+whose weights are cut by rows, whose results are summed over the ranks. Between the two every operator computes on a
+part of one axis of its result, and as many parts as ranks are the whole. Nothing outside a region knows of it.
+
+A vocabulary is shared out likewise: of an embedding each rank has some rows, and zeros for other tokens are summed; of
+logits each rank has some columns, and a cross entropy needs the largest one, a sum and the label's of each row.
+
+Source: Megatron-LM (arXiv 1909.08053), section 3
+Tests: tests/capture/test_sharding.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpp_plugin.ir.op_graph import OpGraph
@@ -33,6 +49,91 @@ class GraphNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShard:
+    """How a tensor is cut for the tensor ranks of a data position.
+
+    Args:
+        name: of an operator (whose result it is), an input, or a parameter.
+        axis: along which it is cut.
+        parts: sizes of what lies one behind the other along that axis, each of which is cut by itself: of a weight
+            that makes queries, keys and values of 32 each ``(32, 32, 32)``; rank 1 of 2 holds the second half of each.
+            Those of a parameter are equal.
+    """
+
+    name: str
+    axis: int
+    parts: tuple[int, ...]
+
+    def rows(self, position: int, degree: int) -> tuple[tuple[int, int], ...]:
+        """Return what one of ``degree`` ranks holds along the axis, as (first, how many) of each part.
+
+        >>> TensorShard(name="qkv", axis=0, parts=(8, 4)).rows(1, 2)
+        ((4, 4), (10, 2))
+        """
+        found, begin = [], 0
+        for size in self.parts:
+            own = size // degree
+            found.append((begin + position * own, own))
+            begin += size
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedRegion:
+    """Operators that compute on parts, from whole tensors to whole tensors.
+
+    Args:
+        size: a tensor degree is possible where it divides this: the largest number that divides all that is cut (heads,
+            groups of keys and values, features).
+        results: of its operators, those that ranks hold parts of.
+        parameters: that are cut.
+        sums: its last operators, whose results are summed over the ranks.
+        losses: or cross entropies over what is cut, which sum three numbers a row.
+        shared: whole tensors and parameters that it reads and whose gradient is summed over the ranks.
+        sliced: of the whole tensors that it reads, those of which each rank reads its part.
+    """
+
+    size: int
+    results: tuple[TensorShard, ...]
+    parameters: tuple[TensorShard, ...]
+    sums: tuple[str, ...]
+    shared: tuple[str, ...]
+    sliced: tuple[TensorShard, ...]
+    losses: tuple[str, ...] = ()
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Return the operators of the region."""
+        return (*(result.name for result in self.results), *self.sums, *self.losses)
+
+    def is_divided_by(self, degree: int) -> bool:
+        """Return whether so many ranks can share it out."""
+        return degree > 1 and self.size % degree == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeLinear:
+    """A linear operator that stays whole, and the operator that is in the way."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What of a captured model can be shared out, and what cannot."""
+
+    regions: tuple[ShardedRegion, ...] = ()
+    whole: tuple[WholeLinear, ...] = ()
+
+
+def regions_in(regions: Iterable[ShardedRegion], operators: Iterable[str]) -> tuple[ShardedRegion, ...]:
+    """Return the regions whose operators are all among some."""
+    known = frozenset(operators)
+    return tuple(region for region in regions if known.issuperset(region.operators))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
     """A captured model without its torch graph.
 
@@ -50,6 +151,7 @@ class Analysis:
         means: what tracing it took beyond an export: "prepared" where entries of the batch are made ahead on the host,
             "recorded" where Python reads values of the batch, "whole units"
             where no axis is known to hold samples, so that all operators compute on whole loss units.
+        sharding: what of it tensor ranks can share out.
     """
 
     op_graph: OpGraph
@@ -62,6 +164,7 @@ class Analysis:
     unpadded: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
     means: tuple[str, ...] = ()
+    sharding: Sharding = Sharding()
 
     @property
     def reads_values(self) -> bool:

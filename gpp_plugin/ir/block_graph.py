@@ -74,6 +74,34 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSharding:
+    """What the tensor ranks of a data position divide of a block, and what they sum together.
+
+    A block without one computes the same on every tensor rank: nothing of it is divided.
+
+    Args:
+        degrees: tensor sizes above 1 that divide its heads, features and vocabulary, increasing.
+        flop_share: share of ``Block.flops`` that is divided by the degree; the rest every rank computes.
+        parameter_bytes, trainable_bytes: of those of the block, what is held as shards.
+        saved_share: share of ``Block.saved_bytes`` that is divided.
+        forward_sums, backward_sums: all-reduces of one task, whatever its number of samples.
+        forward_sum_bytes, backward_sum_bytes: bytes that they sum at ``BlockGraph.num_samples`` samples (of whole
+            tensors, not what a ring sends of them).
+    """
+
+    block: str
+    degrees: tuple[int, ...]
+    flop_share: float
+    parameter_bytes: int
+    trainable_bytes: int
+    saved_share: float
+    forward_sums: int
+    forward_sum_bytes: int
+    backward_sums: int
+    backward_sum_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGraph:
     """Blocks in a topological order, every edge between them, and the tensors on the edges.
 
@@ -81,6 +109,7 @@ class BlockGraph:
         num_samples: samples the sizes refer to.
         loss_block: the block that yields the loss, or None.
         more_losses: further blocks that yield a loss, which are all added up (explicit stage graphs).
+        sharding: of the blocks that tensor ranks can divide; empty where that is not known.
         tied: groups of blocks that share a parameter, parameter name -> block names.
         saved: what is kept for backward, tensor by tensor; empty in analytic graphs of layers.
     """
@@ -94,6 +123,7 @@ class BlockGraph:
     tied: dict[str, tuple[str, ...]]
     saved: tuple[SavedTensor, ...] = ()
     more_losses: tuple[str, ...] = ()
+    sharding: tuple[BlockSharding, ...] = ()
 
     @property
     def loss_blocks(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class Stage:
             for the stage's tasks (ZeRO 3); 0: each holds them whole.
         memory: what it swaps and recomputes; None: nothing. ``backward_us`` contains what that adds.
         tensor: tensor-parallel size: the ranks of one data position compute the same samples together, with
-            collectives inside each task. Stages made of captured blocks have 1.
+            collectives inside each task.
         backend: what its forward runs on where that is not torch (`openvino`, of a mix `openvino + torch`); a stage
             without gradients alone has one.
         compiled: those of its blocks, of a stage that trains, whose code is compiled.

@@ -7,15 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, BlockSharding, SavedTensor
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, batch_layout, element_bytes
 from gpp_plugin.library.gemm import Gemm, backward_us, forward_us, weight_share
+from gpp_plugin.plan.batch_rules import TENSOR_SIZES
 from gpp_plugin.plan.costs.memory_formula import adam_bytes
 
 FLOAT = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divided:
+    """What tensor ranks divide of a block, in elements of one sample; all of its matrix products are.
+
+    Args:
+        counts: heads, features or words that a tensor size must divide.
+        forward_sums, backward_sums: elements of each tensor that they sum.
+    """
+
+    counts: tuple[int, ...]
+    parameters: int
+    saved: int
+    forward_sums: tuple[int, ...]
+    backward_sums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +43,7 @@ class BlockSpec:
         output: elements of its output tensor; ``saved`` kept for backward.
         elementwise: elements read or written outside matrix products, forward; twice that backward.
         launches: operators beside the matrix products.
+        divided: by tensor ranks; None: every one of them computes all.
         is_checkpointed: activation checkpointing keeps its input only, and runs it again. Embeddings and heads are not:
             Megatron-LM, and so AutoPipe, checkpoints transformer layers.
     """
@@ -37,6 +55,7 @@ class BlockSpec:
     saved: int = 0
     elementwise: int = 0
     launches: int = 4
+    divided: Divided | None = None
     is_checkpointed: bool = False
 
 
@@ -101,8 +120,29 @@ def assemble(
         loss_block=loss,
         tied={},
         saved=tuple(saved) or tuple(tensor for spec in specs for tensor in _own_tensors(spec)),
+        sharding=tuple(found for spec in specs if (found := _sharding(spec)) is not None),
     )
     return AnalyticModel(graph=graph, specs=tuple(specs))
+
+
+def _sharding(spec: BlockSpec) -> BlockSharding | None:
+    """Return what tensor ranks divide of a block; None where no tensor size does."""
+    own = spec.divided
+    degrees = tuple(t for t in TENSOR_SIZES if own is not None and all(n % t == 0 for n in own.counts))
+    if own is None or not degrees:
+        return None
+    return BlockSharding(
+        block=spec.name,
+        degrees=degrees,
+        flop_share=1.0,
+        parameter_bytes=own.parameters * FLOAT,
+        trainable_bytes=own.parameters * FLOAT,
+        saved_share=own.saved / max(spec.saved, 1),
+        forward_sums=len(own.forward_sums),
+        forward_sum_bytes=sum(own.forward_sums) * FLOAT,
+        backward_sums=len(own.backward_sums),
+        backward_sum_bytes=sum(own.backward_sums) * FLOAT,
+    )
 
 
 MOST_PIECES = 16
@@ -147,6 +187,16 @@ def in_dtype(graph: BlockGraph, dtype: str) -> BlockGraph:
             for name, spec in graph.tensors.items()
         },
         saved=tuple(dataclasses.replace(tensor, bytes=scaled(tensor.bytes)) for tensor in graph.saved),
+        sharding=tuple(
+            dataclasses.replace(
+                each,
+                parameter_bytes=scaled(each.parameter_bytes),
+                trainable_bytes=scaled(each.trainable_bytes),
+                forward_sum_bytes=scaled(each.forward_sum_bytes),
+                backward_sum_bytes=scaled(each.backward_sum_bytes),
+            )
+            for each in graph.sharding
+        ),
     )
 
 
@@ -254,6 +304,14 @@ def attention(name: str, *, length: int, hidden: int, heads: int) -> BlockSpec:
         saved=7 * tokens + 2 * scores,
         elementwise=10 * tokens + 4 * scores,
         launches=6,
+        # by heads: query, key, value, context and scores; the input, its normalisation and the residual are whole
+        divided=Divided(
+            counts=(heads,),
+            parameters=4 * hidden * hidden + 3 * hidden,
+            saved=4 * tokens + 2 * scores,
+            forward_sums=(tokens,),
+            backward_sums=(tokens,),
+        ),
         is_checkpointed=True,
     )
 
@@ -269,6 +327,13 @@ def feed_forward(name: str, *, length: int, hidden: int, inner: int) -> BlockSpe
         saved=3 * tokens + 2 * length * inner,
         elementwise=6 * tokens + 2 * length * inner,
         launches=4,
+        divided=Divided(
+            counts=(inner,),
+            parameters=2 * hidden * inner + inner,
+            saved=2 * length * inner,
+            forward_sums=(tokens,),
+            backward_sums=(tokens,),
+        ),
         is_checkpointed=True,
     )
 
@@ -284,6 +349,21 @@ def merged(name: str, parts: Sequence[BlockSpec]) -> BlockSpec:
         elementwise=sum(part.elementwise for part in parts),
         launches=sum(part.launches for part in parts),
         is_checkpointed=all(part.is_checkpointed for part in parts),
+        divided=_divided_together([part.divided for part in parts]),
+    )
+
+
+def _divided_together(parts: Sequence[Divided | None]) -> Divided | None:
+    """Return what is divided of several blocks in a row; None where one of them is whole."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return Divided(
+        counts=tuple(count for part in known for count in part.counts),
+        parameters=sum(part.parameters for part in known),
+        saved=sum(part.saved for part in known),
+        forward_sums=tuple(size for part in known for size in part.forward_sums),
+        backward_sums=tuple(size for part in known for size in part.backward_sums),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from gpp_plugin.library.amoebanet import amoebanet
 from gpp_plugin.library.analytic_models import (
     AnalyticModel,
     BlockSpec,
+    Divided,
     assemble,
     attention,
     check_granularity,
@@ -152,9 +154,24 @@ def transformer(
             parameters=(vocabulary + length) * hidden,
             saved=length,
             elementwise=3 * length * hidden,
+            divided=Divided(
+                counts=(vocabulary,),
+                parameters=vocabulary * hidden,
+                saved=0,
+                forward_sums=(length * hidden,),
+                backward_sums=(),
+            ),
         )
         # The head is tied to the embedding: its weight is held and reduced there as well.
-        head = linear("head", hidden, vocabulary, rows=length)
+        # By words: the loss sums a maximum, a sum and the label's score of each token; the input's gradient is summed.
+        by_words = Divided(
+            counts=(vocabulary,),
+            parameters=hidden * vocabulary + vocabulary,
+            saved=length * vocabulary,
+            forward_sums=(3 * length,),
+            backward_sums=(length * hidden,),
+        )
+        head = dataclasses.replace(linear("head", hidden, vocabulary, rows=length), divided=by_words)
         specs = [table, *specs, head]
     else:
         specs = [*specs, linear("head", hidden, 1)]

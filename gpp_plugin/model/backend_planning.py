@@ -211,9 +211,11 @@ def _timed(plan: PipelinePlan, costs: CostModel, found: Mapping[int, StageBacken
         stage, share = stages[index], share_of(one)
         rows, local = costs.indices(stage.blocks), stage.local_batch_size
         # all plans from torch's times: those that a planner was told for the blocks were of other stages
-        changes: dict[str, Any] = {"forward_us": share * costs.stage_times(rows, local, stage.ranks)[0]}
+        changes: dict[str, Any] = {
+            "forward_us": share * costs.on(stage).stage_times(rows, local, stage.ranks)[0]
+        }
         if stage.half_forward_us:
-            changes["half_forward_us"] = share * costs.stage_times(rows, local / 2, stage.ranks)[0]
+            changes["half_forward_us"] = share * costs.on(stage).stage_times(rows, local / 2, stage.ranks)[0]
         stages[index] = dataclasses.replace(stage, **changes)
     timed = dataclasses.replace(plan, stages=tuple(stages))
     if timed == plan:

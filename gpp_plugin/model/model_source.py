@@ -7,6 +7,7 @@ evaluation and checkpoints know no difference.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,14 @@ from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, joined_module
 from gpp_plugin.runtime.stage_source import Reference, UnitSource
+from gpp_plugin.runtime.tensor_parallel.parameter_shards import (
+    check_shared_out,
+    describe_whole,
+    parameter_shards,
+)
 from gpp_plugin.schedule.names import may_split_backward
+
+logger = logging.getLogger(__name__)
 
 
 class ModelSource:
@@ -168,6 +176,8 @@ class ModelSource:
         # parts, and the stages that come of it and the user's are planned together.
         with step("capture"):
             reference = job.reference()
+        if job.whole is not None:
+            check_shared_out(reference, config.tensor_parallel)
         if config.loss_mean == "tokens":
             check_divides(type(self._model).__name__, reference.analysis.op_graph)
         if job.whole is not None and config.mode == "async" and config.plan is None:
@@ -186,6 +196,8 @@ class ModelSource:
             make_plan, PipelinePlan, what="plan", group=setting.group, timeout_s=PREPARATION_TIMEOUT_S
         )
         job.set_timeout(collective_timeout_s(plan, config.comm_timeout_s))
+        for line in describe_whole(reference, plan) if setting.rank == 0 else ():
+            logger.info("%s", line)
         return reference, plan
 
     def _make_plan(
@@ -267,6 +279,10 @@ class ModelSource:
         if asked == "off" or isinstance(asked, Mapping) or whole is None:
             return plan
         if job.takes_whole_units(whole.name) or self._config.units is not None:
+            return plan
+        if any(
+            stage.tensor > 1 for stage in plan.stages
+        ):  # rank 0 alone cannot run what ranks compute together
             return plan
         part = job.owns[whole.name]
         assert isinstance(part, CapturedPart), "a plain model is captured"
@@ -505,7 +521,7 @@ class ModelSource:
                 prefix=part.stage.prefix,
                 called=part.called,
             )
-            modules = holder.make_modules(lane.lanes[0].reference, list(of_stages.values()))
+            modules = holder.make_modules(lane.lanes[0].reference, lane.plan, of_stages)
             made.update(zip(of_stages, modules, strict=True))
             self._held.append((holder, modules))
         stages = tuple(made[stage] for stage in lane.stages)
@@ -522,6 +538,30 @@ class ModelSource:
         """Let a captured module see the weights that training changes; another stage is the user's own module."""
         for holder, own in self._held:
             holder.share_weights([module for module in modules if any(module is each for each in own)])
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it is one module, whose weights' names and shapes every rank knows."""
+        return self._job.whole is not None
+
+    def whole_parameters(self, plan: PipelinePlan, reference: Reference) -> frozenset[str]:
+        """Return the parameters of which it is known that tensor ranks hold them whole."""
+        if not self.is_plain:
+            return frozenset()
+        cut = {n for index in range(len(plan.stages)) for n in parameter_shards(reference, plan, index)}
+        return frozenset(p.name for p in reference.analysis.op_graph.parameters) - cut
+
+    def join_groups(
+        self, plan: PipelinePlan, reference: Reference, groups: Sequence[dist.ProcessGroup | int]
+    ) -> None:
+        """Let the code of captured stages use the process groups of their tensor ranks.
+
+        Args:
+            groups: by stage.
+        """
+        for index, (stage, group) in enumerate(zip(plan.stages, groups, strict=True)):
+            if self.is_plain and stage.tensor > 1 and self._setting.rank in stage.ranks:
+                self._job.links.join(stage, group, parameter_shards(reference, plan, index))
 
     def save_pretrained(
         self,
@@ -587,6 +627,13 @@ class ModelSource:
             raise ConfigError(
                 "engine.generate: the model is a graph of stages written down, which has no `generate` and no decode "
                 "step; give deepspeed.initialize the one HuggingFace model, or generate from engine.save_pretrained()"
+            )
+        shared_out = [stage.name for stage in plan.stages if stage.tensor > 1]
+        if shared_out:
+            raise ConfigError(
+                f"engine.generate: the tensor ranks of stage {shared_out[0]!r} hold its weights in parts, and the "
+                "model's own `generate` takes whole ones; set graph_pipeline.tensor_parallel to 1, or generate from "
+                "engine.save_pretrained()"
             )
         # Names are those of the analysis, which all ranks were told: of a tied parameter the first, others are aliases.
         parameters = reference.analysis.op_graph.parameters
@@ -775,6 +822,12 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             config.data_parallel,
             not is_plain and _is_other_degree(graph, config),
             "its ranks are given; remove the key",
+        ),
+        (
+            "tensor_parallel",
+            config.tensor_parallel,
+            not is_plain and config.tensor_parallel != 1,
+            "its stages say how many tensor ranks they have; remove the key",
         ),
     ):
         if wrong:

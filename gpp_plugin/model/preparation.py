@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -151,6 +152,7 @@ def cut_part(
         num_ranks=len(ranks),
         num_stages=num_stages,
         data_parallel=None,
+        tensor_parallel=1,
         cluster=dataclasses.replace(
             request.cluster, devices=tuple(request.cluster.devices[rank] for rank in ranks)
         ),
@@ -314,6 +316,7 @@ def plan_request(
         vertical_sync=config.vertical_sync,
         virtual_stages=config.virtual_stages if isinstance(config.virtual_stages, int) else None,
         colocate=config.colocate == "auto",
+        tensor_parallel=None if config.tensor_parallel == "auto" else config.tensor_parallel,
     )
 
 
@@ -384,9 +387,24 @@ def _cluster(config: GraphPipelineConfig, setting: Setting) -> Cluster:
 
 
 def materialize_for(
-    model: nn.Module, names: Iterable[str], *, setting: Setting, config: GraphPipelineConfig
+    model: nn.Module,
+    names: Iterable[str],
+    *,
+    setting: Setting,
+    config: GraphPipelineConfig,
+    cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Return real tensors of these parameters and buffers, where and as this job computes with them."""
+    """Return real tensors of these parameters and buffers, where and as this job computes with them.
+
+    Args:
+        cuts: as of `materialize_parameters`.
+    """
     return materialize_parameters(
-        model, names, device=setting.device, dtype=setting.dtype, seed=config.seed, weights=config.weights
+        model,
+        names,
+        device=setting.device,
+        dtype=setting.dtype,
+        seed=config.seed,
+        weights=config.weights,
+        cuts=cuts,
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.batch_rules import batch_rules
+from gpp_plugin.plan.batch_rules import batch_rules, tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe.graphpipe import explain_graph, search_stages
 from gpp_plugin.plan.graphpipe.search_tree import SearchTrees
@@ -159,7 +159,13 @@ def _rivals_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple
         yield (
             name,
             [
-                StageDraft(blocks=s.blocks, degree=s.degree, micro_batch_size=s.micro_batch_size, k=s.k)
+                StageDraft(
+                    blocks=s.blocks,
+                    degree=s.degree,
+                    micro_batch_size=s.micro_batch_size,
+                    k=s.k,
+                    tensor=s.tensor,
+                )
                 for s in rival.stages
             ],
         )
@@ -167,7 +173,9 @@ def _rivals_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple
 
 def _is_asked_for(rival: PipelinePlan, request: PlanRequest) -> bool:
     """Return whether a plan has the stages and the ranks a stage that the request gives: DAPPLE's may not."""
-    degrees = {stage.degree for stage in rival.stages}
+    degrees, sizes = {stage.degree for stage in rival.stages}, tensor_rules(request)
+    if any(stage.tensor not in sizes.allowed(stage.blocks) for stage in rival.stages):
+        return False
     return request.num_stages in (None, len(rival.stages)) and (
         request.data_parallel is None or degrees == {request.data_parallel}
     )
@@ -176,10 +184,12 @@ def _is_asked_for(rival: PipelinePlan, request: PlanRequest) -> bool:
 def _rivals(request: PlanRequest, report: SearchReport) -> tuple[str, ...]:
     """Return the planners worth asking: all on a chain, where theirs is the whole search space.
 
-    None where devices are of several speeds: they take all for alike.
+    None where devices are of several speeds, which they take for alike, or where tensor sizes are given.
     """
     if request.cluster.is_mixed:
         return ()
+    if request.tensor_parallel not in (1, None):
+        return ()  # nearly all of them know size 1 alone
     size = len(request.graph.blocks) * request.num_ranks
     if size > MAX_RIVAL_SIZE:
         report.leave_out(f"what {', '.join(RIVALS)} plan (more than {MAX_RIVAL_SIZE} blocks x ranks)")

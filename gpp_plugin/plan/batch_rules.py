@@ -1,10 +1,10 @@
-"""Which micro-batch sizes and degrees a stage may have: the user's wishes, coupling, divisibility."""
+"""Which micro-batch sizes, degrees and tensor sizes a stage may have: the user's wishes, coupling, divisibility."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
@@ -13,6 +13,122 @@ from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.request import PlanRequest
 
 MAX_SWEEP = 16
+TENSOR_SIZES = (2, 4, 8)
+"""Tensor sizes above 1 that are tried where the planner chooses."""
+ANY_SIZE = 0
+"""A way to give stages tensor sizes: each whichever is quickest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRules:
+    """Which tensor sizes a stage may have by its blocks.
+
+    Args:
+        sizes: increasing.
+        refused: tensor size -> blocks that no stage of it may hold.
+        divided: tensor size above 1 -> blocks of which its ranks hold a part each; a stage of it has one.
+        ways: to give sizes to all stages of a plan that is looked at: the largest each may have up to this one, or
+            `ANY_SIZE`. What is mixed otherwise is a move away.
+    """
+
+    sizes: tuple[int, ...] = (1,)
+    refused: dict[int, frozenset[str]] = field(default_factory=dict)
+    divided: dict[int, frozenset[str]] = field(default_factory=dict)
+    ways: tuple[int, ...] = (1,)
+
+    def allowed(self, blocks: Iterable[str]) -> list[int]:
+        """Return the tensor sizes of a stage with these blocks, increasing."""
+        if self.sizes == (1,):
+            return [1]
+        own = frozenset(blocks)
+        return [
+            size
+            for size in self.sizes
+            if own.isdisjoint(self.refused.get(size, ()))
+            and (size == 1 or not own.isdisjoint(self.divided.get(size, ())))
+        ]
+
+
+def tensor_rules(request: PlanRequest) -> TensorRules:
+    """Resolve the request's tensor sizes to blocks.
+
+    Raises:
+        PlanError: a size divides no heads of a block that shall have it, or there are too few ranks; a key names no
+            module, or one that has nothing to divide.
+    """
+    # Layers of 32 heads, a vision tower of 16, an embedding that is not divided:
+    #
+    #     asked                        sizes     refused                    divided
+    #     None, 8 ranks                1 2 4 8   -                          all layers, for every size
+    #     4                            1 4       1: all layers              4: all layers
+    #     {"language_model": 4}        1 4       1: its layers, 4: tower's  4: its layers
+    asked, graph = request.tensor_parallel, request.graph
+    if asked == 1:
+        return TensorRules()
+    degrees = {each.block: each.degrees for each in graph.sharding}
+    if asked is None:
+        sizes = [
+            n for n in TENSOR_SIZES if n <= request.num_ranks and any(n in own for own in degrees.values())
+        ]
+        return TensorRules(
+            sizes=(1, *sizes),
+            refused={n: frozenset(name for name, own in degrees.items() if n not in own) for n in sizes},
+            divided={n: frozenset(name for name, own in degrees.items() if n in own) for n in sizes},
+            ways=(ANY_SIZE, *sizes) if sizes else (1,),
+        )
+    wanted = _wanted_sizes(request, degrees)
+    sizes = sorted({1, *wanted.values()})
+    rest = frozenset(degrees) - frozenset(wanted)
+    return TensorRules(
+        sizes=tuple(sizes),
+        refused={
+            n: frozenset(name for name, size in wanted.items() if size != n)
+            | (rest if n > 1 else frozenset())
+            for n in sizes
+        },
+        divided={n: frozenset(name for name, size in wanted.items() if size == n) for n in sizes},
+        ways=(ANY_SIZE,),
+    )
+
+
+def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return by block the tensor size above 1 that the user wants of it.
+
+    Args:
+        degrees: by block that can be divided, the sizes it can be.
+    """
+    asked, graph = request.tensor_parallel, request.graph
+    wanted: dict[str, int] = {}
+    by_name = asked if isinstance(asked, dict) else {"": asked or 1}
+    for key, size in sorted(by_name.items(), key=lambda item: len(item[0])):
+        where = f"tensor_parallel[{key!r}]" if key else "tensor_parallel"
+        if not 1 <= size <= request.num_ranks:
+            raise PlanError(
+                f"{where} is {size} and there are {request.num_ranks} ranks; give 1 to {request.num_ranks}"
+            )
+        blocks = blocks_under(graph, key) if key else [block.name for block in graph.blocks]
+        own = [name for name in blocks if name in degrees]
+        if size > 1 and not own:
+            raise PlanError(
+                f"{where} is {size} and nothing of {_some(blocks)} can be divided among tensor ranks; give 1, or "
+                '"auto" for what can be'
+            )
+        for name in own:
+            wanted.pop(name, None)
+            if size == 1:
+                continue
+            if size not in degrees[name]:
+                possible = ", ".join(map(str, (1, *degrees[name])))
+                raise PlanError(
+                    f"{where} is {size}, which does not divide the heads, features or vocabulary of block {name!r}; "
+                    f"it can be {possible}"
+                )
+            wanted[name] = size
+    return wanted
+
+
+def _some(blocks: list[str]) -> str:
+    return f"block {blocks[0]!r}" + (f" and {len(blocks) - 1} more" if len(blocks) > 1 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +151,7 @@ class BatchRules:
     fixed: dict[str, int]
     universal: int | None
     smallest_local: int = 1
+    tensors: TensorRules = field(default_factory=TensorRules)
 
     def micro_batch_size(self, blocks: Iterable[str], degree: int, wish: int) -> int | None:
         """Return the micro-batch size of a stage of ``degree`` ranks, or None where there is none.
@@ -64,6 +181,13 @@ class BatchRules:
         if self.data_parallel is not None:
             return [self.data_parallel]
         return [d for d in range(1, self.num_ranks + 1) if self.mini_batch % d == 0]
+
+    def grids(self) -> list[tuple[int, int]]:
+        """Return data-parallel degrees with tensor sizes that the ranks are enough for, fewest ranks first."""
+        found = [
+            (d, t) for t in self.tensors.sizes for d in self.degrees() if d * t <= self.num_ranks or t == 1
+        ]
+        return sorted(found, key=lambda grid: (grid[0] * grid[1], grid[1]))
 
     def wishes(self) -> list[int]:
         """Return the universal micro-batch sizes worth trying, increasing.
@@ -117,6 +241,7 @@ def batch_rules(request: PlanRequest) -> BatchRules:
         fixed=fixed,
         universal=universal,
         smallest_local=request.smallest_local_batch,
+        tensors=tensor_rules(request),
     )
 
 

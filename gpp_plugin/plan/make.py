@@ -18,6 +18,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.tensor_costs import sharded_profile
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
@@ -112,6 +113,7 @@ def _in_order(graph: BlockGraph, drafts: Sequence[StageDraft], costs: CostModel)
 def _stage_of(draft: StageDraft, name: str, ranks: tuple[int, ...], schedule: str, costs: CostModel) -> Stage:
     """Return the stage with its times; its in-flight count and memory follow from the whole plan."""
     local = draft.micro_batch_size / draft.degree
+    costs = costs if draft.tensor == 1 else costs.at_tensor(draft.tensor, ranks)
     forward, backward = costs.stage_times(costs.indices(draft.blocks), local, ranks)
     return Stage(
         name=name,
@@ -141,8 +143,8 @@ def place_by_memory(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     free = sorted(range(plan.num_ranks), key=lambda rank: (-devices[rank].memory_bytes, rank))
     placed: dict[int, tuple[int, ...]] = {}
     for i in sorted(range(len(plan.stages)), key=lambda i: -plan.stages[i].memory_bytes):
-        degree = plan.stages[i].degree
-        placed[i], free = tuple(sorted(free[:degree])), free[degree:]
+        size = len(plan.stages[i].ranks)
+        placed[i], free = tuple(sorted(free[:size])), free[size:]
     return with_ranks(plan, [placed[i] for i in range(len(plan.stages))], costs)
 
 
@@ -155,15 +157,16 @@ def with_ranks(plan: PipelinePlan, ranks: Sequence[tuple[int, ...]], costs: Cost
     stages = []
     for stage, own in zip(plan.stages, ranks, strict=True):
         changes: dict[str, Any] = {}
-        if costs.kinds_of(stage.ranks) != costs.kinds_of(own):
+        at, there = costs.on(stage), costs if stage.tensor == 1 else costs.at_tensor(stage.tensor, own)
+        if at is not there or costs.kinds_of(stage.ranks) != costs.kinds_of(own):
             rows, local = costs.indices(stage.blocks), stage.local_batch_size
-            before, after = (costs.stage_times(rows, local, placed) for placed in (stage.ranks, own))
+            before, after = at.stage_times(rows, local, stage.ranks), there.stage_times(rows, local, own)
             # what memory optimization adds, and parts of tasks, are as much longer there as the whole task is
             slower = after[1] / before[1] if before[1] > 0 else 1.0
             changes = {
                 "forward_us": after[0],
                 "backward_us": stage.backward_us * slower,
-                "half_forward_us": costs.stage_times(rows, local / 2, own)[0]
+                "half_forward_us": there.stage_times(rows, local / 2, own)[0]
                 if stage.half_forward_us
                 else 0.0,
                 "input_gradient_us": stage.input_gradient_us * slower,
@@ -184,7 +187,7 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
         counts[i] = min(counts[i] + more, plan.num_micro_batches(i))
     stages = []
     for stage, count in zip(plan.stages, counts, strict=True):
-        memory = costs.stage_memory(
+        memory = costs.on(stage).stage_memory(
             costs.indices(stage.blocks), degree=stage.degree, local=stage.local_batch_size, in_flight=count
         )
         # Thousands of candidates pass here: `dataclasses.replace` would take several times as long.
@@ -200,7 +203,7 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
                 forward_us=stage.forward_us,
                 backward_us=stage.backward_us,
                 memory_bytes=memory,
-                sharded_bytes=costs.sharded_bytes(costs.indices(stage.blocks), stage.degree),
+                sharded_bytes=costs.on(stage).sharded_bytes(costs.indices(stage.blocks), stage.degree),
                 tensor=stage.tensor,
             )
         )
@@ -343,15 +346,28 @@ def assign_ranks(
     Args:
         rank_order: in which ranks are taken; None: by their numbers.
     """
+    # Tensor ranks of one data position are consecutive. Where a stage of fewer ranks comes before one of more, its
+    # groups would begin anywhere, and might lie in two nodes: then those of the largest tensor size take ranks first.
+    #
+    #     sizes 1x1, 1x4, 1x2 in order     0 | 1 2 3 4 | 5 6      ranks 3 and 4 may be of two nodes of 4
+    #     largest first                    6 | 0 1 2 3 | 4 5      groups of powers of two begin at multiples of them
     taken = {rank for draft in drafts if draft.ranks is not None for rank in draft.ranks}
     total = len(taken) + sum(draft.degree * draft.tensor for draft in drafts if draft.ranks is None)
-    free = iter(rank for rank in rank_order or range(total) if rank not in taken)
-    return [
-        draft.ranks
-        if draft.ranks is not None
-        else tuple(sorted(next(free) for _ in range(draft.degree * draft.tensor)))
-        for draft in drafts
-    ]
+    free = [rank for rank in rank_order or range(total) if rank not in taken]
+    open_drafts = [i for i, draft in enumerate(drafts) if draft.ranks is None]
+    start, is_aligned = 0, True
+    for i in open_drafts:
+        is_aligned = is_aligned and start % drafts[i].tensor == 0
+        start += drafts[i].degree * drafts[i].tensor
+    if not is_aligned:
+        open_drafts.sort(key=lambda i: -drafts[i].tensor)
+    found = [draft.ranks or () for draft in drafts]
+    start = 0
+    for i in open_drafts:
+        size = drafts[i].degree * drafts[i].tensor
+        found[i] = tuple(sorted(free[start : start + size]))
+        start += size
+    return found
 
 
 def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> PipelinePlan:
@@ -360,9 +376,14 @@ def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> Pi
     Args:
         graph, profile: those the plan was made for.
     """
-    costs = profile.by_block()
+    costs = {
+        tensor: sharded_profile(profile, graph, tensor).by_block()
+        for tensor in {stage.tensor for stage in plan.stages}
+    }
     stages = tuple(
-        dataclasses.replace(stage, gradient_bytes=sum(costs[name].gradient_bytes for name in stage.blocks))
+        dataclasses.replace(
+            stage, gradient_bytes=sum(costs[stage.tensor][name].gradient_bytes for name in stage.blocks)
+        )
         for stage in plan.stages
     )
     names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))

@@ -224,7 +224,7 @@ class _Chooser:
 
     def _memory(self, stage: Stage, in_flight: int) -> int:
         blocks = self._costs.indices(stage.blocks)
-        return self._costs.stage_memory(
+        return self._costs.on(stage).stage_memory(
             blocks, degree=stage.degree, local=stage.local_batch_size, in_flight=in_flight
         )
 

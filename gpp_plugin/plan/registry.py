@@ -7,6 +7,7 @@ import dataclasses
 from gpp_plugin.errors import PlanError
 from gpp_plugin.extensions import PLANNERS, find_planner
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.batch_rules import TensorRules, tensor_rules
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
 from gpp_plugin.plan.given.tied_blocks import joined_request, parted
 from gpp_plugin.plan.machines.exchanges import exchange_stages
@@ -17,6 +18,8 @@ from gpp_plugin.plan.validate_request import validate_for
 
 PLACING = ("auto", "graphpipe")
 """Planners whose stages may be exchanged between nodes; those of papers place them as they do."""
+KNOW_TENSOR_SIZES = ("auto", "graphpipe", "piper")
+"""Planners that choose tensor sizes; all others give every stage 1."""
 TAKE_FOR_ALIKE = ("uniform", "pipedream", "autopipe", "piper", "dapple")
 """Planners of papers that know devices of one speed: they cut a model as if all were the quickest."""
 
@@ -35,6 +38,9 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
             f"no planner {name!r}{PLANNERS.suggestion(name)} (planners: {', '.join(PLANNERS.names())})"
         )
     check_request(request)
+    if request.mode == "async":
+        request = dataclasses.replace(request, tensor_parallel=1)
+    wanted = tensor_rules(request)
     request = one_stage_a_rank(request)
     plan = _plan_in_mode(name, request)
     if not isinstance(plan, PipelinePlan):
@@ -44,14 +50,16 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
     if name in PLACING and plan.mode == "sync":
         plan = exchange_stages(plan, request)
     validate_for(plan, request)
-    _check_answer(name, plan, request)
+    _check_answer(name, plan, request, wanted)
     if name in TAKE_FOR_ALIKE and request.cluster.is_mixed:
         note = f"planner {name} takes devices of several speeds for alike, as the quickest; times are those of each"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
+    if request.tensor_parallel is None:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, _tensor_note(name, plan, request)))
     return complete_plan(plan, request.graph, request.profile)
 
 
-def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest) -> None:
+def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest, wanted: TensorRules) -> None:
     """Refuse a plan, in itself sound, that is not what was asked for.
 
     Raises:
@@ -70,6 +78,33 @@ def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest) -> None:
             raise PlanError(
                 f"planner {name!r} was asked for {asked} {what} and made a plan of {has}; use another planner"
             )
+    for stage in plan.stages if request.graph.sharding else ():
+        if stage.tensor not in wanted.allowed(stage.blocks):
+            sizes = (
+                " or ".join(map(str, wanted.allowed(stage.blocks))) or "none that all its blocks are to have"
+            )
+            raise PlanError(
+                f"planner {name!r} gave stage {stage.name!r} a tensor size of {stage.tensor} and tensor_parallel asks "
+                f"for {sizes}; use one of {', '.join(KNOW_TENSOR_SIZES)}"
+            )
+
+
+def _tensor_note(name: str, plan: PipelinePlan, request: PlanRequest) -> str:
+    """Return what became of tensor sizes that were left to the planner, and why where all are 1."""
+    sizes = sorted({stage.tensor for stage in plan.stages})
+    known = {each.block for each in request.graph.sharding if each.degrees}
+    whole = [block.name for block in request.graph.blocks if block.name not in known]
+    some = f"{len(known)} of {len(request.graph.blocks)} blocks can be divided"
+    if sizes != [1]:
+        each = ", ".join(f"{stage.name} {stage.tensor}" for stage in plan.stages if stage.tensor > 1)
+        return f"tensor_parallel auto: {each}{' (1 elsewhere)' if 1 in sizes else ''}; {some}"
+    if not known:
+        return (
+            f"tensor_parallel auto: 1, as none of the blocks can be divided among ranks ({whole[0]!r}, ...)"
+        )
+    if name not in KNOW_TENSOR_SIZES:
+        return f"tensor_parallel auto: 1, as planner {name} knows no tensor ranks"
+    return f"tensor_parallel auto: 1 for all stages, as nothing larger is quicker and fits; {some}"
 
 
 def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:

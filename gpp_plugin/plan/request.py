@@ -44,6 +44,8 @@ class PlanRequest:
         virtual_stages: stages that every group of ranks holds (interleaving): 1, exactly that many, or None: as many
             as make the step shortest in simulation.
         colocate: stages of a branch may be placed on the ranks of others where that is shorter.
+        tensor_parallel: tensor size of all stages whose blocks tensor ranks can divide; None: the planner chooses,
+            stage by stage; a map from module paths to sizes: of stages with those blocks, 1 of all others.
         rank_order: all ranks in the order in which stages take them; None: by their numbers, or, where devices are of
             several speeds, the best of the orders that keep each kind together.
     """
@@ -69,6 +71,7 @@ class PlanRequest:
     virtual_stages: int | None = 1
     colocate: bool = False
     rank_order: tuple[int, ...] | None = None
+    tensor_parallel: int | dict[str, int] | None = 1
 
     @property
     def must_share_ranks(self) -> bool:
@@ -95,7 +98,10 @@ def one_stage_a_rank(request: PlanRequest) -> PlanRequest:
         return request
     # numbers of stages that are meant for shared ranks say nothing of a plan without
     stages = None if request.must_share_ranks or request.data_parallel is not None else request.num_stages
-    return dataclasses.replace(request, num_stages=stages, virtual_stages=1, colocate=False)
+    tensor = 1 if request.must_share_ranks else request.tensor_parallel  # these have no tensor ranks
+    return dataclasses.replace(
+        request, num_stages=stages, virtual_stages=1, colocate=False, tensor_parallel=tensor
+    )
 
 
 def unlimited(request: PlanRequest) -> PlanRequest:
@@ -151,6 +157,11 @@ def check_request(request: PlanRequest) -> None:
         raise PlanError(
             "vertical sync has no meaning in mode sync, where all stages step at once; choose async"
         )
+    if r.mode == "async" and r.tensor_parallel not in (1, None):
+        raise PlanError(
+            f"tensor_parallel {r.tensor_parallel}: mode async is planned without tensor ranks; set it to 1, or mode to "
+            "sync"
+        )
     unknown = set(r.memory_optimization) - {"recompute", "swap"}
     if unknown:
         raise PlanError(f"no memory optimization {sorted(unknown)[0]!r}; choose from recompute and swap")
@@ -182,6 +193,7 @@ def _check_counts(r: PlanRequest, num_blocks: int) -> None:
         r.data_parallel is not None
         and r.num_stages is not None
         and not r.may_share_ranks
+        and r.tensor_parallel == 1
         and r.data_parallel * r.num_stages != r.num_ranks
     ):
         raise PlanInfeasible(
@@ -199,6 +211,11 @@ def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
         raise PlanError(f"virtual_stages is {virtual}; it must be at least 1")
     if not r.may_share_ranks:
         return
+    if r.must_share_ranks and r.tensor_parallel not in (1, None):
+        raise PlanError(
+            f"tensor_parallel {r.tensor_parallel}: ranks that hold several stages are planned without tensor ranks; "
+            f"set virtual_stages to 1 and stages to at most {r.num_ranks}, or tensor_parallel to 1"
+        )
     if r.mode == "async":
         asked = "virtual_stages" if virtual != 1 else "colocate" if r.colocate else f"{r.num_stages} stages"
         raise PlanError(

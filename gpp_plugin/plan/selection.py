@@ -142,7 +142,8 @@ def busiest_us(request: PlanRequest, costs: CostModel, drafts: Sequence[StageDra
     worst = 0.0
     for draft in drafts:
         local = draft.micro_batch_size / draft.degree
-        forward, backward = costs.stage_times(costs.indices(draft.blocks), local)
+        own = costs.at_tensor(draft.tensor)
+        forward, backward = own.stage_times(costs.indices(draft.blocks), local)
         worst = max(worst, (forward + backward) * (request.mini_batch // draft.micro_batch_size))
     return worst
 
@@ -206,6 +207,7 @@ def explain_infeasible(
 
 
 def _memory_knob(request: PlanRequest, costs: CostModel, stage: Stage, limit: int) -> str:
+    costs = costs.on(stage)
     for block in stage.blocks:
         rows = costs.indices([block])
         alone = costs.stage_memory(rows, degree=request.num_ranks, local=1, in_flight=1)

@@ -62,7 +62,7 @@ def with_pending(plan: PipelinePlan, costs: CostModel, schedules: Sequence[Stage
 
 def pending_bytes(stage: Stage, costs: CostModel, pending: int) -> int:
     """Return what ``pending`` micro-batches of a stage hold while they wait for their weight gradients."""
-    return round(pending * costs.pending_bytes(costs.indices(stage.blocks), stage.local_batch_size))
+    return round(pending * costs.on(stage).pending_bytes(costs.indices(stage.blocks), stage.local_batch_size))
 
 
 def splits_backwards(plan: PipelinePlan) -> bool:
@@ -110,7 +110,7 @@ def without_memory_plans(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
 
 def _plain(stage: Stage, costs: CostModel) -> Stage:
     rows, local = costs.indices(stage.blocks), stage.local_batch_size
-    need = costs.stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
+    need = costs.on(stage).stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
     backward = stage.backward_us - (stage.memory.added_us if stage.memory is not None else 0.0)
     return dataclasses.replace(stage, memory=None, pending=0, memory_bytes=need, backward_us=backward)
 

@@ -32,8 +32,8 @@ def validate_plan(
     those of the graph, with all its tensors; ranks are 0..n-1, and stages that share some run on grids
     that go together; micro-batches divide the mini-batch and ranks divide micro-batches; coupled stages
     compute whole loss units; tensors with one value a loss unit join stages that compute the same units;
-    every stage may hold enough micro-batches to run and (given costs) its ranks have the memory for all
-    they hold.
+    tensor ranks divide all blocks of their stage that can be divided, and at least one; every stage may
+    hold enough micro-batches to run and (given costs) its ranks have the memory for all they hold.
 
     Raises:
         PlanError: the plan is malformed.
@@ -50,6 +50,7 @@ def validate_plan(
     if cluster is not None and plan.num_ranks > cluster.num_devices:
         raise PlanError(f"the plan uses {plan.num_ranks} ranks; {cluster.name!r} has {cluster.num_devices}")
     _check_coupled(plan, graph)
+    _check_tensor_sizes(plan, graph)
     _check_edges(plan, graph)
     if profile is not None:
         _check_memory(plan, graph, profile, cluster, memory_limit_bytes, zero_stage)
@@ -97,6 +98,26 @@ def _check_coupled(plan: PipelinePlan, graph: BlockGraph) -> None:
                 f"of {plan.loss_unit}, but a rank computes {size // degree} of a micro-batch of {size} on "
                 f"{degree} ranks; set its micro_batch_sizes to {plan.loss_unit * degree}"
             )
+
+
+def _check_tensor_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
+    """Refuse tensor sizes that the blocks of the graph cannot have; explicit stages have rules of their own."""
+    degrees = {each.block: each.degrees for each in graph.sharding}
+    for stage in plan.stages if degrees else ():
+        if stage.tensor == 1:
+            continue
+        own = [name for name in stage.blocks if name in degrees]
+        if not own:
+            raise PlanError(
+                f"stage {stage.name!r} has a tensor size of {stage.tensor} and none of its blocks can be divided; plan "
+                "again with tensor_parallel 1 for it"
+            )
+        for name in own:
+            if stage.tensor not in degrees[name]:
+                raise PlanError(
+                    f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide block {name!r}, which can "
+                    f"be divided by {', '.join(map(str, degrees[name])) or 'none'}; plan again"
+                )
 
 
 def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:
@@ -153,8 +174,8 @@ def _check_memory(
     held: dict[int, list[tuple[int, float]]] = {}
     gathered: dict[int, list[float]] = {}
     for index, stage in enumerate(plan.stages):
-        need = _stage_bytes(stage, profile, zero_stage, num_versions=plan.num_versions(index))
-        rest = _gathered_bytes(stage, profile, zero_stage)
+        need = _stage_bytes(stage, graph, profile, zero_stage, num_versions=plan.num_versions(index))
+        rest = _gathered_bytes(stage, graph, profile, zero_stage)
         for rank in stage.ranks:
             held.setdefault(rank, []).append((index, need))
             gathered.setdefault(rank, []).append(rest)
@@ -201,39 +222,76 @@ def _versions(plan: PipelinePlan, stage: int) -> str:
     return f" and {count} versions of its weights" if count > 1 else ""
 
 
-def _gathered_bytes(stage: Stage, profile: Profile, zero_stage: int) -> float:
+def _gathered_bytes(stage: Stage, graph: BlockGraph, profile: Profile, zero_stage: int) -> float:
     """Return what of its parameters a rank of a stage holds only while a task runs (ZeRO 3)."""
-    costs = profile.by_block()
-    whole = (
-        sum(costs[block].parameter_bytes for block in stage.blocks) - profile.counted_again(stage.blocks)[0]
-    )
+    whole = _parameter_bytes(stage, graph, profile)
     return whole - whole / stage.degree if zero_stage >= 3 else 0.0
 
 
-def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int, *, num_versions: int) -> float:
-    """Return what one rank of a stage needs: `memory_formula` written a second time, on purpose."""
+def _parameter_bytes(stage: Stage, graph: BlockGraph, profile: Profile) -> float:
+    """Return the bytes of a stage's parameters, or of one tensor rank's part of them."""
+    costs, (weights, _, _) = profile.by_block(), _tensor_shares(stage, graph)
+    whole = sum(costs[block].parameter_bytes * weights[block] for block in stage.blocks)
+    for tie in profile.tied:
+        again = sum(block in stage.blocks for block in tie.blocks) - 1
+        whole -= max(again, 0) * tie.parameter_bytes * weights.get(tie.blocks[0], 1.0)
+    return whole
+
+
+def _stage_bytes(
+    stage: Stage, graph: BlockGraph, profile: Profile, zero_stage: int, *, num_versions: int
+) -> float:
+    """Return what one rank of a stage needs: `memory_formula` and `tensor_costs` written a second time, on purpose."""
     costs = profile.by_block()
     own = [costs[block] for block in stage.blocks]
-    again = profile.counted_again(stage.blocks)
-    shared = profile.kept_with_others(stage.blocks)
-    parameter = sum(c.parameter_bytes for c in own) - again[0]
-    gradients = sum(c.gradient_bytes for c in own) - again[1]
-    optimizer = (sum(c.optimizer_bytes for c in own) - again[2]) / (stage.degree if zero_stage >= 1 else 1)
+    weights, trained, kept = _tensor_shares(stage, graph)
+    parameter = sum(c.parameter_bytes * weights[c.block] for c in own)
+    gradients = sum(c.gradient_bytes * trained[c.block] for c in own)
+    states = sum(c.optimizer_bytes * trained[c.block] for c in own)
+    for tie in profile.tied:
+        again = sum(block in costs and block in stage.blocks for block in tie.blocks) - 1
+        if again > 0:
+            first = tie.blocks[0]
+            parameter -= again * tie.parameter_bytes * weights.get(first, 1.0)
+            gradients -= again * tie.gradient_bytes * trained.get(first, 1.0)
+            states -= again * tie.optimizer_bytes * trained.get(first, 1.0)
+    optimizer = states / (stage.degree if zero_stage >= 1 else 1)
     gradient = gradients / (stage.degree if zero_stage >= 2 else 1)
     local = stage.local_batch_size
-    saved = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in own)
-    saved += shared[0] * local + shared[1]
-    transient = max(c.transient_bytes_per_sample * local for c in own)
+    saved = sum((c.saved_bytes_per_sample * local + c.saved_bytes_fixed) * kept[c.block] for c in own)
+    for storage in profile.shared:
+        first, *others = storage.blocks
+        if first not in stage.blocks and not set(others).isdisjoint(stage.blocks):
+            saved += (storage.bytes_per_sample * local + storage.bytes_fixed) * kept.get(first, 1.0)
+    transient = max(c.transient_bytes_per_sample * local * kept[c.block] for c in own)
     if stage.memory is not None:
         saved -= sum(t.bytes for t in stage.memory.swapped)
         saved -= sum(s.bytes - s.held_bytes for s in stage.memory.recomputed)
         transient += stage.memory.working_bytes
-    transient += stage.pending * sum(c.pending_bytes_per_sample * local for c in own)
+    transient += stage.pending * sum(c.pending_bytes_per_sample * local * kept[c.block] for c in own)
     if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
         transient += max(gradients - saved, 0.0)
     stashed = (num_versions - 1) * gradients  # older versions of what is trained
     held = parameter + stashed + gradient + optimizer + profile.input_bytes(stage.blocks, stage.degree)
     return float(held + stage.in_flight * saved + transient)
+
+
+def _tensor_shares(
+    stage: Stage, graph: BlockGraph
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Return by block what one tensor rank of the stage has of parameters, of what is trained and what is saved."""
+    parameters, trained, saved = ({block.name: 1.0 for block in graph.blocks} for _ in range(3))
+    saving = 1.0 - 1.0 / stage.tensor
+    for each in graph.sharding if stage.tensor > 1 else ():
+        if stage.tensor not in each.degrees:
+            continue
+        block = graph.block(each.block)
+        if block.parameter_bytes:
+            parameters[block.name] -= saving * each.parameter_bytes / block.parameter_bytes
+        if block.trainable_bytes:
+            trained[block.name] -= saving * each.trainable_bytes / block.trainable_bytes
+        saved[block.name] -= saving * each.saved_share
+    return parameters, trained, saved
 
 
 def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> None:

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from gpp_benchmarks import plan_quality
+from gpp_benchmarks import plan_quality, tensor_parallel
 from gpp_benchmarks._map_cases import best_map_us, check_map, map_request
 from gpp_benchmarks._oracle_costs import step_us
 from gpp_benchmarks._unlike_oracle import best_unlike_us, unlike_request
@@ -47,7 +47,9 @@ def test_stages_on_fewer_ranks_are_as_quick_as_the_best_map(seed: int) -> None:
 
 
 def arguments(**given: float) -> argparse.Namespace:
-    counts = dict.fromkeys(("cases", "sp_cases", "memory_cases", "map_cases", "unlike_cases"), 0)
+    counts = dict.fromkeys(
+        ("cases", "sp_cases", "memory_cases", "map_cases", "unlike_cases", "tensor_cases"), 0
+    )
     return argparse.Namespace(**{**counts, "seed": 0, "limit": None, **given})
 
 
@@ -66,4 +68,16 @@ def test_counts_are_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.err.startswith("unlike 1 of 1: ")
     text = told.out
     assert "devices of two speeds" in text and "all maps" not in text
+    json.dumps(found)
+
+
+def test_tensor_sizes_by_devices_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    tensor_parallel.add_arguments(parser)
+    asked = ["--model", "gpt2_345m", "--cases", "2:2", "--sizes", "2", "--slower", "1,4", "--draw"]
+    found = tensor_parallel.run(parser.parse_args(asked))
+    assert [(row["devices"], row["slower"]) for row in found["rows"]] == [(2, 1), (2, 4)]
+    for row in found["rows"]:
+        assert row["auto_us"] <= min(row["forced_us"].values()) * (1 + 1e-9)
+    assert "4 x slower" in capsys.readouterr().out
     json.dumps(found)

@@ -26,6 +26,7 @@ from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.recapture import read_values, recapture, recapture_for_lengths
+from gpp_plugin.capture.sharding.block_shardings import regions_of_stage
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
@@ -53,6 +54,8 @@ from gpp_plugin.runtime.batches import Batch, shape_key
 from gpp_plugin.runtime.memory.memory_policy import INSIDE, StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import Reference, StageCode
+from gpp_plugin.runtime.tensor_parallel.shard_graph import shard_graph
+from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorLinks
 
 MAX_READINGS = 64
 """Shapes, and readings of a shape, whose guards are kept."""
@@ -156,6 +159,7 @@ class CapturedPart:
         granularity: size of the blocks.
         called: "stage.parameter" of a parameter tied to another stage's -> what it is called on every stage.
         eager: its modules that run as they are, as of `capture_model`.
+        links: the tensor ranks of this rank's stages; None where no stage is shared out.
     """
 
     def __init__(
@@ -167,6 +171,7 @@ class CapturedPart:
         granularity: str,
         called: Mapping[str, str],
         eager: Sequence[str] = (),
+        links: TensorLinks | None = None,
     ) -> None:
         assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
         self.stage = stage
@@ -176,6 +181,7 @@ class CapturedPart:
         self.granularity = granularity
         self._called = called
         self._eager = tuple(eager)
+        self._links = links
         self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
         self._trials: dict[tuple[object, ...], Exported] = {}
         self._recordings: OrderedDict[tuple[object, ...], list[Recording]] = OrderedDict()
@@ -199,6 +205,7 @@ class CapturedPart:
             granularity=self.granularity,
             called=self._called,
             eager=self._eager,
+            links=self._links,
         )
         twin._kept, twin._trials = self._kept, dict(self._trials)
         return twin
@@ -557,18 +564,45 @@ class CapturedPart:
             )
         view = self.view(captured)
         cut = self._cut(reference, plan, stage, view, captured)
-        function = build_stage_function(
-            captured, list(cut.made.values()), [cut.made[name] for name in cut.outputs]
-        )
         op_graph = captured.op_graph
+        captured, nodes = self._shared_out(captured, cut.nodes, reference, plan, stage)
+        function = build_stage_function(
+            captured, [n for own in nodes.values() for n in own], [cut.made[name] for name in cut.outputs]
+        )
         return StageCode(
             function=self._in_graph(function, view.names, op_graph, cut.outputs),
             tensors={**known, **view.blocks.tensors, **view.outputs},
             inputs={spec.name: spec for spec in op_graph.inputs} if within is None else within.shapes.inputs,
             loss=cut.loss,
             outputs=cut.named,
-            operators=_operators(captured, cut.nodes, view.names, reference.block_graph.saved),
+            operators=_operators(captured, nodes, view.names, reference.block_graph.saved),
         )
+
+    def _shared_out(
+        self,
+        captured: CapturedGraph,
+        blocks: Mapping[str, tuple[str, ...]],
+        reference: Reference,
+        plan: PipelinePlan,
+        index: int,
+    ) -> tuple[CapturedGraph, Mapping[str, tuple[str, ...]]]:
+        """Return a capture as this rank computes it where a stage's ranks share it out, and its blocks' operators.
+
+        Args:
+            blocks: of the stage -> their operators, as the capture calls them.
+        """
+        stage = plan.stages[index]
+        if stage.tensor == 1:
+            return captured, blocks
+        assert self._links is not None, "a rank of a job knows its place"
+        regions = regions_of_stage(reference.block_graph, captured.analysis.sharding.regions, plan, index)
+        own = [node for of_block in blocks.values() for node in of_block]
+        sharded = shard_graph(captured, regions, self._links.of(stage), own)
+        beside = {name: block for block, names in blocks.items() for name in names}
+        added: dict[str, list[str]] = {}
+        for name, neighbour in sharded.added.items():
+            added.setdefault(beside[neighbour], []).append(name)
+        return sharded.captured, {b: (*names, *added.get(b, ())) for b, names in blocks.items()}
 
     def _cut(
         self,
@@ -600,8 +634,10 @@ class CapturedPart:
     ) -> StageAtLengths:
         """Trace the module once more, for batches of many lengths, and return a stage of it."""
         capture = self.capture_for_lengths(analysis, arguments, lengths)
-        captured, view = capture.captured, self.view(analysis)
-        cut = self._cut(reference, plan, stage, view, captured)
+        view = self.view(analysis)
+        cut = self._cut(reference, plan, stage, view, capture.captured)
+        captured, own = self._shared_out(capture.captured, cut.nodes, reference, plan, stage)
+        capture = dataclasses.replace(capture, captured=captured)
         op_graph = analysis.op_graph
         # at every new length those tensors are told anew that pass this stage's boundary, and no others
         carried = (
@@ -615,10 +651,10 @@ class CapturedPart:
             inputs={spec.name: spec for spec in op_graph.inputs} if self.stage.is_alone else {},
             loss=cut.loss,
             outputs=cut.named,
-            operators=_operators(captured, cut.nodes, view.names, reference.block_graph.saved),
+            operators=_operators(captured, own, view.names, reference.block_graph.saved),
             is_for_lengths=True,
         )
-        nodes, outputs = list(cut.made.values()), [cut.made[name] for name in cut.outputs]
+        nodes, outputs = [n for of in own.values() for n in of], [cut.made[name] for name in cut.outputs]
         return StageAtLengths(
             capture,
             code,
@@ -742,7 +778,7 @@ def _operators(
     return StageOperators(
         blocks={block: tuple(nodes) for block, nodes in blocks.items()},
         storage_of={**storage_of, **received},
-        local={names[node.name]: node.name for node in op_graph.nodes},
+        local={names[node.name]: node.name for node in op_graph.nodes if node.name in names},
         repeated=repeated_operands(captured.graph, frozenset(captured.masks)),
     )
 

@@ -55,6 +55,7 @@ from gpp_plugin.model.verify.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
 from gpp_plugin.runtime.ranks.agree import exchange, tell
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
+from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorLinks
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,8 @@ class GraphJob:
             stages = tuple(", ".join(stage.name for stage in on_rank) for on_rank in on_ranks)
             place = dataclasses.replace(place, stages=stages)
         self._place = place
+        self.links = TensorLinks(place.rank)
+        """The tensor ranks of captured stages on this rank."""
         self._stages = self.resolved.stages_of_rank(place.rank)
         self._called = tied_names(self.resolved)
         # 2. this rank's stages; of a plain model nothing is built, and no process groups are made
@@ -457,6 +460,7 @@ class GraphJob:
                 granularity=self._granularity,
                 called=self._called,
                 eager=self._eager.get(stage.name, ()),
+                links=self.links,
             )
         return self._parts[key]
 

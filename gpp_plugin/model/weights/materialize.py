@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ def materialize_parameters(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     weights: str | Path | None = None,
+    cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Return real tensors for the given parameters and buffers.
 
@@ -59,6 +61,7 @@ def materialize_parameters(
         seed: of the initialisers, for parameters on the meta device.
         weights: a safetensors file, or a directory with one or with shards and an index; it takes precedence over
             initialisers for parameters and persistent buffers on the meta device.
+        cuts: name -> what takes this rank's part out of the whole tensor; one whole tensor is held at a time.
 
     Raises:
         CheckpointError: a name is not the model's, not in ``weights``, of another shape there, or has no initialiser.
@@ -75,12 +78,15 @@ def materialize_parameters(
     first, groups = _homes(model, wanted)
     tensors = _tensors_of(model)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own_part = {first[name]: cut for name, cut in cuts.items()}
     on_meta = dict.fromkeys(
         first[name] for name in wanted if all(tensors[n].is_meta for n in groups[first[name]])
     )
 
     def finish(home: str, tensor: Tensor) -> Tensor:
         """Move one tensor to where it will live as soon as it is made, so that only one is ever held twice."""
+        if home in own_part:
+            tensor = own_part[home](tensor)
         return tensor.to(device, dtype if home in parameter_names and tensor.is_floating_point() else None)
 
     made: dict[str, Tensor] = {}

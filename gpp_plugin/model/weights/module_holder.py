@@ -6,17 +6,20 @@ Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.ir.analysis import TensorShard
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.runtime.lane import Reference
 from gpp_plugin.runtime.stage_module import StageModule, joined_module
+from gpp_plugin.runtime.tensor_parallel.parameter_shards import mark_part, own_part, parameter_shards
 
 
 class ModuleHolder:
@@ -45,14 +48,26 @@ class ModuleHolder:
         self._called = {own[name]: called[name] for name in called}
         self._own = {called[name]: own[name] for name in called}
 
-    def make_modules(self, reference: Reference, names: Sequence[Sequence[str]]) -> tuple[StageModule, ...]:
+    def make_modules(
+        self, reference: Reference, plan: PipelinePlan, held: Mapping[int, Sequence[str]]
+    ) -> tuple[StageModule, ...]:
         """Return stages of these parameters and buffers; the user's module keeps those only, and its buffers.
 
-        Stages that hold the same tensor share its memory.
+        Stages that hold the same tensor share its memory. Of what a stage's tensor ranks share out, this rank's part.
+
+        Args:
+            held: stage of the plan -> the names of what it holds.
         """
+        names = list(held.values())
         known = {p.name: p for p in reference.analysis.op_graph.parameters}
         used = {name for block in reference.block_graph.blocks for name in block.parameters}
-        tensors = self._materialize(dict.fromkeys(name for of_stage in names for name in of_stage))
+        shards = [parameter_shards(reference, plan, index) for index in held]
+        tensors = self._materialize(
+            dict.fromkeys(
+                n for of_stage, cut in zip(names, shards, strict=True) for n in of_stage if n not in cut
+            )
+        )
+        parts = [self._own_parts(cut, plan.stages[index]) for cut, index in zip(shards, held, strict=True)]
         theirs = dict(self._module.named_parameters())
         # what was cast is a copy: the module keeps only what the stage shares with it
         local = {self._local(name): tensor for name, tensor in tensors.items()}
@@ -60,14 +75,26 @@ class ModuleHolder:
         buffers = {self._local(n) for n, p in known.items() if p.is_buffer and n.startswith(self._prefix)}
         release_parameters(self._module, keep=shared | buffers)
         return tuple(
-            StageModule(
-                tensors={name: tensors[name] for name in of_stage},
-                parameters=[name for name in of_stage if not known[name].is_buffer],
-                frozen=frozenset(n for n in of_stage if not known[n].requires_grad or n not in used),
-                persistent=frozenset(n for n in of_stage if known[n].is_persistent),
+            _marked(
+                StageModule(
+                    tensors={name: own[name] if name in own else tensors[name] for name in of_stage},
+                    parameters=[name for name in of_stage if not known[name].is_buffer],
+                    frozen=frozenset(n for n in of_stage if not known[n].requires_grad or n not in used),
+                    persistent=frozenset(n for n in of_stage if known[n].is_persistent),
+                ),
+                cut,
             )
-            for of_stage in names
+            for of_stage, own, cut in zip(names, parts, shards, strict=True)
         )
+
+    def _own_parts(self, shards: Mapping[str, TensorShard], stage: Stage) -> dict[str, Tensor]:
+        """Return this rank's parts of what a stage's tensor ranks share out."""
+        position = stage.position(self._setting.rank)[1]
+
+        def cut_of(shard: TensorShard) -> Callable[[Tensor], Tensor]:
+            return lambda whole: own_part(whole, shard, position, stage.tensor)
+
+        return self._materialize(shards, cuts={self._local(n): cut_of(shard) for n, shard in shards.items()})
 
     def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
         """Give the stage those tensors of ``names`` that only evaluation reads."""
@@ -102,14 +129,22 @@ class ModuleHolder:
             if held is not None and not tensor.is_meta and tensor.dtype == held.dtype:
                 tensor.data = held.data
 
-    def _materialize(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def _materialize(
+        self, names: Iterable[str], *, cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+    ) -> dict[str, Tensor]:
         local = {self._local(name): name for name in names}
-        tensors = materialize_for(self._module, local, setting=self._setting, config=self._config)
+        tensors = materialize_for(self._module, local, setting=self._setting, config=self._config, cuts=cuts)
         return {local[name]: tensor for name, tensor in tensors.items()}
 
     def _local(self, name: str) -> str:
         """Return what the module calls a tensor of the graph."""
         return self._own.get(name, name.removeprefix(self._prefix))
+
+
+def _marked(module: StageModule, shards: Mapping[str, TensorShard]) -> StageModule:
+    for name, shard in shards.items():
+        mark_part(module.get_parameter(name), shard)
+    return module
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

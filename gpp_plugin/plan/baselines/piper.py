@@ -4,13 +4,15 @@ A downset is a set of blocks with all their predecessors; a stage is the differe
 the smallest bottleneck of everything outside D on k devices; the stage next to D on d devices holds
 ceil(k / d) micro-batches in flight, Piper's bound. Stages may span branches and are run as a chain.
 
-Deviations: no tensor parallelism (so the sum of degrees is the number of devices) and no recomputation;
-the degree divides the micro-batch, and so the number of samples a rank takes is whole; all micro-batch
-sizes are tried. A stage computes and sends at the same time, as for all planners here; Piper adds both up. More than
-``MAX_DOWNSETS`` downsets are refused: CANDLE-Uno and DLRM have more, for which GraphPipe's authors got no plan of Piper
-(section 7). Where stages differ in their micro-batch sizes more are in flight than the bound says: if the chain does
-not fit, those of equal degrees are looked at. Prefixes of an order are downsets, so PipeDream's bottleneck bounds
-Piper's: slower stages are left out, which changes no answer.
+Where the request asks for tensor sizes a stage has d data x t tensor ranks, Piper's two degrees, and the sum of all
+d t is the number of devices; k counts devices, and ceil(k / (d t)) micro-batches are in flight.
+
+Deviations: no recomputation; the degree divides the micro-batch, and so the number of samples a rank takes is whole;
+all micro-batch sizes are tried. A stage computes and sends at the same time, as for all planners here; Piper adds both
+up. More than ``MAX_DOWNSETS`` downsets are refused: CANDLE-Uno and DLRM have more, for which GraphPipe's authors got no
+plan of Piper (section 7). Where stages differ in their micro-batch sizes more are in flight than the bound says: if the
+chain does not fit, those of equal degrees are looked at. Prefixes of an order are downsets, so PipeDream's bottleneck
+bounds Piper's: slower stages are left out, which changes no answer.
 
 Source: Piper (NeurIPS 2021)
 Tests: tests/plan/test_baselines.py
@@ -23,6 +25,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
@@ -40,6 +43,7 @@ from gpp_plugin.plan.selection import explain_infeasible
 
 MAX_DOWNSETS = 40_000
 """What the released Piper plans at most."""
+Bools = npt.NDArray[np.bool_]
 ROUNDING = 1e-9
 UNBOUNDED = 1e300
 
@@ -132,9 +136,20 @@ class _Downsets:
         self._flags = self.member @ self.size_classes.flags.T
         self._packed = np.packbits(self.member.astype(np.uint8), axis=1)
         self._counts = self.member.sum(axis=1)
-        held = np.stack([costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes])
-        self._held = held @ self.member.T
-        self._saved = np.stack([costs.saved_per_sample, costs.saved_fixed]) @ self.member.T
+        tensors = rules.tensors
+        self._held, self._saved = {}, {}
+        for size in tensors.sizes:
+            own = costs.at_tensor(size)
+            held = np.stack([own.parameter_bytes, own.gradient_bytes, own.optimizer_bytes])
+            self._held[size] = held @ self.member.T
+            self._saved[size] = np.stack([own.saved_per_sample, own.saved_fixed]) @ self.member.T
+        self._refused, self._divided = (
+            {
+                size: self.member[:, [name in of for name in self.names]].sum(axis=1)
+                for size, of in by_size.items()
+            }
+            for by_size in (tensors.refused, tensors.divided)
+        )
         self._reads = [self.member[:, readers].sum(axis=1) for readers, _, _ in costs.inputs]
         self._transients = sorted({float(x) for x in costs.transient_per_sample if x > 0})
         self._at_least = [
@@ -161,16 +176,28 @@ class _Downsets:
         self._read = self.member @ flags.T
         self._num_readers = flags.sum(axis=1)
 
-    def times_of(self, degree: int, size: int) -> Floats:
-        """Return [block] microseconds of forward and backward on one of ``degree`` ranks."""
-        found: Floats = np.add(*self.costs.block_times(size / degree))
+    def times_of(self, grid: Grid, size: int) -> Floats:
+        """Return [block] microseconds of forward and backward on one rank of a grid."""
+        degree, tensor = grid
+        found: Floats = np.add(*self.costs.at_tensor(tensor).block_times(size / degree))
         return found
 
-    def behind(self, at: int, candidates: Ints) -> _Stages:
-        """Return the stages that begin behind downset ``at`` and end in one of these downsets that holds it."""
+    def _may_have(self, at: int, after: Ints, tensor: int) -> Bools:
+        """Return by stage whether it may be of that tensor size (`TensorRules`)."""
+        found = np.ones(len(after), dtype=bool)
+        if tensor in self._refused:
+            found &= self._refused[tensor][after] - self._refused[tensor][at] < 0.5
+        if tensor in self._divided:
+            found &= self._divided[tensor][after] - self._divided[tensor][at] > 0.5
+        return found
+
+    def behind(self, at: int, candidates: Ints, tensor: int) -> _Stages:
+        """Return the stages of a tensor size that begin behind downset ``at`` and end in one of these that holds it."""
         # Supersets: nothing of this downset is missing from them.
         after = candidates[(self._packed[at] & ~self._packed[candidates]).sum(axis=1) == 0]
         after = after[self._counts[after] > self._counts[at]]
+        if len(self._held) > 1:
+            after = after[self._may_have(at, after, tensor)]
         read = self._read[after] - self._read[at]
         entering = ((read > 0.5) & (self._made[at] > 0.5)) @ self._tensor_bytes
         made = self._made[after] - self._made[at]
@@ -181,8 +208,8 @@ class _Downsets:
         return _Stages(
             after=after,
             classes=self.size_classes.of((self._flags[after] - self._flags[at]).T),
-            held=self._held[:, after] - self._held[:, [at]],
-            saved=self._saved[:, after] - self._saved[:, [at]],
+            held=self._held[tensor][:, after] - self._held[tensor][:, [at]],
+            saved=self._saved[tensor][:, after] - self._saved[tensor][:, [at]],
             boundary=entering + leaving,
             transient=transient,
             reads=np.array([count[after] - count[at] > 0.5 for count in self._reads]),
@@ -212,55 +239,60 @@ def _partitions(table: _Downsets, wish: int) -> Iterator[list[StageDraft]]:
     if best is not None:
         yield best[1]
     if not table.size_classes.are_alike:
-        equal = [_partition(table, wish, [degree], UNBOUNDED) for degree in table.rules.degrees()]
+        equal = [_partition(table, wish, [grid], UNBOUNDED) for grid in table.rules.grids()]
         yield from (drafts for _, drafts in sorted((e for e in equal if e is not None), key=lambda e: e[0]))
 
 
 def _best_of(table: _Downsets, wish: int) -> tuple[float, list[StageDraft]] | None:
-    degrees = table.rules.degrees()
+    degrees, grids = table.rules.degrees(), table.rules.grids()
     chain = ChainCosts(table.request, table.costs, table.rules, wish)
     bound = min((us for us, _ in chain_bottlenecks(chain, degrees)), default=UNBOUNDED)
     # The chain that sets the bound may hold more than Piper's own count of what is in flight allows.
-    found = _partition(table, wish, degrees, bound * (1 + 1e-9))
-    return found if found is not None or bound == UNBOUNDED else _partition(table, wish, degrees, UNBOUNDED)
+    # It is one of chains without tensor ranks: no better bound, where sizes are forced none at all.
+    if table.rules.tensors.refused.get(1):
+        bound = UNBOUNDED
+    found = _partition(table, wish, grids, bound * (1 + 1e-9))
+    return found if found is not None or bound == UNBOUNDED else _partition(table, wish, grids, UNBOUNDED)
 
 
 def _partition(
-    table: _Downsets, wish: int, degrees: Sequence[int], most_us: float
+    table: _Downsets, wish: int, grids: Sequence[Grid], most_us: float
 ) -> tuple[float, list[StageDraft]] | None:
     """Return the smallest bottleneck, if at most ``most_us``, and the stages with it, or None where no chain fits."""
     ranks, mini_batch, num = table.request.num_ranks, table.request.mini_batch, len(table.downsets)
-    works = _works(table, wish, degrees)
+    works = _works(table, wish, grids)
     if not works:
         return None
     # value[at, k]: the slowest stage or link of what is not in downset ``at``, on exactly k ranks; the whole model is
     # value[0, ranks], nothing left is value[-1, 0] = 0. A stage is a downset less a smaller one, so from large to small
-    # each row needs only rows done before. choice[at, k] is (the larger downset, the stage's degree).
+    # each row needs only rows done before. choice[at, k] is (the larger downset, the stage's data and tensor ranks).
     # On the chain a -> b the downsets are {}, {a}, {a, b}: value[1] is b alone, value[0] is ab, or a before b.
     value = np.full((num, ranks + 1), np.inf)
     value[-1, 0] = 0.0
-    choice = np.zeros((num, ranks + 1, 2), dtype=np.int64)
-    work = table.member @ np.min([table.times_of(*key) * key[0] / key[1] for key in works], axis=0)
+    choice = np.zeros((num, ranks + 1, 3), dtype=np.int64)
+    each = [table.times_of(grid, size) * (grid[0] * grid[1] / size) for grid, size in works]
+    work = table.member @ np.min(each, axis=0)
     for at in range(num - 2, -1, -1):
         fewest, largest = _rank_window(work, at, ranks, most_us)
         if fewest > largest:
             continue
-        for degree in reversed(degrees):  # of equal bottlenecks that with fewer stages
-            stages = table.behind(at, _candidates(work, at, degree, largest - degree, most_us))
+        for degree, tensor in reversed(grids):  # of equal bottlenecks that with fewer stages
+            own = degree * tensor
+            stages = table.behind(at, _candidates(work, at, own, largest - own, most_us), tensor)
             rest = value[stages.after]
-            if not np.isfinite(rest[:, : largest - degree + 1]).any():
+            if not np.isfinite(rest[:, : largest - own + 1]).any():
                 continue
             sizes = table.size_classes.sizes(stages.classes, degree, wish)
-            us = _times(table, stages, at, sizes, degree, works)
+            us = _times(table, stages, at, sizes, (degree, tensor), works)
             held, saved = table.memory(stages, sizes, degree)
             most = mini_batch // np.maximum(sizes, 1)
-            for k in range(max(fewest, degree), largest + 1):
-                fits = held + np.minimum(-(-k // degree), most) * saved <= table.limit
-                worst = np.where(fits, np.maximum(us, rest[:, k - degree]), np.inf)
+            for k in range(max(fewest, own), largest + 1):
+                fits = held + np.minimum(-(-k // own), most) * saved <= table.limit
+                worst = np.where(fits, np.maximum(us, rest[:, k - own]), np.inf)
                 best = int(worst.argmin())
                 if worst[best] < value[at, k]:
                     value[at, k] = worst[best]
-                    choice[at, k] = stages.after[best], degree
+                    choice[at, k] = stages.after[best], degree, tensor
     if not np.isfinite(value[0, ranks]):
         return None
     return float(value[0, ranks]), list(_read_back(table, choice, ranks, wish))
@@ -279,37 +311,42 @@ def _rank_window(work: Floats, at: int, ranks: int, most_us: float) -> tuple[int
     return (ranks if at == 0 else fewest), ranks - max(math.ceil(before / most_us - ROUNDING), 0)
 
 
-def _candidates(work: Floats, at: int, degree: int, ranks_left: int, most_us: float) -> Ints:
-    """Return the downsets in which a stage of that degree may end: neither it nor what is left takes too long."""
+def _candidates(work: Floats, at: int, own_ranks: int, ranks_left: int, most_us: float) -> Ints:
+    """Return the downsets in which a stage of so many ranks may end: neither it nor what is left takes too long."""
     if ranks_left < 0:
         return np.zeros(0, dtype=np.int64)
     own, rest = work[at + 1 :] - work[at], work[-1] - work[at + 1 :]
     slack = 1 + ROUNDING
-    return at + 1 + np.flatnonzero((own <= most_us * degree * slack) & (rest <= most_us * ranks_left * slack))
+    return (
+        at + 1 + np.flatnonzero((own <= most_us * own_ranks * slack) & (rest <= most_us * ranks_left * slack))
+    )
 
 
-_Works = dict[tuple[int, int], Floats]
-"""By degree and micro-batch size: [downset] microseconds of its blocks' forwards and backwards."""
+Grid = tuple[int, int]
+"""Data and tensor ranks of a stage."""
+_Works = dict[tuple[Grid, int], Floats]
+"""By grid and micro-batch size: [downset] microseconds of its blocks' forwards and backwards."""
 
 
-def _works(table: _Downsets, wish: int, degrees: Sequence[int]) -> _Works:
+def _works(table: _Downsets, wish: int, grids: Sequence[Grid]) -> _Works:
     classes = np.arange(-1, 2 * len(table.size_classes.flags))
     return {
-        (degree, size): table.member @ table.times_of(degree, size)
-        for degree in degrees
-        for size in map(int, np.unique(table.size_classes.sizes(classes, degree, wish)))
+        (grid, size): table.member @ table.times_of(grid, size)
+        for grid in grids
+        for size in map(int, np.unique(table.size_classes.sizes(classes, grid[0], wish)))
         if size > 0
     }
 
 
-def _times(table: _Downsets, stages: _Stages, at: int, sizes: Ints, degree: int, works: _Works) -> Floats:
+def _times(table: _Downsets, stages: _Stages, at: int, sizes: Ints, grid: Grid, works: _Works) -> Floats:
     """Return what each stage takes a sample; inf where it has no micro-batch size."""
-    mini_batch = table.request.mini_batch
+    mini_batch, (degree, tensor) = table.request.mini_batch, grid
     link_us = boundary_us(stages.boundary, degree, table.link_us_per_byte)
-    reduce_us = ring_us(1e9, degree, link_for_span(table.request.cluster, degree)) / 1e9 * stages.held[1]
+    link = link_for_span(table.request.cluster, degree * tensor)
+    reduce_us = ring_us(1e9, degree, link) / 1e9 * stages.held[1]
     us = np.full(len(sizes), np.inf)
     for size in map(int, np.unique(sizes[sizes > 0])):
-        work = works[degree, size]
+        work = works[grid, size]
         reduces = table.costs.num_reductions(mini_batch // size)
         time = us_per_sample(
             work[stages.after] - work[at], size, reduce_us=reduce_us * reduces / mini_batch, link_us=link_us
@@ -321,10 +358,10 @@ def _times(table: _Downsets, stages: _Stages, at: int, sizes: Ints, degree: int,
 def _read_back(table: _Downsets, choice: Ints, ranks: int, wish: int) -> Iterator[StageDraft]:
     at, left = 0, ranks
     while left > 0:
-        after, degree = (int(x) for x in choice[at, left])
+        after, degree, tensor = (int(x) for x in choice[at, left])
         stage = table.downsets[after] & ~table.downsets[at]
         blocks = tuple(name for i, name in enumerate(table.names) if stage >> i & 1)
         size = table.rules.micro_batch_size(blocks, degree, wish)
         assert size is not None, "only stages with a size have a time"
-        yield StageDraft(blocks=blocks, degree=degree, micro_batch_size=size)
-        at, left = after, left - degree
+        yield StageDraft(blocks=blocks, degree=degree, micro_batch_size=size, tensor=tensor)
+        at, left = after, left - degree * tensor

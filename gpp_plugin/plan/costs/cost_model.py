@@ -13,6 +13,7 @@ Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py, tests/plan/test
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Cluster, Link
-from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.device_speed import DeviceSpeeds, distinct_devices
@@ -34,6 +35,7 @@ from gpp_plugin.plan.costs.memory_formula import (
     stashed_bytes,
     unreduced_bytes,
 )
+from gpp_plugin.plan.costs.tensor_costs import sharded_graph, sharded_profile, sum_times
 from gpp_plugin.plan.costs.time_formula import num_gathers, num_reductions
 
 Floats = npt.NDArray[np.float64]
@@ -45,8 +47,10 @@ class CostModel:
     """Costs of any group of blocks of one graph on one cluster.
 
     A stage of degree d and micro-batch size b computes b/d samples a rank. Its memory on one rank is `memory_formula`.
+    Costs are of stages without tensor ranks; those of a stage with some are asked of `on` or `at_tensor`.
 
     Args:
+        tensor: tensor size of the stages it knows the costs of, whose sums go over ``tensor_link`` (`tensor_costs`).
         zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
             backward makes is whole until it is reduced behind it. 3 shares the parameters, whole while tasks run.
 
@@ -54,7 +58,21 @@ class CostModel:
         PlanError: the profile lacks a block of the graph.
     """
 
-    def __init__(self, graph: BlockGraph, profile: Profile, cluster: Cluster, *, zero_stage: int = 0) -> None:
+    def __init__(
+        self,
+        graph: BlockGraph,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        zero_stage: int = 0,
+        tensor: int = 1,
+        tensor_link: Link | None = None,
+    ) -> None:
+        self.tensor = tensor
+        self._given = graph, profile
+        self._at_tensor: dict[tuple[int, str], CostModel] = {}
+        self._sums = sum_times(graph, tensor, tensor_link) if tensor_link is not None else None
+        graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
         costs = profile.by_block()
         missing = [block.name for block in graph.blocks if block.name not in costs]
         if missing:
@@ -115,6 +133,10 @@ class CostModel:
         """Return the fingerprint of the graph."""
         return fingerprint(self.graph)
 
+    @functools.cached_property
+    def _sharding_keys(self) -> dict[str, BlockSharding]:
+        return {each.block: dataclasses.replace(each, block="") for each in self.graph.sharding}
+
     @property
     def is_mixed(self) -> bool:
         """Return whether devices are of several speeds."""
@@ -146,8 +168,47 @@ class CostModel:
                 kinds = range(len(self.kinds)) if kind is None else (kind,)
                 factor = np.min([self._speeds.factors(k, local) for k in kinds], axis=0)
                 forward, backward = forward * factor, backward * factor
+            if self._sums is not None:
+                forward = forward + self._sums[0] + self._sums[1] * local
+                backward = backward + self._backward_sums(local)
             found = self._times[local, kind] = forward, backward
         return found
+
+    def _backward_sums(self, local: float) -> Floats:
+        """Return by block the microseconds of a backward's all-reduces among tensor ranks."""
+        if self._sums is None:
+            return np.zeros(len(self.index))
+        found: Floats = self._sums[2] + self._sums[3] * local
+        return found
+
+    def at_tensor(self, tensor: int, ranks: Sequence[int] | None = None) -> CostModel:
+        """Return the costs of stages of this tensor size; itself where their blocks are not divided.
+
+        Args:
+            ranks: of one stage, data position by data position: its tensor ranks sum over the outermost link that one
+                group of them needs; None: over the innermost that joins so many consecutive ranks.
+        """
+        if tensor == self.tensor or not self.graph.sharding:
+            return self
+        # Of ranks 4 to 7 and size 2 the rows are (4, 5) and (6, 7). In nodes of 8 both sum over NVLink; rows (6, 7) and
+        # (8, 9) too; but of (7, 8) the stage as a whole takes what its slowest row does, over the network. Costs of a
+        # size over a link are worked out once, however many stages have them.
+        link = link_for_span(self.cluster, tensor)
+        if ranks is not None:
+            groups = (ranks[first : first + tensor] for first in range(0, len(ranks), tensor))
+            used = {group_link(self.cluster, group).name: group_link(self.cluster, group) for group in groups}
+            link = max(used.values(), key=self.cluster.links.index)
+        key = tensor, link.name
+        if key not in self._at_tensor:
+            graph, profile = self._given
+            self._at_tensor[key] = CostModel(
+                graph, profile, self.cluster, zero_stage=self.zero_stage, tensor=tensor, tensor_link=link
+            )
+        return self._at_tensor[key]
+
+    def on(self, stage: Stage) -> CostModel:
+        """Return the costs of a placed stage by its tensor size."""
+        return self if stage.tensor == 1 else self.at_tensor(stage.tensor, stage.ranks)
 
     def saved_growth(self, local: float) -> Floats:
         """Return by block the bytes saved at ``local`` samples over those at the samples the graph's sizes refer to.
@@ -206,12 +267,13 @@ class CostModel:
         return max(first for first, _ in found), max(second for _, second in found)
 
     def _split_on(self, blocks: Sequence[int], local: float, kind: int | None) -> tuple[float, float]:
-        backward = self.block_times(local, kind)[1]
+        sums = self._backward_sums(local)  # which are of input gradients
+        backward = self.block_times(local, kind)[1] - sums
         first = second = 0.0
         for block in blocks:
             cost = self._costs[block]
             both = float(backward[block]) * cost.split_factor
-            first += both * cost.input_share
+            first += both * cost.input_share + float(sums[block])
             second += both * (1.0 - cost.input_share)
         return first, second
 
@@ -240,6 +302,7 @@ class CostModel:
         """Return everything the profile says of a block but its name: equal keys, equal costs."""
         c = self._costs[block]
         return (
+            self._sharding_keys.get(c.block),
             self._profile.backends.get(c.block),
             c.samples,
             c.forward_us,
@@ -332,7 +395,7 @@ class CostModel:
         over all their ranks at the end.
         """
         times = {
-            i: self.stage_all_reduce_us(
+            i: self.on(stage).stage_all_reduce_us(
                 self.indices(stage.blocks), stage.data_ranks(0), plan.num_micro_batches(i)
             )
             for i, stage in enumerate(plan.stages)
@@ -342,11 +405,13 @@ class CostModel:
             rows, ranks = self.indices(stage.blocks), stage.data_ranks(0)
             is_alone = all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
             count = num_gathers(plan.num_micro_batches(i), is_alone=is_alone)
-            times[i] += count * self.gather_us(rows, ranks)
-            times[i] -= self.all_reduce_us(self.group_gradient_bytes(rows), ranks) / 2
-        for blocks, num_bytes in self._tied:
+            own = self.on(stage)
+            times[i] += count * own.gather_us(rows, ranks)
+            times[i] -= own.all_reduce_us(own.group_gradient_bytes(rows), ranks) / 2
+        for number, (blocks, _) in enumerate(self._tied):
             holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
             if len(holders) > 1:
+                num_bytes = max(self.on(plan.stages[i])._tied[number][1] for i in holders)
                 shared = self.all_reduce_us(
                     num_bytes, [r for i in holders for r in plan.stages[i].data_ranks(0)]
                 )

@@ -201,9 +201,12 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
         for stage in (src, dst)
     }
 
-    def hold(per_sample: float, fixed: float, stage: Stage) -> float:
+    # every tensor rank of the receiver gets the whole: a sender serves as many as there are of them a sender
+    serves = {True: -(-dst.tensor // src.tensor), False: -(-src.tensor // dst.tensor)}
+
+    def hold(per_sample: float, fixed: float, stage: Stage, times: int = 1) -> float:
         held = link.occupied_us(per_sample * stage.local_batch_size + fixed)
-        return float(held * shared[stage.ranks])
+        return float(held * shared[stage.ranks] * times)
 
     sample, whole = edge.bytes_per_sample, edge.bytes_fixed
     grad_sample, grad_whole = edge.gradient_bytes_per_sample, edge.gradient_bytes_fixed
@@ -211,9 +214,9 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
         src=edge.src,
         dst=edge.dst,
         latency_us=0.0 if edge.is_order_only else link.latency_us,
-        forward_out_us=hold(sample, whole, src),
+        forward_out_us=hold(sample, whole, src, serves[True]),
         forward_in_us=hold(sample, whole, dst),
-        backward_out_us=hold(grad_sample, grad_whole, dst),
+        backward_out_us=hold(grad_sample, grad_whole, dst, serves[False]),
         backward_in_us=hold(grad_sample, grad_whole, src),
         has_gradient=bool(edge.gradient_tensors),
     )

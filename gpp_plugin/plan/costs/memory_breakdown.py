@@ -20,21 +20,32 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.plan.costs.memory_formula import sharded_bytes, shared_out, stashed_bytes, unreduced_bytes
+from gpp_plugin.plan.costs.tensor_costs import sharded_profile
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 
 def memory_breakdown(
-    plan: PipelinePlan, profile: Profile, *, zero_stage: int = 0, more_samples: float = 1.0
+    plan: PipelinePlan,
+    profile: Profile,
+    *,
+    graph: BlockGraph | None = None,
+    zero_stage: int = 0,
+    more_samples: float = 1.0,
 ) -> tuple[MemoryBreakdown, ...]:
     """Return the bytes of one rank of each stage at its peak.
 
     Args:
         profile: of the graph the plan was made for.
+        graph: that graph; None: tensor ranks divide nothing of the profile's costs.
         zero_stage: what the ranks of a stage share out among themselves.
         more_samples: samples of a micro-batch over those that are planned, where units have others.
     """
+    of_tensor = {
+        tensor: profile if graph is None else sharded_profile(profile, graph, tensor)
+        for tensor in {stage.tensor for stage in plan.stages}
+    }
     return tuple(
-        _of_stage(stage, plan.num_versions(index), profile, zero_stage, more_samples)
+        _of_stage(stage, plan.num_versions(index), of_tensor[stage.tensor], zero_stage, more_samples)
         for index, stage in enumerate(plan.stages)
     )
 
@@ -44,7 +55,7 @@ def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
 
     It says too of which stages the ranks hold parts of the parameters, whatever the plan's own request was.
     """
-    parts = memory_breakdown(plan, request.profile, zero_stage=request.zero_stage)
+    parts = memory_breakdown(plan, request.profile, graph=request.graph, zero_stage=request.zero_stage)
     stages = tuple(
         dataclasses.replace(stage, sharded_bytes=part.weights + part.gathered if part.gathered else 0)
         for stage, part in zip(plan.stages, parts, strict=True)

@@ -30,7 +30,8 @@ def with_part_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     stages = []
     for stage in plan.stages:
         blocks, local = costs.indices(stage.blocks), stage.local_batch_size
-        input_us, weight_us = costs.split_times(blocks, local, stage.ranks)
+        own = costs.on(stage)
+        input_us, weight_us = own.split_times(blocks, local, stage.ranks)
         if stage.memory is not None:
             rate = min(costs.cluster.devices[rank].host_bytes_per_s for rank in stage.ranks)
             input_us += stage.memory.added_us
@@ -38,7 +39,7 @@ def with_part_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
         stages.append(
             dataclasses.replace(
                 stage,
-                half_forward_us=costs.stage_times(blocks, local / 2, stage.ranks)[0],
+                half_forward_us=own.stage_times(blocks, local / 2, stage.ranks)[0],
                 input_gradient_us=input_us,
                 weight_gradient_us=weight_us,
             )

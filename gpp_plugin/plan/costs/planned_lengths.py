@@ -206,7 +206,9 @@ class SizedPlan:
                     for stage in self.plan.stages
                 ),
             )
-            found = memory_breakdown(plan, profile, zero_stage=self._zero_stage, more_samples=by)
+            found = memory_breakdown(
+                plan, profile, graph=self._graph, zero_stage=self._zero_stage, more_samples=by
+            )
             while len(self._known) >= 256:
                 self._known.pop(next(iter(self._known)))
             self._known[unit] = found

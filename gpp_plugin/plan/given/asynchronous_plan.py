@@ -57,6 +57,7 @@ def _fitted(plan: PipelinePlan, index: int, costs: CostModel, fitter: StageFitte
     """Return a stage with its times and memory, and with what makes it fit."""
     stage = plan.stages[index]
     rows, local = costs.indices(stage.blocks), stage.local_batch_size
+    costs = costs.on(stage)
     held = costs.stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
     stashed = costs.stashed_bytes(rows, plan.num_versions(index))
     stage = dataclasses.replace(

@@ -150,8 +150,10 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     stages = []
     for index, stage in enumerate(plan.stages):
         rows, local = costs.indices(stage.blocks), stage.local_batch_size
-        forward, backward = costs.stage_times(rows, local, stage.ranks)
-        memory = costs.stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
+        forward, backward = costs.on(stage).stage_times(rows, local, stage.ranks)
+        memory = costs.on(stage).stage_memory(
+            rows, degree=stage.degree, local=local, in_flight=stage.in_flight
+        )
         stages.append(
             dataclasses.replace(
                 stage,
@@ -161,7 +163,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
                 input_gradient_us=0.0,
                 weight_gradient_us=0.0,
                 memory_bytes=memory
-                + costs.stashed_bytes(rows, plan.num_versions(index))
+                + costs.on(stage).stashed_bytes(rows, plan.num_versions(index))
                 + pending_bytes(stage, costs, stage.pending),
             )
         )

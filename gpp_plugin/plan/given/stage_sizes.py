@@ -84,7 +84,9 @@ def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, 
                 raise PlanError(
                     f"stage {stage.name!r} of {stage.degree} ranks cannot take {size} samples at a time: it {why}"
                 )
-        forward, backward = costs.stage_times(costs.indices(stage.blocks), size / stage.degree, stage.ranks)
+        forward, backward = costs.on(stage).stage_times(
+            costs.indices(stage.blocks), size / stage.degree, stage.ranks
+        )
         stages.append(
             dataclasses.replace(stage, micro_batch_size=size, forward_us=forward, backward_us=backward)
         )

@@ -30,6 +30,7 @@ Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -195,20 +196,21 @@ def search_stages(
     """
     report = trees.report
     refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter, report=report)
-    counts = _stage_counts(request)
+    counts = _stage_counts(request, rules)
     candidates: list[Candidate] = []
     if counts is None:
 
         def predict(groups: Groups, wish: int) -> float:
             best = float("inf")
-            for slack in (1.0, 0.0):  # micro-batches in excess hide communication; they need memory
-                found = refiner.candidate(groups, wish, slack=slack)
-                if found is not None:
-                    candidates.append(found)
-                    if found.score[0] == 0:
-                        best = min(best, found.score[1])
-                        if fitter is None:
-                            break
+            for way in rules.tensors.ways:
+                for slack in (1.0, 0.0):  # micro-batches in excess hide communication; they need memory
+                    found = refiner.candidate(groups, wish, slack=slack, way=way)
+                    if found is not None:
+                        candidates.append(found)
+                        if found.score[0] == 0:
+                            best = min(best, found.score[1])
+                            if fitter is None:
+                                break
             return best
 
         find_partitions(request, costs, rules, trees, predict, fitter=fitter)
@@ -243,12 +245,13 @@ def _spans_nodes(request: PlanRequest) -> bool:
     return is_small and min(link.span for link in request.cluster.links) < request.num_ranks
 
 
-def _stage_counts(request: PlanRequest) -> list[int] | None:
+def _stage_counts(request: PlanRequest, rules: BatchRules) -> list[int] | None:
     """Return the numbers of stages that the request leaves open, or None where it leaves all."""
     if request.num_stages is not None:
         return [request.num_stages]
     if request.data_parallel is not None:
-        return [request.num_ranks // request.data_parallel]
+        grids = [request.data_parallel * tensor for tensor in rules.tensors.sizes]
+        return [request.num_ranks // ranks for ranks in grids if request.num_ranks % ranks == 0]
     return None
 
 
@@ -276,15 +279,16 @@ def _with_counts(
             num_stages=None,
             micro_batch_sizes=None,
             loss_unit=request.loss_unit,
+            tensor_parallel=1,
         )
         partitions = find_partitions(smaller, costs, batch_rules(smaller), trees, fitter=refiner.fitter)
         groupings = {partition.groups for partition in sorted(partitions, key=lambda p: p.score)[:6]}
         groupings.add((tuple(block.name for block in request.graph.blocks),))
         for groups in sorted(groupings):
             masks = refiner.reshape(groups, count)
-            for wish in sizes if masks is not None else ():
+            for wish, way in itertools.product(sizes, rules.tensors.ways) if masks is not None else ():
                 assert masks is not None
-                found = refiner.with_masks(masks, wish)
+                found = refiner.with_masks(masks, wish, way=way)
                 if found is not None:
                     yield found
 
@@ -422,7 +426,7 @@ def make_search(
         makers: of tables of the same request, by micro-batch size and levels to fit at; filled.
     """
     cluster = request.cluster
-    degrees = rules.degrees()
+    degrees, grids = rules.degrees(), rules.grids()
     limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
     if request.memory_limit_bytes is not None:
         limit = min(limit, request.memory_limit_bytes)
@@ -444,8 +448,8 @@ def make_search(
         memory_limit=limit,
         link_us_per_byte=link_for_span(cluster, request.num_ranks).occupied_us(1.0),
         is_gpipe=request.schedule == "gpipe",
-        reduce_us_per_byte=[ring_us(1e9, d, link_for_span(cluster, d)) / 1e9 for d in degrees],
-        degrees=degrees,
+        reduce_us_per_byte=[ring_us(1e9, d, link_for_span(cluster, d * t)) / 1e9 for d, t in grids],
+        grids=grids,
         shapes={} if shapes is None else shapes,
         fitter=fitter,
         levels=to_fit,

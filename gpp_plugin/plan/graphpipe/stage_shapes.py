@@ -58,6 +58,18 @@ class StageShapes:
         self._rooms: dict[tuple[float, int, float], tuple[Floats, Floats]] = {}
         self._savings: dict[float, list[Savings]] = {}
         self._spans: tuple[Floats, Floats] | None = None
+        self._at_tensor: dict[int, StageShapes] = {}
+
+    def at_tensor(self, tensor: int) -> StageShapes:
+        """Return the shapes of one of the tensor ranks of the same stages (`CostModel.at_tensor`)."""
+        costs = self.costs.at_tensor(tensor)
+        if costs is self.costs:
+            return self
+        if tensor not in self._at_tensor:
+            self._at_tensor[tensor] = StageShapes(
+                costs, self._rows, self._columns, self.valid, self.largest, self.through
+            )
+        return self._at_tensor[tensor]
 
     def total(self, values: Floats) -> Floats:
         """Return [row, column] the sum of ``values`` [block] over every stage's blocks."""
@@ -95,6 +107,7 @@ class StageShapes:
     def savings(self, fitter: StageFitter, local: float) -> list[Savings]:
         """Return what recomputing saves in every stage: all blocks one by one, or the stage as one segment."""
         if local not in self._savings:
+            fitter = fitter.on(self.costs)
             single = savings_of(fitter.per_block(local), self.total, self.largest)
             self._savings[local] = [single]
             if fitter.can_recompute:

@@ -60,7 +60,7 @@ def _rows_of(steps: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.N
 class _Variant:
     """[row, column] of one variant of a `StageTable`."""
 
-    degree: int
+    num_ranks: int
     fitted_level: int
     us: Floats
     level: npt.NDArray[np.int64]
@@ -68,10 +68,10 @@ class _Variant:
     step: npt.NDArray[np.int64]
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], degree: int, fitted_level: int) -> _Variant:
+    def empty(cls, shape: tuple[int, ...], num_ranks: int, fitted_level: int) -> _Variant:
         """Return a variant without stages."""
         return cls(
-            degree=degree,
+            num_ranks=num_ranks,
             fitted_level=fitted_level,
             us=np.full(shape, np.inf),
             level=np.zeros(shape, dtype=np.int64),
@@ -89,15 +89,62 @@ class _Variant:
             self.first_step[mask] = -(-size // wish)
             self.step[mask] = -(-2 * size // wish) - 1
 
+    def take_in(self, other: _Variant) -> _Variant | None:
+        """Take the stages of another variant of as many ranks where they are better; return what is left of it.
+
+        Better are stages that are no slower, fit at no lower level and add no more levels; of others both stay.
+        """
+        # Cells of grids 4x1 and 2x2, at micro-batches of 4 samples: (us a sample, level up to which it fits)
+        #
+        #     4x1   10, 3      10, no limit   -              2x2   11, 6      11, no limit   12, 2
+        #     one   10, 3      10, no limit   12, 2          left  11, 6      -              -
+        #
+        # The first stage is slower on 2x2 and fits at higher levels: both stay. The second is worse in all: it is left
+        # out. The third exists as 2x2 alone (4x1 needs too much memory): it is taken in.
+        no_worse = [
+            (a.us <= b.us) & (a.level >= b.level) & (a.first_step <= b.first_step) & (a.step <= b.step)
+            for a, b in ((other, self), (self, other))
+        ]
+        taken = np.isfinite(other.us) & (~np.isfinite(self.us) | no_worse[0])
+        is_left = np.isfinite(other.us) & ~taken & ~no_worse[1]
+        if taken.any():
+            for name in ("us", "level", "first_step", "step"):
+                setattr(self, name, np.where(taken, getattr(other, name), getattr(self, name)))
+        if not is_left.any():
+            return None
+        other.us = np.where(is_left, other.us, np.inf)
+        return other
+
+
+def _merged(variants: Sequence[_Variant]) -> list[_Variant]:
+    """Return the variants with those of as many ranks and the same level in one where that loses nothing."""
+    # Where memory limits nothing and no block mixes samples, the grids of a number of ranks end as one variant, and the
+    # search is as large as without tensor sizes. Where blocks mix samples, 4x1 takes four loss units at a time and 1x4
+    # one: fewer levels for more time, and both stay.
+    kept: list[_Variant] = []
+    for variant in variants:
+        left: _Variant | None = variant
+        for other in kept:
+            if left is not None and (other.num_ranks, other.fitted_level) == (
+                left.num_ranks,
+                left.fitted_level,
+            ):
+                left = other.take_in(left)
+        if left is not None:
+            kept.append(left)
+    return kept
+
 
 @dataclass(slots=True)
 class StageTable:
     """Costs of every stage of one series at one micro-batch size, by variant, row and column.
 
-    A variant is a degree, and where stages may be made to fit (`fitting`) a level up to which they are.
+    A variant is a number of ranks, and where stages may be made to fit (`fitting`) a level up to which they are. The
+    grids of data x tensor ranks of one number are one variant, with the best of each stage, where that is one; else
+    several.
 
     Args:
-        degrees: of each variant, not decreasing.
+        degrees: ranks of each variant, not decreasing.
         fitted_level: by variant, the level up to which stages are made to fit; 0: stages as they are.
         us_per_sample: time; inf where there is no such stage.
         max_level: the greatest level (stages to the sink, in units of the micro-batch size) at which
@@ -240,7 +287,7 @@ class TableMaker:
         link_us_per_byte: float,
         is_gpipe: bool,
         reduce_us_per_byte: Sequence[float],
-        degrees: Sequence[int],
+        grids: Sequence[tuple[int, int]],
         shapes: dict[int, StageShapes],
         fitter: StageFitter | None = None,
         levels: Sequence[int] = (),
@@ -249,8 +296,12 @@ class TableMaker:
         self._tables: dict[int, StageTable] = {}
         self.costs, self.rules, self.wish, self.shapes = costs, rules, wish, shapes
         self.memory_limit, self.link_us_per_byte, self.is_gpipe = memory_limit, link_us_per_byte, is_gpipe
-        self.degrees, self.reduce_us_per_byte = list(degrees), list(reduce_us_per_byte)
+        self.grids, self.reduce_us_per_byte = list(grids), list(reduce_us_per_byte)
         names = [block.name for block in graph.blocks]
+        self._refused, self._divided = (
+            {size: np.array([name in blocks for name in names], dtype=float) for size, blocks in of.items()}
+            for of in (rules.tensors.refused, rules.tensors.divided)
+        )
         self.coupled = np.array([name in rules.coupled for name in names], dtype=float)
         self.fixed_sizes = sorted(set(rules.fixed.values()))
         self.fixed = [
@@ -277,9 +328,11 @@ class TableMaker:
 
     def _make(self, shapes: StageShapes) -> StageTable:
         classes = self._classes(shapes)
-        variants = [v for i in range(len(self.degrees)) for v in self._variants(shapes, i, classes)]
+        variants = [v for i in range(len(self.grids)) for v in self._variants(shapes, i, classes)]
+        if len(self.rules.tensors.sizes) > 1:
+            variants = _merged(variants)
         table = StageTable(
-            degrees=np.array([v.degree for v in variants], dtype=np.float32),
+            degrees=np.array([v.num_ranks for v in variants], dtype=np.float32),
             fitted_level=np.array([v.fitted_level for v in variants], dtype=np.int64),
             us_per_sample=np.stack([v.us for v in variants]),
             max_level=np.stack([v.level for v in variants]),
@@ -292,9 +345,11 @@ class TableMaker:
     def _variants(
         self, shapes: StageShapes, i: int, classes: dict[tuple[bool, int | None], Bools]
     ) -> Iterator[_Variant]:
-        """Yield the stages of one degree as they are, then those made to fit, level by level."""
-        degree = self.degrees[i]
-        plain = _Variant.empty(shapes.valid.shape, degree, 0)
+        """Yield the stages of one grid as they are, then those made to fit, level by level."""
+        degree, tensor = self.grids[i]
+        allowed, shapes = self._may_have(shapes, tensor), shapes.at_tensor(tensor)
+        classes = {key: mask & allowed for key, mask in classes.items()} if allowed is not None else classes
+        plain = _Variant.empty(shapes.valid.shape, degree * tensor, 0)
         sizes = {key: self._size(*key, degree) for key in classes}
         for key, mask in classes.items():
             size = sizes[key]
@@ -308,7 +363,7 @@ class TableMaker:
         if self.fitter is None or (plain.level >= self.levels[-1]).all():
             return
         for level in self.levels[-1:] if self.is_gpipe else self.levels:
-            made = _Variant.empty(shapes.valid.shape, degree, level)
+            made = _Variant.empty(shapes.valid.shape, degree * tensor, level)
             for key, mask in classes.items():
                 size = sizes[key]
                 if size is not None:
@@ -317,9 +372,20 @@ class TableMaker:
             if np.isfinite(made.us).any():
                 yield made
 
+    def _may_have(self, shapes: StageShapes, tensor: int) -> Bools | None:
+        """Return [row, column] which stages may be of that tensor size (`TensorRules`); None: all."""
+        # Sums over a stage's blocks: none that is refused, and for sizes above 1 one at least that is divided.
+        found: Bools | None = None
+        if tensor in self._refused:
+            found = shapes.total(self._refused[tensor]) < 0.5
+        if tensor > 1:
+            is_divided = shapes.total(self._divided[tensor]) > 0.5
+            found = is_divided if found is None else found & is_divided
+        return found
+
     def _times(self, shapes: StageShapes, i: int, size: int, added_us: Floats | float = 0.0) -> Floats:
         """Return [row, column] microseconds a sample at the micro-batch size ``size`` of the stage."""
-        degree = self.degrees[i]
+        degree = self.grids[i][0]  # each tensor rank sends and is sent all of its data position's samples
         link = boundary_us(shapes.through, degree, self.link_us_per_byte)
         # Under ZeRO 2 the search takes every reduce-scatter for a whole all-reduce, about twice of what
         # `num_reductions` counts and plans are judged by: that leans it to larger micro-batches, which with little
@@ -337,7 +403,7 @@ class TableMaker:
     def _fitted(self, shapes: StageShapes, i: int, size: int, level: int) -> tuple[Floats, Floats]:
         """Return [row, column] times of stages made to fit at ``level``, and the level up to which they do."""
         assert self.fitter is not None
-        degree = self.degrees[i]
+        degree = self.grids[i][0]
         local, most = size / degree, self.rules.mini_batch // size
         count = most if self.is_gpipe else min(-(-level * self.wish // size), most)
         room, each = shapes.room(local, degree, self.memory_limit)

@@ -81,6 +81,15 @@ class StageFitter:
         self._steps: dict[tuple[Rows, float], Savings] = {}
         self._estimates: dict[tuple[object, ...], tuple[float, float]] = {}
         self._choices: dict[tuple[object, ...], StageChoice] = {}
+        self._of_costs: dict[int, StageFitter] = {}
+
+    def on(self, costs: CostModel) -> StageFitter:
+        """Return the fitter of stages of other costs, those of a tensor size (`CostModel.at_tensor`)."""
+        if costs is self.costs:
+            return self
+        if id(costs) not in self._of_costs:
+            self._of_costs[id(costs)] = StageFitter(self.request, costs)
+        return self._of_costs[id(costs)]
 
     @property
     def is_active(self) -> bool:
@@ -339,7 +348,7 @@ class StageFitter:
         limit = self._limit(stage)
         if stage.memory_bytes <= limit:
             return stage
-        excess, us = self.estimate(**self._place(stage, limit))
+        excess, us = self.on(self.costs.on(stage)).estimate(**self._place(stage, limit))
         us *= self._slower(stage)
         return dataclasses.replace(
             stage, backward_us=stage.backward_us + us, memory_bytes=limit + round(excess)
@@ -356,7 +365,8 @@ class StageFitter:
             limit = self._limit(stage)
         if stage.memory_bytes <= limit:
             return stage
-        choice = self.choose(**self._place(stage, limit - stashed_bytes))
+        own = self.on(self.costs.on(stage))
+        choice = own.choose(**self._place(stage, limit - stashed_bytes))
         memory = choice.memory
         if memory is not None and self.costs.is_mixed:
             slower = self._slower(stage)
@@ -378,8 +388,9 @@ class StageFitter:
         if not self.costs.is_mixed:
             return 1.0
         rows, local = self.costs.indices(stage.blocks), stage.local_batch_size
-        least = self.costs.stage_times(rows, local)[0]
-        return self.costs.stage_times(rows, local, stage.ranks)[0] / least if least > 0 else 1.0
+        costs = self.costs.on(stage)
+        least = costs.stage_times(rows, local)[0]
+        return costs.stage_times(rows, local, stage.ranks)[0] / least if least > 0 else 1.0
 
 
 def fitter_for(request: PlanRequest, costs: CostModel) -> StageFitter | None:

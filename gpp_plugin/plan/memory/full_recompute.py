@@ -63,7 +63,9 @@ def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
 
 
 def _recomputed(stage: Stage, num_versions: int, request: PlanRequest, everything: GraphTensors) -> Stage:
-    costs = everything.costs
+    costs = everything.costs.on(stage)
+    if costs is not everything.costs:
+        everything = GraphTensors(costs)
     rows, local = costs.indices(stage.blocks), stage.local_batch_size
     chain = StageChain(everything, rows, local, degree=stage.degree)
     stash = costs.stashed_bytes(rows, num_versions)

@@ -121,7 +121,7 @@ def recompute_modules(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     stages = tuple(_run_again(stage, costs, request.profile.module(stage.blocks)) for stage in plan.stages)
     changed = dataclasses.replace(plan, stages=stages)
-    parts = memory_breakdown(changed, request.profile, zero_stage=request.zero_stage)
+    parts = memory_breakdown(changed, request.profile, graph=request.graph, zero_stage=request.zero_stage)
     stages = tuple(
         old if new is old else dataclasses.replace(new, memory_bytes=part.total)
         for old, new, part in zip(plan.stages, stages, parts, strict=True)
@@ -139,5 +139,5 @@ def _run_again(stage: Stage, costs: CostModel, module: ModuleMemory | None) -> S
     memory = whole_again(module, local=local, in_flight=stage.in_flight, forward_us=stage.forward_us)
     if memory is None:
         return stage
-    backward_us = costs.stage_times(costs.indices(stage.blocks), local, stage.ranks)[1]
+    backward_us = costs.on(stage).stage_times(costs.indices(stage.blocks), local, stage.ranks)[1]
     return dataclasses.replace(stage, memory=memory, backward_us=backward_us + memory.added_us)

@@ -47,7 +47,7 @@ def refine_chains(refiner: Refiner, start: Candidate, *, rounds: int = MAX_ROUND
         if found is None:
             continue
         for masks in _shifted(refiner, at.masks, *found):
-            candidate = refiner.with_masks(masks, at.wish, at.slack)
+            candidate = refiner.with_masks(masks, at.wish, at.slack, at.way)
             if candidate is None:
                 continue
             best = candidate if is_better(candidate.score, best.score) else best

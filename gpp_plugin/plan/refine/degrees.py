@@ -1,14 +1,20 @@
-"""How many ranks each of a given set of stages gets: exact, all ranks used, smallest bottleneck."""
+"""How many ranks each of a given set of stages gets: exact, all ranks used, smallest bottleneck.
+
+A stage's ranks are a grid of data x tensor positions. Of the grids of one number of ranks the quickest a sample counts;
+as micro-batches of fewer samples on more tensor ranks fill a pipeline sooner, whole plans are also made with one tensor
+size as far as stages allow it (`TensorRules.ways`).
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from gpp_plugin.plan.batch_rules import BatchRules
+from gpp_plugin.plan.batch_rules import ANY_SIZE, BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, Kinds, link_for_span, ring_us
 from gpp_plugin.plan.costs.time_formula import us_per_sample
 from gpp_plugin.plan.make import StageDraft, order_stages
@@ -18,13 +24,19 @@ from gpp_plugin.plan.request import PlanRequest
 
 
 class Option(NamedTuple):
-    """A degree of a stage, and what it costs: times of one micro-batch on a rank, and of a sample in all."""
+    """A grid of a stage, and what it costs: times of one micro-batch on a rank, and of a sample in all."""
 
     degree: int
     micro_batch_size: int
     us_per_sample: float
     forward_us: float
     backward_us: float
+    tensor: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the ranks of the grid."""
+        return self.degree * self.tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +89,17 @@ class DegreeChooser:
             size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])
             for size in sorted(set(rules.fixed.values()))
         }
-        self._sizings: dict[tuple[int, bool, tuple[int, ...], Kinds], _Sizing] = {}
-        self._options: dict[tuple[Mask, int, int, Kinds, int], list[Option]] = {}
+        self._sizings: dict[tuple[int, bool, tuple[int, ...], Kinds, int], _Sizing] = {}
+        self._options: dict[tuple[Mask, int, int, Kinds, int, int], list[Option]] = {}
+        self._tensors: dict[Mask, list[int]] = {}
+        self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids()})
         self._timed: dict[tuple[Mask, int, Kinds], list[Option]] = {}
         order = request.rank_order or range(request.num_ranks)
         self._order = [rank for rank in order if rank < request.num_ranks]
         self._spans: dict[tuple[int, int], tuple[Kinds, int]] = {}
         self._least: dict[tuple[Mask, int], tuple[float, float]] = {}
         self._sizes: dict[tuple[Mask, int], list[int]] = {}
-        self._wishes, self._degrees = rules.wishes(), rules.degrees()
+        self._wishes = rules.wishes()
 
     def choose(
         self,
@@ -94,19 +108,22 @@ class DegreeChooser:
         *,
         ignore_memory: bool = False,
         limit_us: float = float("inf"),
+        way: int | None = None,
     ) -> list[Option] | None:
         """Return one option a stage, or None where no choice uses all ranks within memory and time.
 
         Args:
             wish: micro-batch size of every stage that neither coupling nor the user fixes.
             limit_us: most microseconds a sample of any stage.
+            way: to give stages tensor sizes, one of `TensorRules.ways`; None: the first.
         """
+        way = self.rules.tensors.ways[0] if way is None else way
         heights = [] if ignore_memory else self.sets.heights(masks)
 
         def options_of(stage: int, kinds: Kinds, limit: int) -> list[Option]:
             if ignore_memory:
-                return self._timed_options(masks[stage], wish, kinds)
-            return self._stage_options(masks[stage], wish, heights[stage], kinds, limit)
+                return self._in_way(self._timed_options(masks[stage], wish, kinds), masks[stage], way)
+            return self._stage_options(masks[stage], wish, heights[stage], kinds, limit, way)
 
         if self.costs.is_mixed:
             return self._share_out_in_order(masks, options_of, limit_us)
@@ -131,11 +148,11 @@ class DegreeChooser:
             reached: dict[int, tuple[float, float, tuple[Option, ...]]] = {}
             most = num - (len(masks) - place - 1)  # a rank at least for each stage after it
             for used, (slowest, total, chosen) in best.items():
-                for degree in self._degrees:
-                    end = used + degree
+                for count in self._rank_counts:
+                    end = used + count
                     if end > most:
                         break
-                    option = _of_degree(options_of(stage, *self._span(used, end)), degree)
+                    option = _of_count(options_of(stage, *self._span(used, end)), count)
                     if option is None or option.us_per_sample > limit_us:
                         continue
                     key = max(slowest, option.us_per_sample), total + option.us_per_sample
@@ -160,7 +177,10 @@ class DegreeChooser:
         """Return the drafts of stages with these options."""
         return [
             StageDraft(
-                blocks=self.sets.blocks(mask), degree=option.degree, micro_batch_size=option.micro_batch_size
+                blocks=self.sets.blocks(mask),
+                degree=option.degree,
+                micro_batch_size=option.micro_batch_size,
+                tensor=option.tensor,
             )
             for mask, option in zip(masks, options, strict=True)
         ]
@@ -171,7 +191,7 @@ class DegreeChooser:
         if found is None:
             options = self._timed_options(mask, wish, ())
             slowest = min((option.us_per_sample for option in options), default=float("inf"))
-            work = min((o.us_per_sample * o.degree for o in options), default=float("inf"))
+            work = min((o.us_per_sample * o.num_ranks for o in options), default=float("inf"))
             found = self._least[mask, wish] = slowest, work
         return found
 
@@ -188,21 +208,41 @@ class DegreeChooser:
         """Return by how many bytes a stage exceeds the smallest of its ranks (negative: it fits)."""
         return memory_bytes - min(self.limits[rank] for rank in ranks)
 
-    def _stage_options(self, mask: Mask, wish: int, height: int, kinds: Kinds, limit: int) -> list[Option]:
-        """Return the degrees with which a stage at that height fits ranks of so many bytes, on these devices."""
-        found = self._options.get((mask, wish, height, kinds, limit))
+    def tensor_sizes(self, mask: Mask) -> list[int]:
+        """Return the tensor sizes a stage may have."""
+        found = self._tensors.get(mask)
+        if found is None:
+            found = self._tensors[mask] = self.rules.tensors.allowed(self.sets.blocks(mask))
+        return found
+
+    def _in_way(self, options: list[Option], mask: Mask, way: int) -> list[Option]:
+        """Return the options with the largest tensor size up to ``way``; all where any is meant."""
+        # Of sizes 1, 2, 4 a stage of a vision tower whose heads 4 does not divide has 1 and 2: in way 4 it takes 2, and
+        # the decoder's stages beside it 4. In way `ANY_SIZE` each takes what is quickest, which is 1 but for memory,
+        # gradients to reduce, and micro-batches that no data-parallel ranks can share.
+        if way == ANY_SIZE or len(self.rules.tensors.sizes) == 1:
+            return options
+        size = max((each for each in self.tensor_sizes(mask) if each <= way), default=0)
+        return [option for option in options if option.tensor == size]
+
+    def _stage_options(
+        self, mask: Mask, wish: int, height: int, kinds: Kinds, limit: int, way: int
+    ) -> list[Option]:
+        """Return the grids with which a stage at that height fits ranks of so many bytes, on these devices."""
+        found = self._options.get((mask, wish, height, kinds, limit, way))
         if found is None:
             request, rows = self.request, self.sets.rows(mask)
             found = []
-            for option in self._timed_options(mask, wish, kinds):
+            for option in self._in_way(self._timed_options(mask, wish, kinds), mask, way):
+                own = self.costs.at_tensor(option.tensor)
                 num = request.mini_batch // option.micro_batch_size
                 local = option.micro_batch_size // option.degree
                 in_flight = num if request.schedule == "gpipe" else min(num, height)
-                memory = self.costs.stage_memory(rows, degree=option.degree, local=local, in_flight=in_flight)
+                memory = own.stage_memory(rows, degree=option.degree, local=local, in_flight=in_flight)
                 if memory <= limit:
                     found.append(option)
                 elif self.fitter is not None:
-                    excess, added_us = self.fitter.estimate(
+                    excess, added_us = self.fitter.on(own).estimate(
                         rows, degree=option.degree, local=local, in_flight=in_flight, limit=limit
                     )
                     if excess <= 0:
@@ -212,11 +252,11 @@ class DegreeChooser:
                                 backward_us=option.backward_us + added_us,
                             )
                         )
-            self._options[mask, wish, height, kinds, limit] = found
+            self._options[mask, wish, height, kinds, limit, way] = found
         return found
 
     def _timed_options(self, mask: Mask, wish: int, kinds: Kinds) -> list[Option]:
-        """Return every degree of a stage with its time, whatever memory it needs.
+        """Return every grid of a stage with its time, whatever memory it needs.
 
         Args:
             kinds: of the stage's devices; several: the slowest counts; none: the quickest.
@@ -231,32 +271,41 @@ class DegreeChooser:
                 for of_degree in zip(*each, strict=True)
             ]
             return found
+        found = [
+            option
+            for tensor in self.tensor_sizes(mask)
+            for option in self._of_tensor(mask, wish, kinds, tensor)
+        ]
+        self._timed[mask, wish, kinds] = found
+        return found
+
+    def _of_tensor(self, mask: Mask, wish: int, kinds: Kinds, tensor: int) -> list[Option]:
+        """Return every degree of a stage at a tensor size with its time."""
+        costs = self.costs.at_tensor(tensor)
         fixed = tuple(size for size, blocks in self._fixed.items() if blocks & mask)
-        key = wish, bool(self._coupled & mask), fixed, kinds
+        key = wish, bool(self._coupled & mask), fixed, kinds, tensor
         sizing = self._sizings.get(key)
         if sizing is None:
-            sizing = self._sizings[key] = self._make_sizing(mask, wish, *kinds)
+            sizing = self._sizings[key] = self._make_sizing(mask, wish, tensor, *kinds)
         rows = np.array(self.sets.rows(mask))
-        gradient = self.costs.group_gradient_bytes(self.sets.rows(mask))
+        gradient = costs.group_gradient_bytes(self.sets.rows(mask))
         forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
         us = us_per_sample(forward + backward, sizing.samples)
         if gradient > 0:
             us += sizing.reduce_us + gradient * sizing.reduce_us_per_byte
-        found = self._timed[mask, wish, kinds] = list(
-            map(Option, sizing.degrees, sizing.sizes, us.tolist(), forward.tolist(), backward.tolist())
-        )
-        return found
+        times = us.tolist(), forward.tolist(), backward.tolist()
+        return list(map(Option, sizing.degrees, sizing.sizes, *times, itertools.repeat(tensor)))
 
-    def _make_sizing(self, mask: Mask, wish: int, kind: int | None = None) -> _Sizing:
-        request, costs, blocks = self.request, self.costs, self.sets.blocks(mask)
+    def _make_sizing(self, mask: Mask, wish: int, tensor: int, kind: int | None = None) -> _Sizing:
+        request, costs, blocks = self.request, self.costs.at_tensor(tensor), self.sets.blocks(mask)
         found = [
             (degree, size)
-            for degree in self.rules.degrees()
-            if (size := self.rules.micro_batch_size(blocks, degree, wish)) is not None
+            for degree, of_grid in self.rules.grids()
+            if of_grid == tensor and (size := self.rules.micro_batch_size(blocks, degree, wish)) is not None
         ]
         times = [costs.block_times(size // degree, kind) for degree, size in found]
         shape = (len(found), len(costs.index))
-        links = [link_for_span(request.cluster, degree) for degree, _ in found]
+        links = [link_for_span(request.cluster, degree * tensor) for degree, _ in found]
         # An all-reduce is latency and bytes: the first is what one without bytes takes.
         latency = [ring_us(0.0, d, link) for (d, _), link in zip(found, links, strict=True)]
         whole = [ring_us(1e9, d, link) for (d, _), link in zip(found, links, strict=True)]
@@ -272,8 +321,9 @@ class DegreeChooser:
         )
 
 
-def _of_degree(options: Sequence[Option], degree: int) -> Option | None:
-    return next((option for option in options if option.degree == degree), None)
+def _of_count(options: Sequence[Option], num_ranks: int) -> Option | None:
+    fitting = [option for option in options if option.num_ranks == num_ranks]
+    return min(fitting, key=lambda option: option.us_per_sample, default=None)
 
 
 def choose_degrees(
@@ -288,7 +338,8 @@ def choose_degrees(
     """Return one draft a group of blocks, or None where no choice uses all ranks within memory."""
     chooser = DegreeChooser(request, costs, rules)
     masks = [chooser.sets.mask_of(group) for group in groups]
-    options = chooser.choose(masks, wish, ignore_memory=ignore_memory)
+    ways = (chooser.choose(masks, wish, ignore_memory=ignore_memory, way=way) for way in rules.tensors.ways)
+    options = next((found for found in ways if found is not None), None)
     return None if options is None else chooser.drafts(masks, options)
 
 
@@ -314,12 +365,12 @@ def _share_out(options: Sequence[Sequence[Option]], num_ranks: int, limit_us: fl
             option
             for option in options[i]
             if option.us_per_sample <= times[low]
-            and option.degree <= total
-            and prefixes[i] >> (total - option.degree) & 1
+            and option.num_ranks <= total
+            and prefixes[i] >> (total - option.num_ranks) & 1
         ]
         best = min(fitting, key=lambda option: option.us_per_sample)
         chosen.append(best)
-        total -= best.degree
+        total -= best.num_ranks
     return chosen[::-1]
 
 
@@ -331,6 +382,6 @@ def _reachable(options: Sequence[Sequence[Option]], limit: float, num_ranks: int
         sums = 0
         for option in stage:
             if option.us_per_sample <= limit:
-                sums |= prefixes[-1] << option.degree
+                sums |= prefixes[-1] << option.num_ranks
         prefixes.append(sums & mask)
     return prefixes if prefixes[-1] >> num_ranks & 1 else []

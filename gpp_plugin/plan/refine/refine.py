@@ -53,6 +53,7 @@ class Candidate:
         slack: micro-batches held in excess of Table 2 for each stage on the way to a sink; Table 2
             takes communication to be free, and where it is not every hop on a round trip delays the
             next micro-batch unless another one is there to work on.
+        way: to give stages tensor sizes (`TensorRules.ways`).
         score: (bytes too many, predicted microseconds, unevenness); smaller is better.
     """
 
@@ -61,6 +62,7 @@ class Candidate:
     drafts: tuple[StageDraft, ...]
     score: Score
     slack: float = 0.0
+    way: int = 1
 
 
 class Refiner:
@@ -95,27 +97,31 @@ class Refiner:
     # ---- candidates -------------------------------------------------------------------------------
 
     def candidate(
-        self, groups: Sequence[Sequence[str]], wish: int, *, slack: float = 0.0
+        self, groups: Sequence[Sequence[str]], wish: int, *, slack: float = 0.0, way: int | None = None
     ) -> Candidate | None:
         """Return the candidate of these groups of blocks, or None where ranks cannot be shared out."""
-        return self.with_masks([self.sets.mask_of(group) for group in groups], wish, slack)
+        return self.with_masks([self.sets.mask_of(group) for group in groups], wish, slack, way)
 
     def from_drafts(self, drafts: Sequence[StageDraft], wish: int) -> Candidate:
         """Return the candidate of complete drafts."""
         masks = tuple(self.sets.mask_of(draft.blocks) for draft in drafts)
-        return Candidate(masks=masks, wish=wish, drafts=tuple(drafts), score=self._score(drafts))
+        way = self.rules.tensors.ways[0]
+        return Candidate(masks=masks, wish=wish, drafts=tuple(drafts), score=self._score(drafts), way=way)
 
-    def with_masks(self, masks: Sequence[Mask], wish: int, slack: float = 0.0) -> Candidate | None:
+    def with_masks(
+        self, masks: Sequence[Mask], wish: int, slack: float = 0.0, way: int | None = None
+    ) -> Candidate | None:
         """Return the candidate of these stages, or None where it is no plan, cannot win or was met before."""
         if self.num_stages is not None and len(masks) != self.num_stages:
             return None
         # on devices of several speeds it matters which of two equal branches is cut
         shape = frozenset(masks) if self.costs.is_mixed else self.sets.shape_of(masks)
-        key = (shape, wish, slack)
+        way = self.rules.tensors.ways[0] if way is None else way
+        key = (shape, wish, slack, way)
         if key in self._seen:
             return None
         self.budget -= GLANCE
-        drafts = self._drafts(masks, wish)
+        drafts = self._drafts(masks, wish, way)
         if drafts is None:
             self._seen[key] = NOT_WORTH
             return None
@@ -123,9 +129,11 @@ class Refiner:
             drafts = self._with_slack(masks, drafts, slack)
         score = self._score(drafts)
         self._seen[key] = score
-        return Candidate(masks=tuple(masks), wish=wish, drafts=tuple(drafts), score=score, slack=slack)
+        return Candidate(
+            masks=tuple(masks), wish=wish, drafts=tuple(drafts), score=score, slack=slack, way=way
+        )
 
-    def _drafts(self, masks: Sequence[Mask], wish: int) -> list[StageDraft] | None:
+    def _drafts(self, masks: Sequence[Mask], wish: int, way: int) -> list[StageDraft] | None:
         """Return the stages with all ranks shared out; None where that is impossible or takes too long."""
         limit = min(HOPELESS * self._best_us, self._cutoff_us)
         limit_us = limit / self.request.mini_batch * (1 + ROUNDING)
@@ -135,10 +143,10 @@ class Refiner:
             work += least
             if slowest > limit_us or work > limit_us * self.request.num_ranks:
                 return None
-        options = self.chooser.choose(masks, wish, limit_us=limit_us)
+        options = self.chooser.choose(masks, wish, limit_us=limit_us, way=way)
         if options is None and self._cutoff_us == float("inf"):
             # No plan that fits is known yet: one that needs too much memory leads the way.
-            options = self.chooser.choose(masks, wish, ignore_memory=True, limit_us=limit_us)
+            options = self.chooser.choose(masks, wish, ignore_memory=True, limit_us=limit_us, way=way)
         if options is None:
             return None
         times = []
@@ -220,21 +228,21 @@ class Refiner:
         The p-norm of the times falls with every move, so plateaus on which several stages are the
         bottleneck (no single move shortens the step) are crossed.
         """
-        masks, best = list(start.masks), self._unevenness(start.masks, start.wish)
+        masks, best = list(start.masks), self._unevenness(start.masks, start.wish, start.way)
         for _ in range(rounds):
             loads = self._loads(start.wish, masks)
             heaviest = max(range(len(masks)), key=loads.__getitem__)
             options = [
-                (self._unevenness(changed, start.wish), n, changed)
+                (self._unevenness(changed, start.wish, start.way), n, changed)
                 for n, changed in enumerate(moves.boundary_moves(self.sets, masks, heaviest))
             ]
             if not options or min(options)[0] >= best * (1 - 1e-12):
                 break
             best, _, masks = min(options)
-        return self.with_masks(masks, start.wish, start.slack) or start
+        return self.with_masks(masks, start.wish, start.slack, start.way) or start
 
-    def _unevenness(self, masks: Sequence[Mask], wish: int) -> float:
-        options = self.chooser.choose(masks, wish)
+    def _unevenness(self, masks: Sequence[Mask], wish: int, way: int) -> float:
+        options = self.chooser.choose(masks, wish, way=way)
         if options is None:
             return float("inf")
         return sum(((o.forward_us + o.backward_us) / o.micro_batch_size) ** 8 for o in options)
@@ -259,14 +267,15 @@ class Refiner:
 
     def _us_per_sample(self, mask: Mask, draft: StageDraft, ranks: Sequence[int] | None) -> float:
         local = draft.micro_batch_size / draft.degree
-        computing = sum(self.costs.stage_times(self.sets.rows(mask), local, ranks))
+        costs = self.costs.at_tensor(draft.tensor)
+        computing = sum(costs.stage_times(self.sets.rows(mask), local, ranks))
         return float(us_per_sample(computing, draft.micro_batch_size))
 
     def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
         """Yield the candidates one move away, the most promising kinds first."""
         for slack in SLACKS:
             if slack != at.slack:
-                found = self.with_masks(at.masks, at.wish, slack)
+                found = self.with_masks(at.masks, at.wish, slack, at.way)
                 if found is not None:
                     yield found
         masks = list(at.masks)
@@ -277,7 +286,11 @@ class Refiner:
         wishes = self.rules.wishes()
         place = wishes.index(at.wish) if at.wish in wishes else 0
         for wish in [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]:
-            found = self.with_masks(at.masks, wish, at.slack)
+            found = self.with_masks(at.masks, wish, at.slack, at.way)
+            if found is not None:
+                yield found
+        for way in self.rules.tensors.ways if len(self.rules.tensors.ways) > 1 else ():
+            found = self.with_masks(at.masks, at.wish, at.slack, way)
             if found is not None:
                 yield found
         for drafts in self._changed_drafts(at):
@@ -290,7 +303,7 @@ class Refiner:
 
     def _with_all(self, at: Candidate, partitions: Iterator[list[Mask]]) -> Iterator[Candidate]:
         for masks in partitions:
-            found = self.with_masks(masks, at.wish, at.slack)
+            found = self.with_masks(masks, at.wish, at.slack, at.way)
             if found is not None:
                 yield found
 
@@ -298,11 +311,12 @@ class Refiner:
         times = []
         for mask, draft in zip(masks, drafts, strict=True):
             local = draft.micro_batch_size / draft.degree
-            times.append((*self.costs.stage_times(self.sets.rows(mask), local), draft.micro_batch_size, 0.0))
+            own = self.costs.at_tensor(draft.tensor).stage_times(self.sets.rows(mask), local)
+            times.append((*own, draft.micro_batch_size, 0.0))
         return self._least_us(masks, times)
 
     def _changed_drafts(self, at: Candidate) -> Iterator[list[StageDraft]]:
-        """Yield other micro-batch sizes, k and degrees for the same stages."""
+        """Yield other micro-batch sizes, k, tensor sizes and degrees for the same stages."""
         drafts = list(at.drafts)
         for i, (mask, draft) in enumerate(zip(at.masks, drafts, strict=True)):
             for size in self.chooser.sizes(mask, draft.degree):
@@ -311,15 +325,31 @@ class Refiner:
             for k in (draft.k * 2, draft.k // 2):
                 if 1 <= k <= self.request.max_k:
                     yield [*drafts[:i], dataclasses.replace(draft, k=k), *drafts[i + 1 :]]
+            for changed in self._other_grids(mask, draft):
+                yield [*drafts[:i], changed, *drafts[i + 1 :]]
         if self.rules.data_parallel is None and len(drafts) <= 16:
             yield from self._moved_ranks(at.masks, drafts)
+
+    def _other_grids(self, mask: Mask, draft: StageDraft) -> Iterator[StageDraft]:
+        """Yield a stage with its ranks shared out otherwise among data and tensor positions."""
+        # 4x1 on micro-batches of 4 becomes 2x2 and 1x4 of the nearest sizes that these divide: the same ranks, so that
+        # no other stage has to change.
+        degrees, num_ranks = self.rules.degrees(), draft.degree * draft.tensor
+        for tensor in self.chooser.tensor_sizes(mask):
+            if tensor != draft.tensor and num_ranks % tensor == 0 and num_ranks // tensor in degrees:
+                sizes = self.chooser.sizes(mask, num_ranks // tensor)
+                if sizes:
+                    resized = _resized(draft, num_ranks // tensor, sizes)
+                    yield dataclasses.replace(resized, tensor=tensor)
 
     def _moved_ranks(self, masks: Sequence[Mask], drafts: list[StageDraft]) -> Iterator[list[StageDraft]]:
         degrees = self.rules.degrees()
         for (i, giver), (j, taker) in itertools.permutations(enumerate(drafts), 2):
             for less in degrees:
-                more = taker.degree + giver.degree - less
-                if less >= giver.degree or more not in degrees:
+                # a giver of 2x2 that gives one row frees 2 ranks: a taker of 1x2 gets one row more, one of 1x4 none
+                more, rest = divmod((giver.degree - less) * giver.tensor, taker.tensor)
+                more += taker.degree
+                if less >= giver.degree or rest or more not in degrees:
                     continue
                 sizes = self.chooser.sizes(masks[i], less), self.chooser.sizes(masks[j], more)
                 if sizes[0] and sizes[1]:

@@ -284,7 +284,7 @@ class SharedJudge:
 
     def _saved_bytes(self, stage: Stage) -> float:
         rows = self.costs.indices(stage.blocks)
-        return stage.in_flight * self.costs.group_saved_bytes(rows, stage.local_batch_size)
+        return stage.in_flight * self.costs.on(stage).group_saved_bytes(rows, stage.local_batch_size)
 
     def _optimized(self, plan: PipelinePlan) -> PipelinePlan | None:
         """Return the plan with stages that swap and recompute, each within its share of its ranks' memory."""
@@ -331,7 +331,7 @@ def with_counts(plan: PipelinePlan, counts: Sequence[int], costs: CostModel) -> 
         if count == stage.in_flight:
             stages.append(stage)
             continue
-        memory = costs.stage_memory(
+        memory = costs.on(stage).stage_memory(
             costs.indices(stage.blocks), degree=stage.degree, local=stage.local_batch_size, in_flight=count
         )
         stages.append(dataclasses.replace(stage, in_flight=count, pending=0, memory_bytes=memory))

@@ -1,0 +1,269 @@
+"""What tensor ranks would win: one model on more and more devices, each tensor size forced, and chosen by the planner.
+
+Every row is one number of devices and one mini-batch on nodes of 8 (the cluster's own): the simulated step with tensor
+size 1 everywhere, over that of the best size forced on all stages that can be divided, and over that of the plan in
+which each stage has its own (``auto``). Beside them what was modelled when tensor parallelism was asked for, with a
+tensor group as one larger device. ``--slower`` plans the same again with slower links between nodes. ``--context`` adds
+what is not built: ring attention over so many tokens, and experts on ranks of their own (`plan.costs.long_context`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from typing import Any
+
+from gpp_plugin.api import make_request, plan_for
+from gpp_plugin.commands.command_parser import list_of_numbers
+from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.tensors import element_bytes
+from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.costs.cost_model import ring_us
+from gpp_plugin.plan.costs.long_context import AttentionShape, expert_exchange_us, ring_attention_us
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.report.plan_text import draw_stages
+from gpp_plugin.report.units import fill_text, format_table
+
+MODELLED = {
+    (8, 8): (2, 1.20),
+    (8, 64): (1, 1.00),
+    (16, 0): (2, 1.29),
+    (32, 0): (4, 1.12),
+    (64, 64): (4, 1.34),
+    (64, 256): (4, 1.09),
+    (128, 0): (4, 1.61),
+}
+"""Devices and batch -> the best size, and how many times as fast as size 1, of LLaVA-7B at 2,048 tokens; batch 0: of
+one that is not told."""
+CASES = "8:8,8:64,16:16,16:64,32:32,32:64,64:64,64:256,128:128"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--model", default="llava-7b", help="as of gpp plan (%(default)s)")
+    parser.add_argument("--cluster", default="dgx_h100", help="as of gpp plan (%(default)s)")
+    parser.add_argument(
+        "--cases",
+        default=CASES,
+        metavar="DEVICES:SAMPLES,...",
+        help="numbers of devices and samples of a mini-batch (%(default)s)",
+    )
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a text (%(default)s)")
+    parser.add_argument("--dtype", default="bf16", help="what is trained in (%(default)s)")
+    parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=1, help="ZeRO stage (%(default)s)")
+    parser.add_argument("--planner", default="auto", help="one that chooses tensor sizes (%(default)s)")
+    parser.add_argument(
+        "--slower",
+        type=list_of_numbers,
+        default=[1],
+        metavar="N,...",
+        help="times by which links between nodes are slower, each planned again (%(default)s)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=list_of_numbers,
+        default=[2, 4],
+        metavar="N,...",
+        help="tensor sizes above 1 that are forced (%(default)s)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=32768,
+        help="tokens of a text for ring attention on paper; 0 leaves it out (%(default)s)",
+    )
+    parser.add_argument("--draw", action="store_true", help="draw each plan that the planner chooses")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the table and return its rows."""
+    # The model is captured once, on one sample: its costs are of the cluster's device, whatever the number of devices.
+    cases = _cases(args.cases)
+    largest = max(batch for _, batch in cases)
+    base = make_request(
+        args.model,
+        args.cluster,
+        num_devices=max(devices for devices, _ in cases),
+        mini_batch=largest,
+        loss_unit=1,
+        dtype=args.dtype,
+        zero_stage=args.zero,
+        **({} if args.model in MODELS else {"length": args.length}),
+    )
+    rows = []
+    for slower in args.slower:
+        for devices, batch in cases:
+            cluster = _slower(read_cluster(args.cluster, num_devices=devices, dtype=args.dtype), slower)
+            rows.append(_row(args, _with(base, cluster, batch), slower))
+    print(format_table(HEADER, [_line(args, row) for row in rows], left=0))
+    print(
+        fill_text(
+            "modelled: a tensor group taken for one larger device; batches are told for 8 and 64 devices alone. Ours "
+            "divides what each block's sharding says (norms and residuals are whole), counts every all-reduce with its "
+            "latency, and lets data-parallel degree, micro-batches, stages and schedule be others at every size."
+        )
+    )
+    on_paper = _on_paper(args, base) if args.context else []
+    return {"rows": rows, "model": args.model, "length": args.length, "on_paper": on_paper}
+
+
+LAYER = {"query_width": 4096, "key_width": 4096, "experts": 8, "chosen": 2}
+"""Of the layers of Llama 7B, and of Mixtral's experts, for what is on paper."""
+
+
+def _on_paper(args: argparse.Namespace, base: PlanRequest) -> list[dict[str, Any]]:
+    """Print and return, by ranks, a layer's ring attention beside the same on one rank and on tensor ranks' sums."""
+    device, link = base.cluster.devices[0], base.cluster.links[0]
+    size = element_bytes(args.dtype)
+    shape = AttentionShape(
+        length=args.context, query_width=LAYER["query_width"], key_width=LAYER["key_width"]
+    )
+    alone, _ = ring_attention_us(shape, 1, device, link, element_bytes=size)
+    rows = []
+    for ranks in (2, 4, 8):
+        us, unhidden = ring_attention_us(shape, ranks, device, link, element_bytes=size)
+        sums = 4 * ring_us(args.context * LAYER["query_width"] * size, ranks, link)
+        experts = expert_exchange_us(
+            args.context // ranks, LAYER["query_width"], LAYER["chosen"], ranks, link, element_bytes=size
+        )
+        rows.append(
+            {"ranks": ranks, "us": us, "unhidden_us": unhidden, "sums_us": sums, "experts_us": experts}
+        )
+    lines = [
+        [
+            str(row["ranks"]),
+            f"{row['us'] / 1e3:.2f}",
+            f"{alone / row['us']:.2f}",
+            f"{row['unhidden_us'] / 1e3:.2f}",
+            f"{alone / row['ranks'] / 1e3:.2f} + {row['sums_us'] / 1e3:.2f}",
+            f"{row['experts_us'] / 1e3:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["ranks", "ring ms", "x", "sends in sight", "heads + sums ms", "experts' exchange ms"]
+    print(f"\non paper, one layer of one text of {args.context} tokens, not built:")
+    print(format_table(header, lines, left=0))
+    return rows
+
+
+HEADER = [
+    "devices",
+    "batch",
+    "links",
+    "modelled",
+    "x",
+    "ours",
+    "x",
+    "auto",
+    "x",
+    "ms at 1",
+    "search s",
+    "at 1",
+]
+
+
+def _cases(text: str) -> list[tuple[int, int]]:
+    try:
+        return [
+            (int(devices), int(batch)) for devices, batch in (part.split(":") for part in text.split(","))
+        ]
+    except ValueError:
+        raise ConfigError(f"--cases {text!r}: give DEVICES:SAMPLES,..., like 8:64,16:64") from None
+
+
+def _slower(cluster: Cluster, times: int) -> Cluster:
+    outer = [
+        dataclasses.replace(link, bytes_per_s=link.bytes_per_s / times, latency_us=link.latency_us * times)
+        for link in cluster.links[1:]
+    ]
+    return dataclasses.replace(cluster, links=(cluster.links[0], *outer))
+
+
+def _with(base: PlanRequest, cluster: Cluster, batch: int) -> PlanRequest:
+    share = batch / base.mini_batch  # of what stages hold of the mini-batch itself
+    inputs = tuple(
+        dataclasses.replace(each, bytes=round(each.bytes * share)) if each.is_shared_out else each
+        for each in base.profile.inputs
+    )
+    return dataclasses.replace(
+        base,
+        cluster=cluster,
+        num_ranks=cluster.num_devices,
+        mini_batch=batch,
+        profile=dataclasses.replace(base.profile, inputs=inputs),
+    )
+
+
+def _row(args: argparse.Namespace, request: PlanRequest, slower: int) -> dict[str, Any]:
+    """Return what tensor sizes do to one request's simulated step."""
+    whole, whole_s = _planned(args, request, 1)
+    steps = {1: whole.iteration_us} if whole is not None else {}
+    for size in args.sizes:
+        forced, _ = _planned(args, request, size)
+        if forced is not None:
+            steps[size] = forced.iteration_us
+    chosen, seconds = _planned(args, request, None)
+    best = min(steps, key=steps.__getitem__, default=None)
+    if args.draw and chosen is not None:
+        print(f"{request.num_ranks} devices, {request.mini_batch} samples\n{draw_stages(chosen)}\n")
+    told = (request.num_ranks, request.mini_batch), (request.num_ranks, 0)
+    modelled = next((MODELLED[key] for key in told if key in MODELLED), None)
+    return {
+        "devices": request.num_ranks,
+        "mini_batch": request.mini_batch,
+        "slower": slower,
+        "modelled": modelled,
+        "forced_us": steps,
+        "best": best,
+        "gain": _gain(steps.get(1), steps.get(best or 1)),
+        "auto": [] if chosen is None else [(stage.degree, stage.tensor) for stage in chosen.stages],
+        "auto_us": None if chosen is None else chosen.iteration_us,
+        "auto_gain": _gain(steps.get(1), None if chosen is None else chosen.iteration_us),
+        "seconds": seconds,
+        "seconds_at_1": whole_s,
+    }
+
+
+def _planned(
+    args: argparse.Namespace, request: PlanRequest, size: int | None
+) -> tuple[PipelinePlan | None, float]:
+    """Return the plan with a tensor size (None: chosen), or None where there is none, and processor seconds."""
+    begin = time.process_time()
+    try:
+        plan = plan_for(dataclasses.replace(request, tensor_parallel=size), planner=args.planner)
+    except PlanError:
+        plan = None
+    return plan, time.process_time() - begin
+
+
+def _gain(whole: float | None, us: float | None) -> float | None:
+    return whole / us if whole is not None and us else None
+
+
+def _line(args: argparse.Namespace, row: dict[str, Any]) -> list[str]:
+    is_modelled = (args.model, args.length) == ("llava-7b", 2048) and row["modelled"] is not None
+    size, times = row["modelled"] if is_modelled else ("-", None)
+    grids = " ".join(f"{degree}x{tensor}" for degree, tensor in row["auto"]) or "none fits"
+    whole = row["forced_us"].get(1)
+    return [
+        str(row["devices"]),
+        str(row["mini_batch"]),
+        "as they are" if row["slower"] == 1 else f"{row['slower']} x slower",
+        str(size),
+        _times(times),
+        str(row["best"] or "-"),
+        _times(row["gain"]),
+        grids,
+        _times(row["auto_gain"]),
+        "-" if whole is None else f"{whole / 1e3:.1f}",
+        f"{row['seconds']:.2f}",
+        f"{row['seconds_at_1']:.2f}",
+    ]
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

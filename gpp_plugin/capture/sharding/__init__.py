@@ -1,0 +1,1 @@
+"""Which operators of a captured graph tensor ranks can share out."""

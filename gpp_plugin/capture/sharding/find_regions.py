@@ -1,0 +1,467 @@
+"""Find the regions of a captured graph that tensor ranks can share out (`ShardedRegion`).
+
+Every linear operator is tried as the beginning of one: its weight cut by columns, what is cut is followed through all
+its readers by `axis_rules`, until linear operators whose weights are cut by rows have taken all of it in. Where an
+operator on the way needs another operand cut too, the linear operators that make that operand begin the region as well
+(keys and values beside queries, ``up`` beside ``gate``); where none make it, each rank reads its part of the whole
+tensor (a bias by heads). Where a linear operator's result is taken apart (queries, keys and values of one weight) it is
+cut part by part. What cannot be proven so stays whole, and the operator that is in the way is named.
+
+A cross entropy takes in the logits of a vocabulary. Where the weight that makes them is the embedding's too, both are
+cut by rows, or none is: what reads a parameter whole keeps everybody from cutting it.
+
+Where a model brings a plan of its own (HuggingFace's ``base_model_tp_plan``), the linear operators that it cuts by
+columns are tried first and those that it cuts by rows last: of several ways to share out a model its own is found.
+
+Source: this project
+Tests: tests/capture/test_sharding.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from gpp_plugin.capture.annotate import module_path
+from gpp_plugin.capture.sharding.axis_rules import (
+    AxisCut,
+    NeedsParts,
+    NotSharded,
+    argument,
+    is_part,
+    rule_of,
+    shape_of,
+)
+from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.ir.analysis import ShardedRegion, Sharding, TensorShard, WholeLinear
+
+aten = torch.ops.aten
+
+MAX_TRIALS = 16
+"""How often a region begins anew with further linear operators, or with other parts."""
+VOCABULARY_STEP = 16
+"""What divides a vocabulary that is cut: another one would keep the whole model from degrees that divide all else."""
+MAX_STEPS_BACK = 48
+"""How many operators are looked through for the linear ones that make an operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear operator: what it reads, and where its weight has inputs and outputs.
+
+    Args:
+        columns, rows: axes of the weight: of what it makes, and of what it reads.
+        bias: None where it has none.
+    """
+
+    node: fx.Node
+    operand: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    columns: int
+    rows: int
+
+
+def as_linear(node: fx.Node, parameters: Collection[str]) -> Linear | None:
+    """Return an operator as a linear one with parameters for weights; None of another."""
+    if node.target is aten.linear.default:
+        operand, weight, bias = node.args[0], node.args[1], argument(node, 2, "bias")
+        columns, rows = 0, 1
+    elif node.target is aten.addmm.default and not node.kwargs:
+        bias, operand, weight = node.args
+        columns, rows = 1, 0
+    elif node.target in (aten.matmul.default, aten.mm.default):
+        (operand, weight), bias = node.args, None
+        columns, rows = 1, 0
+    else:
+        return None
+    if not isinstance(operand, fx.Node) or not isinstance(weight, fx.Node) or weight.name not in parameters:
+        return None
+    if len(weight.meta["val"].shape) != 2 or (isinstance(bias, fx.Node) and bias.name not in parameters):
+        return None
+    return Linear(node, operand, weight, bias if isinstance(bias, fx.Node) else None, columns, rows)
+
+
+class _NeedsLinears(Exception):
+    """Further linear operators must be cut by columns."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        super().__init__()
+        self.nodes = tuple(nodes)
+
+
+class _InTheWay(Exception):
+    """An operator that cannot compute on parts."""
+
+    def __init__(self, node: fx.Node, why: str) -> None:
+        where = module_path(node)
+        super().__init__(f"{node.target}{f' at {where}' if where else ''} ({node.name}) {why}")
+
+
+@dataclass(slots=True)
+class _Trial:
+    """One attempt at a region; `OperandReads` of the operator that is looked at.
+
+    Args:
+        begins: linear operators cut by columns, and their parts.
+        linears: all linear operators of the graph.
+        parameters: placeholder -> parameter.
+        called: placeholder -> how parameters, buffers and inputs are known.
+        needs_gradient: names of nodes and placeholders whose gradient is asked for.
+    """
+
+    begins: Mapping[fx.Node, tuple[int, ...]]
+    linears: Mapping[fx.Node, Linear]
+    parameters: Mapping[str, str]
+    called: Mapping[str, str]
+    needs_gradient: Collection[str]
+    cuts: dict[fx.Node, AxisCut] = field(default_factory=dict)
+    of_parts: dict[fx.Node, list[AxisCut]] = field(default_factory=dict)
+    sums: list[fx.Node] = field(default_factory=list)
+    losses: list[fx.Node] = field(default_factory=list)
+    of_parameters: dict[fx.Node, AxisCut] = field(default_factory=dict)
+    sliced: dict[fx.Node, AxisCut] = field(default_factory=dict)
+    wholes: dict[fx.Node, None] = field(default_factory=dict)
+
+    # ---- what rules ask ------------------------------------------------------------------------
+
+    def get(self, operand: Any) -> AxisCut | None:
+        """Return how an operand is cut."""
+        return self.cuts.get(operand) or self.of_parameters.get(operand) or self.sliced.get(operand)
+
+    def whole(self, operand: Any) -> None:
+        """Read an operand whole."""
+        if not isinstance(operand, fx.Node) or operand.op == "get_attr":
+            return
+        if self.get(operand) is not None or operand in self.of_parts:
+            raise NotSharded("reads parts where it takes a whole")
+        self.wholes[operand] = None
+
+    def cut(self, operand: fx.Node, cut: AxisCut) -> None:
+        """Read a part of an operand: it must be cut so, or is from now on."""
+        known = self.get(operand)
+        if known is not None:
+            if (known.axis, known.parts) != (cut.axis, cut.parts):
+                raise NotSharded("reads parts of unlike axes")
+            return
+        if operand in self.wholes or operand in self.sums or operand in self.losses:
+            raise NotSharded("reads parts of what is whole")
+        if operand.name in self.parameters:
+            self.of_parameters[operand] = cut
+            return
+        makers = [node for node in self._makers(operand) if node not in self.begins]
+        if makers:
+            raise _NeedsLinears(makers)
+        self.sliced[operand] = cut
+
+    def _makers(self, operand: fx.Node) -> list[fx.Node]:
+        """Return the linear operators that make an operand, by operators that have rules."""
+        # Backwards from the keys that attention reads beside cut queries: transpose, view, linear; the linear one is
+        # what must begin the region too. A residual stream leads to many operators: after some steps it is given up,
+        # and the trial goes on as if nobody made the operand (each rank then reads its part of a whole tensor).
+        found, pending, seen = [], [operand], {operand}
+        while pending and len(seen) <= MAX_STEPS_BACK:
+            node = pending.pop()
+            if node in self.linears:
+                found.append(node)
+                continue
+            if node.op != "call_function" or node in self.sums:
+                continue
+            try:
+                is_part(node) or rule_of(node)
+            except NotSharded:
+                continue
+            fresh = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return found if len(seen) <= MAX_STEPS_BACK else []
+
+    # ---- going through the graph ---------------------------------------------------------------
+
+    def run(self) -> None:
+        """Follow what is cut through all its readers, in the graph's order.
+
+        Raises:
+            _InTheWay: an operator cannot compute on parts; `_NeedsLinears`, `NeedsParts`: another trial may.
+        """
+        # Nodes in order, from the first that begins the region to the last reader of anything that is cut: what lies
+        # between and reads nothing that is cut is passed over. ``last`` moves on as readers are found:
+        #
+        #     q  view  k  view  v  view  attention  reshape  o | residual norm ...        begins q k v, ends with o
+        first = min(self.begins)
+        node = first
+        last = max(self.begins)
+        while True:
+            try:
+                self._look_at(node)
+            except NotSharded as error:
+                raise _InTheWay(node, str(error)) from None
+            for user in self._readers(node):
+                last = max(last, user)
+            if node is last:
+                return
+            node = node.next
+
+    def _readers(self, node: fx.Node) -> list[fx.Node]:
+        if node not in self.cuts and node not in self.of_parts:
+            return []
+        for user in node.users:
+            if user.op != "call_function":
+                raise _InTheWay(node, "is a result of the model, which is whole")
+        return list(node.users)
+
+    def _look_at(self, node: fx.Node) -> None:
+        linear = self.linears.get(node)
+        if node in self.begins:
+            assert linear is not None
+            if self.get(linear.operand) is not None:
+                raise NotSharded("reads parts and would make parts")
+            self._begin(linear, self.begins[node])
+            return
+        reads = [source for source in node.all_input_nodes if source in self.cuts or source in self.of_parts]
+        if not reads:
+            return
+        if written_arguments(node):
+            raise NotSharded("writes into its operand")
+        if is_part(node):
+            number: Any = node.args[1]
+            self.cuts[node] = self.of_parts[reads[0]][number]
+            return
+        if linear is not None:
+            self._take_in(linear)
+            return
+        if node.target is aten.cross_entropy_loss.default:
+            self._take_logits(node)
+            return
+        found = rule_of(node)(node, self)
+        if isinstance(found, AxisCut):
+            self.cuts[node] = found
+        else:
+            self.of_parts[node] = list(found)
+
+    def _begin(self, linear: Linear, parts: tuple[int, ...]) -> None:
+        axis = len(shape_of(linear.node)) - 1
+        self.cuts[linear.node] = cut = AxisCut(axis, parts, linear.node)
+        self.cut(linear.weight, cut.at(linear.columns))
+        if linear.bias is not None:
+            self.cut(linear.bias, cut.at(0))
+        self.whole(linear.operand)
+
+    def _take_in(self, linear: Linear) -> None:
+        """Let a linear operator read parts: of its features, then its results are summed; or of another axis."""
+        found = self.get(linear.operand)
+        if found is None:
+            raise NotSharded("has parts for weights")
+        if found.axis == len(shape_of(linear.operand)) - 1:
+            self.cut(linear.weight, found.at(linear.rows))
+            self.sums.append(linear.node)
+            return
+        self.whole(linear.weight)
+        if linear.bias is not None:
+            self.whole(linear.bias)
+        self.cuts[linear.node] = found
+
+    def _take_logits(self, node: fx.Node) -> None:
+        """Let a cross entropy read parts of its classes."""
+        logits, target = node.args[0], node.args[1]
+        found, dims = self.get(logits), len(shape_of(logits))
+        is_plain = argument(node, 2, "weight") is None and not argument(node, 5, "label_smoothing", 0.0)
+        is_summed = argument(node, 3, "reduction", 1) in (1, 2)
+        if found is None or found.axis != dims - 1 or len(found.parts) > 1:
+            raise NotSharded("reads parts of what is no axis of classes")
+        if not is_plain or not is_summed or dims != 2 or len(shape_of(target)) != 1:
+            raise NotSharded("has weights, smoothed labels, no sum, or further axes")
+        self.whole(target)
+        self.losses.append(node)
+
+    # ---- what came of it -----------------------------------------------------------------------
+
+    def region(self) -> ShardedRegion:
+        """Return the region.
+
+        Raises:
+            _InTheWay: nothing takes in what is cut.
+        """
+        first = min([*self.begins, *self.sums])
+        if not self.sums and not self.losses:
+            raise _InTheWay(first, "makes parts that no linear operator takes in")
+        # 32 query heads, 8 groups, 11008 features: only what divides 8 divides all of them
+        cuts = [*self.cuts.values(), *self.of_parameters.values(), *self.sliced.values()]
+        size = math.gcd(*(part for cut in cuts for part in cut.parts))
+        is_vocabulary = bool(self.losses) or not self.begins
+        if is_vocabulary and size % VOCABULARY_STEP:
+            pad = f"resize_token_embeddings(pad_to_multiple_of={VOCABULARY_STEP})"
+            raise _InTheWay(
+                first, f"has a vocabulary of {size}, which {VOCABULARY_STEP} does not divide; {pad}"
+            )
+        if size < 2:
+            raise _InTheWay(
+                first, f"makes features that no number divides with what is made of them ({size})"
+            )
+        results = {**self.cuts, **{n: cuts[0].at(cuts[0].axis) for n, cuts in self.of_parts.items()}}
+        read = [*self.wholes, *self.sliced]
+        return ShardedRegion(
+            size=size,
+            results=tuple(_shard(node.name, cut) for node, cut in sorted(results.items())),
+            parameters=tuple(_shard(self.parameters[n.name], cut) for n, cut in self.of_parameters.items()),
+            sums=tuple(node.name for node in self.sums),
+            losses=tuple(node.name for node in self.losses),
+            shared=tuple(dict.fromkeys(self._name(n) for n in read if n.name in self.needs_gradient)),
+            sliced=tuple(_shard(self._name(node), cut) for node, cut in self.sliced.items()),
+        )
+
+    def _name(self, node: fx.Node) -> str:
+        return self.called.get(node.name, node.name)
+
+
+def _shard(name: str, cut: AxisCut) -> TensorShard:
+    return TensorShard(name=name, axis=cut.axis, parts=cut.parts)
+
+
+def find_sharding(
+    graph: fx.Graph,
+    *,
+    parameters: Mapping[str, str],
+    called: Mapping[str, str],
+    needs_gradient: Collection[str],
+    styles: Mapping[str, str] = MappingProxyType({}),
+) -> Sharding:
+    """Return what of a captured graph tensor ranks can share out.
+
+    Args:
+        graph: with the sizes of one batch.
+        parameters: placeholder -> parameter (not buffers).
+        called: placeholder -> how parameters, buffers and inputs are known.
+        needs_gradient: names of operators and placeholders whose results take a gradient.
+        styles: the model's own plan: module path, with ``*`` for numbers -> ``colwise``, ``rowwise`` or the like.
+    """
+    # 1. Every linear operator that is in no region yet is tried as the beginning of one. Those that end regions are in
+    #    one by the time they are met, as readers come after what they read (but see `_in_order`).
+    # 2. Embeddings join those that share their weights with a head.
+    # 3. A parameter that any reader takes whole is cut by nobody: regions with it are given up, which may make others
+    #    lose theirs; so until nothing changes.
+    known = ((node, as_linear(node, parameters)) for node in graph.nodes)
+    linears = {node: linear for node, linear in known if linear is not None}
+    found: list[tuple[ShardedRegion, _Trial]] = []
+    whole: dict[fx.Node, str] = {}
+    taken: set[fx.Node] = set()
+    for node in _in_order(linears, styles):
+        if node in taken:
+            continue
+        try:
+            trial = _try(node, linears, parameters, called, needs_gradient)
+            region = trial.region()
+        except _InTheWay as error:
+            whole[node] = str(error)
+            continue
+        own = {*trial.cuts, *trial.of_parts, *trial.sums, *trial.losses}
+        if not own.isdisjoint(taken):
+            whole[node] = f"{node.target} ({node.name}) is in two regions"
+            continue
+        taken |= own
+        found.append((region, trial))
+    found += _embeddings(graph, found, parameters, called, styles)
+    kept = _without_half_cut(found, whole)
+    shared_out = {name for region in kept for name in region.operators}
+    return Sharding(
+        regions=tuple(kept),
+        whole=tuple(
+            WholeLinear(name=n.name, reason=why) for n, why in whole.items() if n.name not in shared_out
+        ),
+    )
+
+
+def _embeddings(
+    graph: fx.Graph,
+    found: Iterable[tuple[ShardedRegion, _Trial]],
+    parameters: Mapping[str, str],
+    called: Mapping[str, str],
+    styles: Mapping[str, str],
+) -> list[tuple[ShardedRegion, _Trial]]:
+    """Return embeddings by rows: of a weight that a head cuts so too, or where the plan of the model says so."""
+    # Tables of positions or token types stay whole: they are small, and their sum would cost an all-reduce of all
+    # hidden states. A vocabulary's embedding has to be cut where its head is.
+    heads = {node for _, trial in found for node, cut in trial.of_parameters.items() if cut.axis == 0}
+    regions = []
+    for node in graph.nodes:
+        if node.target is not aten.embedding.default or node.args[0].name not in parameters:
+            continue
+        weight = node.args[0]
+        is_planned = "embedding_rowwise" in styles.get(module_path(node), "")
+        is_plain = not any(argument(node, place, "", False) for place in (3, 4)) and not node.kwargs
+        if not is_plain or not (is_planned or weight in heads):
+            continue
+        trial = _Trial({}, {}, parameters, called, ())
+        trial.of_parameters[weight] = AxisCut(0, (shape_of(weight)[0],), node)
+        trial.sums.append(node)
+        with contextlib.suppress(_InTheWay):
+            regions.append((trial.region(), trial))
+    return regions
+
+
+def _in_order(linears: Iterable[fx.Node], styles: Mapping[str, str]) -> list[fx.Node]:
+    """Return linear operators as a plan tries them: by columns, then those that it does not name, then by rows."""
+
+    def place(node: fx.Node) -> int:
+        style = styles.get(re.sub(r"\b\d+\b", "*", module_path(node)), "")
+        return 0 if "colwise" in style else 2 if "rowwise" in style else 1
+
+    return sorted(linears, key=place)
+
+
+def _try(
+    node: fx.Node,
+    linears: Mapping[fx.Node, Linear],
+    parameters: Mapping[str, str],
+    called: Mapping[str, str],
+    needs_gradient: Collection[str],
+) -> _Trial:
+    begins: dict[fx.Node, tuple[int, ...]] = {node: (shape_of(node)[-1],)}
+    # begins {q: (32,)}            attention: k and v are whole     -> again with k and v
+    # begins {q, k, v}             all the way to o                 -> a region
+    # begins {c_attn: (96,)}       split: 96 are 32, 32 and 32      -> again with parts (32, 32, 32)
+    for _ in range(MAX_TRIALS):
+        trial = _Trial(begins, linears, parameters, called, needs_gradient)
+        try:
+            trial.run()
+            return trial
+        except _NeedsLinears as more:
+            begins |= {other: (shape_of(other)[-1],) for other in more.nodes}
+        except NeedsParts as apart:
+            # checkpoints know equal parts only (`saved_tensors.cut_shard`)
+            if len(begins[apart.origin]) > 1 or len(set(apart.parts)) > 1:
+                raise _InTheWay(apart.origin, str(apart)) from None
+            begins[apart.origin] = apart.parts
+    raise _InTheWay(node, "needs too many others to be cut with it")
+
+
+def _without_half_cut(
+    found: list[tuple[ShardedRegion, _Trial]], whole: dict[fx.Node, str]
+) -> list[ShardedRegion]:
+    """Return the regions whose parameters nobody reads whole, or cut in another way."""
+    kept = list(found)
+    while True:
+        cuts: dict[fx.Node, set[tuple[int, tuple[int, ...]]]] = {}
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        for _, trial in kept:
+            for node, cut in trial.of_parameters.items():
+                cuts.setdefault(node, set()).add((cut.axis, cut.parts))
+                readers.setdefault(node, set()).update(trial.cuts, trial.of_parts, trial.sums, trial.losses)
+        bad = {
+            node for node, ways in cuts.items() if len(ways) > 1 or not readers[node].issuperset(node.users)
+        }
+        if not bad:
+            return [region for region, _ in kept]
+        for _, trial in kept:
+            for node in bad.intersection(trial.of_parameters):
+                reason = f"{trial.parameters[node.name]} is read whole by others too"
+                whole[min([*trial.begins, *trial.sums])] = reason
+        kept = [each for each in kept if bad.isdisjoint(each[1].of_parameters)]

@@ -1,0 +1,78 @@
+"""What ring attention and experts on ranks of their own would take, on paper: nothing here is built.
+
+Context parallelism. c ranks hold L / c tokens each; keys and values go round in c - 1 steps beside attention to those
+that are there, so that a step takes what its longer half does. Causal ranks hold halves that even out (striped), so
+each step attends to half of all pairs. Legend: h width of queries, k of keys and values, F FLOP/s reached, b bytes a
+number:
+
+    attention of a step   2 (L / c)^2 h / F           scores and values, half of the pairs; the backward 2.5 times
+    keys and values       2 (L / c) k b               sent on; in the backward with their gradients, twice as much
+    all else              divided by c, nothing is sent; weights' gradients are reduced over c as over data ranks
+
+32,768 tokens, h = k = 4096, 500 TFLOP/s, 4 ranks, 450 GB/s, bf16: attention 1.1 ms a step, keys and values 134 MB,
+0.3 ms: sends hide behind attention, and c ranks take a c-th of the time; of what tensor ranks sum nothing is.
+
+Expert parallelism. Of e ranks each holds a part of a layer's experts; a token's vector goes to its t experts and back,
+(e - 1) / e of them to other ranks: 2 t h b (e - 1) / e bytes a token and layer, forward, and as much backward.
+
+Source: Ring Attention (arXiv 2310.01889), section 3; GShard (arXiv 2006.16668), section 3.2
+Tests: tests/plan/test_tensor_sizes.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpp_plugin.ir.cluster import Device, Link
+
+BACKWARD = 2.5
+"""Times a forward that attention's backward computes: five products for two, scores made again among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """A layer's attention: widths of all heads of queries, and of keys (and of values) together."""
+
+    length: int
+    query_width: int
+    key_width: int
+
+
+def ring_attention_us(
+    shape: AttentionShape, ranks: int, device: Device, link: Link, *, element_bytes: int = 2
+) -> tuple[float, float]:
+    """Return microseconds of one sample's causal attention, forward and backward, and of sends that nothing hides.
+
+    >>> from gpp_plugin.ir.cluster import Device, Link
+    >>> device = Device(name="d", memory_bytes=1, flops_per_s=1e15, memory_bytes_per_s=1e12)
+    >>> link = Link(name="l", span=8, bytes_per_s=4.5e11, latency_us=4.0)
+    >>> shape = AttentionShape(length=32768, query_width=4096, key_width=4096)
+    >>> [round(us) for ranks in (1, 4) for us in ring_attention_us(shape, ranks, device, link)]
+    [61573, 0, 15393, 0]
+    """
+    # One rank: no steps, no sends. c ranks: c steps of attention, and c - 1 sends beside the first c - 1 of them; what
+    # a send takes longer than the step beside it is waited for. Twice as many tokens a rank are four times the
+    # attention and twice the sends: long texts hide them, short ones do not.
+    local = shape.length / ranks
+    rate = device.flops_per_s * device.efficiency / 1e6
+    forward = 2 * local * local * shape.query_width / rate
+    sent = 2 * local * shape.key_width * element_bytes
+    total = unhidden = 0.0
+    for compute, num_bytes in ((forward, sent), (BACKWARD * forward, 2 * sent)):
+        sending = link.latency_us + float(link.occupied_us(num_bytes)) if ranks > 1 else 0.0
+        total += ranks * compute + (ranks - 1) * max(sending - compute, 0.0)
+        unhidden += (ranks - 1) * max(sending - compute, 0.0)
+    return total, unhidden
+
+
+def expert_exchange_us(
+    tokens: int, width: int, chosen: int, ranks: int, link: Link, *, element_bytes: int = 2
+) -> float:
+    """Return microseconds that a rank's tokens take to their experts and back, forward and backward, in one layer.
+
+    >>> link = Link(name="l", span=8, bytes_per_s=4.5e11, latency_us=4.0)
+    >>> round(expert_exchange_us(4096, 4096, 2, 8, link))
+    634
+    """
+    elsewhere = tokens * chosen * width * element_bytes * (ranks - 1) / ranks
+    return 4 * (link.latency_us * (ranks - 1) + float(link.occupied_us(elsewhere)))

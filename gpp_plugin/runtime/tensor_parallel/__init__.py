@@ -1,0 +1,1 @@
+"""Stages whose tensor ranks share out the operators of a captured model."""

@@ -1,0 +1,139 @@
+"""Which operators of a captured model tensor ranks can share out, and which are in the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.ir.analysis import Sharding, TensorShard
+from gpp_plugin.ir.block_graph import BlockSharding
+from tests.models import TEXT_LENGTH, build
+from tests.tiers import some
+
+
+def captured(name: str) -> CapturedGraph:
+    model, make_batch = build(name)
+    return capture_model(model, make_batch(2))
+
+
+def regions_by_parameters(sharding: Sharding) -> dict[frozenset[str], Any]:
+    return {frozenset(p.name for p in region.parameters): region for region in sharding.regions}
+
+
+def test_attention_of_grouped_heads_and_a_gated_mlp():
+    graph = captured("llama")
+    regions = regions_by_parameters(graph.analysis.sharding)
+    first = next(r for own, r in regions.items() if "model.layers.0.self_attn.q_proj.weight" in own)
+    second = next(r for own, r in regions.items() if "model.layers.0.mlp.up_proj.weight" in own)
+    attention = "model.layers.0.self_attn"
+    assert {p.name: (p.axis, p.parts) for p in first.parameters} == {
+        f"{attention}.q_proj.weight": (0, (32,)),
+        f"{attention}.k_proj.weight": (0, (16,)),
+        f"{attention}.v_proj.weight": (0, (16,)),
+        f"{attention}.o_proj.weight": (1, (32,)),
+    }
+    assert first.size == 2  # groups of keys and values
+    assert (len(first.sums), len(first.shared), first.sliced) == (1, 1, ())
+    assert {p.name.rpartition(".mlp.")[2] for p in second.parameters} == {
+        "gate_proj.weight",
+        "up_proj.weight",
+        "down_proj.weight",
+    }
+    own = {each.block: each for each in coarsen(graph).sharding}
+    assert own.keys() == {"model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"}
+    layer = own["model.layers.0"]
+    assert layer.degrees == (2,)
+    hidden = 2 * TEXT_LENGTH * 32 * 4  # two samples
+    assert layer == BlockSharding(
+        block="model.layers.0",
+        degrees=(2,),
+        flop_share=layer.flop_share,
+        parameter_bytes=4 * (32 * 32 * 2 + 16 * 32 * 2 + 48 * 32 * 3),
+        trainable_bytes=4 * (32 * 32 * 2 + 16 * 32 * 2 + 48 * 32 * 3),
+        saved_share=layer.saved_share,
+        forward_sums=2,
+        forward_sum_bytes=2 * hidden,
+        backward_sums=2,
+        backward_sum_bytes=2 * hidden,
+    )
+    assert 0.9 < layer.flop_share < 1 and 0.4 < layer.saved_share < 1
+
+
+def test_a_weight_of_queries_keys_and_values_is_cut_part_by_part():
+    region = captured("gpt2").analysis.sharding.regions[0]
+    name = "transformer.h.0.attn.c_attn"
+    assert TensorShard(name=f"{name}.weight", axis=1, parts=(32, 32, 32)) in region.parameters
+    assert TensorShard(name=f"{name}.bias", axis=0, parts=(32, 32, 32)) in region.parameters
+    assert region.size == 4
+
+
+def test_each_rank_reads_its_heads_of_a_bias():
+    sharding = captured("t5").analysis.sharding
+    cross = next(r for r in sharding.regions if any("EncDecAttention.q" in p.name for p in r.parameters))
+    assert len(cross.shared) == 2  # decoder and encoder
+    own = next(r for r in sharding.regions if "decoder.block.0.layer.0" in r.parameters[0].name)
+    assert [shard.axis for shard in own.sliced] == [1] and own.sliced[0].name in own.shared
+
+
+@pytest.mark.parametrize("name", some(["clip", "siglip", "whisper", "bert", "llava"], every=4))
+def test_every_layer_of_other_models_is_shared_out(name):
+    blocks = coarsen(captured(name))
+    layers = {b.name for b in blocks.blocks if b.name.rpartition(".")[2].isdigit()}
+    assert layers and layers <= {each.block for each in blocks.sharding}
+
+
+def test_a_vocabulary_is_shared_out_with_all_that_read_its_weight():
+    graph = captured("gpt2")
+    name = "transformer.wte.weight"
+    of_weight = [r for r in graph.analysis.sharding.regions if name in {p.name for p in r.parameters}]
+    assert len(of_weight) == 2  # embedding and head
+    assert all(TensorShard(name=name, axis=0, parts=(64,)) in r.parameters for r in of_weight)
+    head = next(r for r in of_weight if r.losses)
+    assert head.losses == ("cross_entropy_loss",) and head.sums == () and len(head.shared) == 1
+    own = next(each for each in coarsen(graph).sharding if each.block == "lm_head")
+    assert (own.forward_sums, own.forward_sum_bytes) == (2, 3 * 4 * 2 * TEXT_LENGTH)
+
+
+class Odd(nn.Module):
+    """An operator between two linear ones that mixes features."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        inner = self.up(x)
+        if self.kind == "cumsum":
+            inner = inner.cumsum(-1)
+        if self.kind == "softmax":
+            inner = inner.softmax(-1)
+        if self.kind == "twice":
+            inner = torch.relu(inner) + nn.functional.linear(x, self.down.weight.t())
+        return ((self.down(torch.relu(inner)) - labels) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "operator"),
+    [("cumsum", "cumsum"), ("softmax", "softmax"), ("twice", "is read whole by others too")],
+)
+def test_what_is_in_the_way_is_named(kind, operator):
+    sharding = capture_model(
+        Odd(kind), {"x": torch.randn(4, 4), "labels": torch.randn(4, 4)}
+    ).analysis.sharding
+    assert sharding.regions == ()
+    assert operator in next(each for each in sharding.whole).reason
+
+
+def test_a_plain_pair_is_shared_out():
+    sharding = capture_model(
+        Odd("none"), {"x": torch.randn(4, 4), "labels": torch.randn(4, 4)}
+    ).analysis.sharding
+    (region,) = sharding.regions
+    assert region.size == 8 and region.shared == ()  # nobody asks for the gradient of the batch

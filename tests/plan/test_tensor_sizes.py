@@ -1,0 +1,345 @@
+"""Tensor sizes of stages: one cost formula, memory, placement, the search beside brute force, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+
+from gpp_benchmarks._oracle_costs import step_us
+from gpp_benchmarks._tensor_oracle import grid_plan
+from gpp_benchmarks.plan_quality import check_tensor
+from gpp_plugin import api
+from gpp_plugin.commands import plan_command
+from gpp_plugin.config import read_config
+from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
+from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
+from gpp_plugin.ir.cluster import Device, Link
+from gpp_plugin.ir.profile import Profile
+from gpp_plugin.library.paper_graphs import build_model
+from gpp_plugin.plan.batch_rules import tensor_rules
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.long_context import AttentionShape, expert_exchange_us, ring_attention_us
+from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
+from gpp_plugin.plan.make import StageDraft, assign_ranks, build_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.validate_plan import validate_plan
+from tests.plan.graphs import chain, make_cluster, make_profile, make_request
+from tests.tiers import some
+
+PARAMETER = 1000
+
+
+def divisible(
+    num: int, *, degrees: tuple[int, ...] = (2, 4), sums: int = 1, num_bytes: int = 0
+) -> BlockGraph:
+    """Return a chain of blocks that tensor ranks divide but for a fifth of their operations and parameters."""
+    graph = chain(num)
+    blocks = tuple(
+        dataclasses.replace(block, parameter_bytes=PARAMETER, trainable_bytes=PARAMETER)
+        for block in graph.blocks
+    )
+    sharding = tuple(
+        BlockSharding(
+            block=block.name,
+            degrees=degrees,
+            flop_share=0.8,
+            parameter_bytes=PARAMETER * 4 // 5,
+            trainable_bytes=PARAMETER * 4 // 5,
+            saved_share=0.5,
+            forward_sums=sums,
+            forward_sum_bytes=num_bytes,
+            backward_sums=2 * sums,
+            backward_sum_bytes=num_bytes,
+        )
+        for block in blocks
+    )
+    return dataclasses.replace(graph, blocks=blocks, sharding=sharding)
+
+
+def profile_of(graph: BlockGraph) -> Profile:
+    return make_profile(graph, 100.0, saved=100.0, parameter=PARAMETER)
+
+
+def request_of(graph: BlockGraph, **changes: object) -> PlanRequest:
+    return make_request(graph, profile_of(graph), **{"tensor_parallel": None, **changes})
+
+
+def test_a_block_takes_its_share_and_the_sums_of_its_tensor_ranks() -> None:
+    graph = divisible(2, num_bytes=8_000)
+    cluster = make_cluster(4, bandwidth=1e9, latency=3.0)
+    costs = CostModel(graph, profile_of(graph), cluster)
+    # two samples on two ranks: 200 x (0.2 + 0.8 / 2) us, a ring of 2 steps of 3 us, 16,000 bytes at 1,000 a us
+    forward, backward = costs.at_tensor(2).stage_times([0], 2.0)
+    assert forward == pytest.approx(120.0 + 2 * 3.0 + 16.0)
+    assert backward == pytest.approx(240.0 + 2 * 2 * 3.0 + 16.0)
+    whole = sum(costs.at_tensor(2).split_times([0], 2.0))
+    assert whole == pytest.approx(backward)
+    # parameters, gradients 1000 x (0.2 + 0.8 / 4), saved 100 x (0.5 + 0.5 / 4) a sample
+    assert costs.at_tensor(4).stage_memory([0], degree=1, local=1, in_flight=2) == 2 * 400 + 2 * 62.5
+    assert costs.stage_memory([0], degree=1, local=1, in_flight=2) == 2 * 1000 + 2 * 100
+
+
+def test_blocks_without_sharding_cost_what_they_do_on_one_rank() -> None:
+    graph = chain(2)
+    costs = CostModel(graph, profile_of(graph), make_cluster(4))
+    assert costs.at_tensor(2) is costs
+    mixed = dataclasses.replace(divisible(2), sharding=divisible(2).sharding[:1])
+    costs = CostModel(mixed, profile_of(mixed), make_cluster(4))
+    assert costs.at_tensor(2).stage_times([1], 1.0) == costs.stage_times([1], 1.0)
+
+
+def test_tensor_ranks_across_nodes_sum_over_the_slower_link() -> None:
+    graph = divisible(2, num_bytes=8_000)
+    links = (
+        Link(name="node", span=2, bytes_per_s=1e9, latency_us=1.0),
+        Link(name="all", span=4, bytes_per_s=1e8, latency_us=9.0),
+    )
+    costs = CostModel(graph, profile_of(graph), dataclasses.replace(make_cluster(4), links=links))
+    within, across = costs.at_tensor(2, (0, 1)), costs.at_tensor(2, (1, 2))
+    assert within is costs.at_tensor(2) is costs.at_tensor(2, (0, 1, 2, 3))
+    # 2 x 8 us of latency, 8,000 bytes at 100 instead of 1,000 a us
+    assert across.stage_times([0], 1.0)[0] - within.stage_times([0], 1.0)[0] == pytest.approx(16.0 + 72.0)
+    assert costs.at_tensor(4).stage_times([0], 1.0)[0] == pytest.approx(40.0 + 2 * 3 * (9.0 + 20.0))
+
+
+def test_tensor_ranks_of_a_data_position_stay_in_a_node() -> None:
+    def draft(degree: int, tensor: int) -> StageDraft:
+        return StageDraft(blocks=("a",), degree=degree, micro_batch_size=degree, tensor=tensor)
+
+    assert assign_ranks([draft(2, 2), draft(1, 4)]) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    # in their order ranks 3 and 4 of two nodes of 4 would sum together
+    assert assign_ranks([draft(1, 1), draft(1, 4), draft(1, 2), draft(1, 1)]) == [
+        (6,),
+        (0, 1, 2, 3),
+        (4, 5),
+        (7,),
+    ]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_plans_on_grids_meet_the_validator_and_their_breakdown(zero_stage: int) -> None:
+    request = dataclasses.replace(request_of(divisible(4), ranks=8, mini_batch=8), zero_stage=zero_stage)
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=zero_stage)
+    names = [block.name for block in request.graph.blocks]
+    drafts = [
+        StageDraft(blocks=tuple(names[:2]), degree=2, micro_batch_size=2, tensor=2),
+        StageDraft(blocks=tuple(names[2:]), degree=1, micro_batch_size=2, tensor=4),
+    ]
+    plan = build_plan(request, drafts, planner="by hand", costs=costs)
+    assert [(stage.degree, stage.tensor) for stage in plan.stages] == [(2, 2), (1, 4)]
+    largest = max(stage.memory_bytes for stage in plan.stages)
+    given = {"profile": request.profile, "zero_stage": zero_stage}
+    validate_plan(plan, request.graph, memory_limit_bytes=largest, **given)
+    with pytest.raises(PlanInfeasible, match="too many"):
+        validate_plan(plan, request.graph, memory_limit_bytes=largest - 3, **given)
+    parts = memory_breakdown(plan, request.profile, graph=request.graph, zero_stage=zero_stage)
+    for stage, part in zip(plan.stages, parts, strict=True):
+        assert part.total == pytest.approx(stage.memory_bytes, abs=2)
+
+
+@pytest.mark.parametrize(("tensor", "words"), [(8, "does not divide block"), (4, "can be divided")])
+def test_the_validator_refuses_sizes_that_blocks_cannot_have(tensor: int, words: str) -> None:
+    graph = divisible(2)
+    if tensor == 4:
+        graph = dataclasses.replace(graph, sharding=graph.sharding[:1])
+    request = request_of(graph, ranks=2 * tensor)
+    names = [block.name for block in graph.blocks]
+    drafts = [StageDraft(blocks=(name,), degree=1, micro_batch_size=1, tensor=tensor) for name in names]
+    with pytest.raises(PlanError, match=words):
+        validate_plan(build_plan(request, drafts, planner="by hand"), graph)
+
+
+@pytest.mark.parametrize("seed", some(range(40), every=6))
+def test_tensor_sizes_beside_brute_force(seed: int) -> None:
+    row = check_tensor(seed)
+    assert (row["us"] is None) == (row["best_us"] is None)
+    assert row["us"] is None or row["ratio"] <= 1.05
+    if row["whole_us"] is not None:
+        assert row["us"] <= row["whole_us"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("grids", [((1, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 4), (1, 4))])
+def test_the_oracle_of_grids_takes_a_step_as_long_as_the_planner_does(
+    grids: tuple[tuple[int, int], ...],
+) -> None:
+    graph = divisible(4, num_bytes=800)
+    cluster = make_cluster(8, bandwidth=1e8, latency=2.0)
+    request = request_of(graph, ranks=8, cluster=cluster, micro_batch_sizes={"*": 2})
+    names = tuple(block.name for block in graph.blocks)
+    groups = names[:2], names[2:]
+    drafts = [
+        StageDraft(blocks=group, degree=degree, micro_batch_size=2, tensor=tensor)
+        for group, (degree, tensor) in zip(groups, grids, strict=True)
+    ]
+    costs = CostModel(graph, request.profile, cluster)
+    plan = build_plan(request, drafts, planner="by hand", costs=costs)
+    theirs = grid_plan(request, groups, grids)
+    assert [stage.ranks for stage in plan.stages] == [stage.ranks for stage in theirs.stages]
+    assert judge_us(plan, costs) == pytest.approx(step_us(theirs, cluster))
+
+
+def test_one_micro_batch_of_one_sample_runs_on_tensor_ranks() -> None:
+    request = request_of(divisible(1, sums=0), ranks=4, mini_batch=1)
+    plan = make_plan("auto", request)
+    assert [stage.tensor for stage in plan.stages] == [4]
+    assert plan.iteration_us == pytest.approx(300.0 * (0.2 + 0.8 / 4))
+    assert any(
+        note == f"tensor_parallel auto: {plan.stages[0].name} 4; 1 of 1 blocks can be divided"
+        for note in plan.notes
+    )
+
+
+def test_without_the_key_plans_are_as_of_a_graph_that_knows_no_sharding() -> None:
+    graph = divisible(4)
+    plain = make_plan("auto", request_of(dataclasses.replace(graph, sharding=()), tensor_parallel=1))
+    plan = make_plan("auto", request_of(graph, tensor_parallel=1))
+    assert dataclasses.replace(plan, graph=plain.graph) == plain
+
+
+def test_memory_asks_for_tensor_ranks_where_nothing_else_fits() -> None:
+    graph = divisible(1)
+    tight = request_of(graph, ranks=4, mini_batch=4, memory_limit_bytes=1_500)
+    with pytest.raises(PlanInfeasible):
+        make_plan("auto", dataclasses.replace(tight, tensor_parallel=1))
+    assert make_plan("auto", tight).stages[0].tensor in (2, 4)
+    assert make_plan("graphpipe", tight).stages[0].tensor in (2, 4)
+
+
+def test_recomputing_fits_stages_on_tensor_ranks() -> None:
+    model = build_model("transformer", layers=4, hidden=256, heads=4, inner=1024, length=64)
+    asked = make_request(
+        model.graph,
+        make_profile(model.graph, 100.0, saved=float(model.graph.blocks[0].saved_bytes)),
+        ranks=2,
+        mini_batch=2,
+        tensor_parallel=2,
+        num_stages=1,
+        memory_optimization=("recompute",),
+    )
+    free = make_plan("graphpipe", asked)
+    tight = make_plan(
+        "graphpipe", dataclasses.replace(asked, memory_limit_bytes=free.stages[0].memory_bytes // 2)
+    )
+    assert [stage.tensor for stage in tight.stages] == [2]
+    assert tight.stages[0].memory is not None and tight.stages[0].memory.recomputed
+
+
+def test_sizes_by_module_are_of_those_stages_alone() -> None:
+    graph = divisible(4)
+    plan = make_plan("auto", request_of(graph, ranks=4, tensor_parallel={"layers.2": 2, "layers.3": 2}))
+    for stage in plan.stages:
+        assert stage.tensor == (2 if {"layers.2", "layers.3"} & set(stage.blocks) else 1)
+        assert not (
+            {"layers.2", "layers.3"} & set(stage.blocks) and {"layers.0", "layers.1"} & set(stage.blocks)
+        )
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (3, r"tensor_parallel is 3, which does not divide .* block 'layers.0'; it can be 1, 2, 4"),
+        (8, "tensor_parallel is 8 and there are 4 ranks; give 1 to 4"),
+        ({"layer.0": 2}, r"no module 'layer.0' in the model; the nearest are layers.0"),
+        ({"layers.0": 3}, r"tensor_parallel\['layers.0'\] is 3, which does not divide"),
+        (
+            {"layers.3": 2},
+            r"tensor_parallel\['layers.3'\] is 2 and nothing of block 'layers.3' can be divided",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(asked: int | dict[str, int], words: str) -> None:
+    graph = divisible(4)
+    graph = dataclasses.replace(graph, sharding=graph.sharding[:3])
+    with pytest.raises(PlanError, match=words):
+        make_plan("auto", request_of(graph, tensor_parallel=asked))
+
+
+def test_a_planner_without_tensor_ranks_says_so() -> None:
+    graph = divisible(4)
+    with pytest.raises(PlanError, match="planner 'pipedream' gave stage .* use one of auto, graphpipe"):
+        make_plan("pipedream", request_of(graph, tensor_parallel=2))
+    plan = make_plan("pipedream", request_of(graph))
+    assert "tensor_parallel auto: 1, as planner pipedream knows no tensor ranks" in plan.notes
+    plan = make_plan("auto", request_of(chain(4)))
+    assert any("none of the blocks can be divided" in note for note in plan.notes)
+
+
+def test_ranks_of_several_stages_have_no_tensor_ranks() -> None:
+    with pytest.raises(PlanError, match="ranks that hold several stages are planned without tensor ranks"):
+        make_plan("auto", request_of(divisible(4), ranks=2, tensor_parallel=2, virtual_stages=2))
+    with pytest.raises(PlanError, match="mode async is planned without tensor ranks"):
+        make_plan("auto", request_of(divisible(4), ranks=2, tensor_parallel=2, mode="async"))
+    plan = make_plan("auto", request_of(divisible(4), ranks=2, mode="async", micro_batch_sizes={"*": 2}))
+    assert {stage.tensor for stage in plan.stages} == {1}
+
+
+@pytest.mark.parametrize(("name", "divided"), [("transformer", 4), ("mmt", 4), ("gpt2_345m", 4), ("dlrm", 0)])
+def test_the_library_knows_what_its_layers_divide(name: str, divided: int) -> None:
+    sizes = (
+        {} if name == "dlrm" else {"granularity": "layer"} | ({} if name == "gpt2_345m" else {"layers": 4})
+    )
+    graph = build_model(name, **sizes).graph
+    assert len(graph.sharding) >= divided and (divided or not graph.sharding)
+    for each in graph.sharding:
+        block = graph.block(each.block)
+        assert each.degrees == (2, 4, 8) and 0 < each.parameter_bytes <= block.parameter_bytes
+        assert 0 <= each.saved_share <= 1
+    rules = tensor_rules(request_of(graph, ranks=4))
+    assert rules.sizes == ((1, 2, 4) if divided else (1,))
+
+
+def test_piper_chooses_both_degrees_as_in_its_paper() -> None:
+    graph = divisible(3)
+    request = request_of(graph, ranks=4, mini_batch=2, micro_batch_sizes={"*": 1})
+    plan = make_plan("piper", request)
+    assert {stage.degree for stage in plan.stages} == {1} and plan.num_ranks == 4
+    assert any(stage.tensor > 1 for stage in plan.stages)
+    forced = make_plan("piper", request_of(graph, ranks=4, tensor_parallel=2))
+    assert {stage.tensor for stage in forced.stages} == {2}
+
+
+def test_ring_attention_hides_its_sends_in_long_texts_alone() -> None:
+    device = Device(name="d", memory_bytes=1, flops_per_s=1e15, memory_bytes_per_s=1e12)
+    link = Link(name="l", span=8, bytes_per_s=4.5e11, latency_us=4.0)
+
+    def ring(length: int, ranks: int) -> tuple[float, float]:
+        shape = AttentionShape(length=length, query_width=4096, key_width=4096)
+        return ring_attention_us(shape, ranks, device, link)
+
+    assert ring(32768, 4) == (pytest.approx(ring(32768, 1)[0] / 4), 0.0)
+    us, unhidden = ring(2048, 4)
+    assert unhidden > 0 and us == pytest.approx(ring(2048, 1)[0] / 4 + unhidden)
+    assert expert_exchange_us(4096, 4096, 2, 1, link) == 0.0
+
+
+@pytest.mark.parametrize("asked", ["auto", 2, {"language_model": 4}])
+def test_the_key_of_the_configuration(asked: object) -> None:
+    config = read_config({"graph_pipeline": {"tensor_parallel": asked}})
+    assert config is not None and config.tensor_parallel == asked
+    default = read_config({"graph_pipeline": {}})
+    assert default is not None and default.tensor_parallel == 1
+    for wrong in (0, "two", {"language_model": 0}):
+        with pytest.raises(ConfigError, match="graph_pipeline.tensor_parallel"):
+            read_config({"graph_pipeline": {"tensor_parallel": wrong}})
+
+
+def test_the_api_and_the_command_ask_for_sizes() -> None:
+    sizes = {"layers": 2, "hidden": 64, "inner": 128, "heads": 4, "length": 16}
+    request = api.make_request(
+        "transformer", num_devices=2, sizes=sizes, mini_batch=1, tensor_parallel={"layers": 2}
+    )
+    assert request.tensor_parallel == {"layers": 2}
+    plan = api.plan_for(request)
+    assert "ranks 0-1 (1x2)" in api.format_plan(plan)
+    with pytest.raises(ConfigError, match='give "auto", a number'):
+        api.make_request("transformer", num_devices=2, sizes=sizes, tensor_parallel="most")
+    parser = argparse.ArgumentParser()
+    plan_command.add_arguments(parser)
+    for text, asked in (("auto", "auto"), ("4", 4), ("a=2,b.c=4", {"a": 2, "b.c": 4})):
+        assert parser.parse_args(["mmt", "--tensor-parallel", text]).tensor_parallel == asked
+    with pytest.raises(SystemExit):
+        parser.parse_args(["mmt", "--tensor-parallel", "a=none"])

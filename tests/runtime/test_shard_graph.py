@@ -1,0 +1,180 @@
+"""A captured graph as each tensor rank computes it, on one process: what the ranks make together is the whole."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.ir.analysis import TensorShard
+from gpp_plugin.model.weights.materialize import materialize_parameters
+from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
+from gpp_plugin.runtime.tensor_parallel import tensor_ranks
+from gpp_plugin.runtime.tensor_parallel.parameter_shards import own_part
+from gpp_plugin.runtime.tensor_parallel.shard_graph import shard_graph
+from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, joined, seeded
+from gpp_plugin.runtime.tensor_parallel.vocabulary import cross_entropy, embedded
+from tests.models import build
+
+
+class Threads:
+    """Tensor ranks as threads of one process, in the place of process groups."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._brought: dict[int, Tensor] = {}
+
+    def sum(self, position: int, tensor: Tensor, op: Any) -> Tensor:
+        self._brought[position] = tensor.detach().clone()
+        self._barrier.wait()
+        brought = torch.stack([self._brought[i] for i in sorted(self._brought)])
+        total = brought.amax(0) if op == dist.ReduceOp.MAX else brought.sum(0)
+        self._barrier.wait()
+        return total
+
+
+def outcome(
+    function: StageFunction, tensors: dict[str, Tensor], batch: dict[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    own = {
+        n: t.detach().clone().requires_grad_(t.requires_grad and t.is_floating_point())
+        for n, t in tensors.items()
+    }
+    inputs = [batch[key] for key in function.batch_inputs]
+    (loss,) = function.call(*(own[n] for n in function.tensors), *inputs)
+    loss.backward()
+    return loss.detach(), {n: t.grad for n, t in own.items() if t.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "degree"), [("llama", 2), ("gpt2", 4), ("t5", 2)])
+def test_ranks_together_are_the_whole(name, degree, monkeypatch):
+    model, make_batch = build(name, layers=1, dtype=torch.float64)
+    batch = make_batch(2)
+    captured: CapturedGraph = capture_model(model, batch)
+    nodes = [node.name for node in captured.op_graph.nodes]
+    loss = captured.op_graph.loss
+    whole = build_stage_function(captured, nodes, [loss])
+    values = materialize_parameters(model, whole.tensors, device="cpu")
+    tensors = {n: t.requires_grad_(model.get_parameter(n).requires_grad) if n in dict(model.named_parameters()) else t
+               for n, t in values.items()}  # fmt: skip
+    wanted_loss, wanted = outcome(whole, tensors, batch)
+
+    threads, answers = Threads(degree), {}
+    summed = dist.ReduceOp.SUM
+    monkeypatch.setattr(TensorRanks, "sum", lambda r, t, what, op=summed: threads.sum(r.position, t, op))
+    regions = [r for r in captured.analysis.sharding.regions if r.is_divided_by(degree)]
+    cuts = {shard.name: shard for region in regions for shard in region.parameters}
+    assert cuts
+
+    def run(position: int) -> None:
+        ranks = TensorRanks(stage="all", position=position, size=degree)
+        sharded = shard_graph(captured, regions, ranks, nodes)
+        function = build_stage_function(sharded.captured, [*nodes, *sharded.added], [loss])
+        own = {
+            n: own_part(t, cuts[n], position, degree).requires_grad_() if n in cuts else t
+            for n, t in tensors.items()
+        }
+        answers[position] = outcome(function, own, batch)
+
+    running = [threading.Thread(target=run, args=(position,)) for position in range(degree)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(120)
+    assert len(answers) == degree
+    for position, (found_loss, found) in answers.items():
+        # the models themselves cast logits to single precision
+        assert float(found_loss) == pytest.approx(float(wanted_loss), rel=1e-6)
+        assert found.keys() == wanted.keys()
+        for parameter, gradient in found.items():
+            whole_gradient = wanted[parameter]
+            part = (
+                own_part(whole_gradient, cuts[parameter], position, degree)
+                if parameter in cuts
+                else whole_gradient
+            )
+            assert float((gradient - part).norm()) <= 1e-6 * float(whole_gradient.norm()), parameter
+
+
+def test_vocabulary_is_exact_in_double_precision(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(6, 8, dtype=torch.float64, generator=generator)
+    target = torch.tensor([0, 3, 4, 7, -100, 5])
+    threads, answers = Threads(2), {}
+    monkeypatch.setattr(
+        TensorRanks, "sum", lambda r, t, what, op=dist.ReduceOp.SUM: threads.sum(r.position, t, op)
+    )
+
+    def run(position: int, reduction: int) -> None:
+        ranks = TensorRanks(stage="all", position=position, size=2)
+        own = logits[:, 4 * position : 4 * position + 4].clone().requires_grad_()
+        loss = cross_entropy(ranks, 4 * position)(own, target, None, reduction)
+        (3 * loss).backward()
+        answers[position] = loss.item(), own.grad
+
+    for reduction, name in ((1, "mean"), (2, "sum")):
+        running = [threading.Thread(target=run, args=(position, reduction)) for position in range(2)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join(60)
+        whole = logits.clone().requires_grad_()
+        wanted = torch.nn.functional.cross_entropy(whole, target, reduction=name)
+        (3 * wanted).backward()
+        for position in range(2):
+            loss, gradient = answers[position]
+            assert loss == pytest.approx(float(wanted), rel=1e-14)
+            assert torch.allclose(gradient, whole.grad[:, 4 * position : 4 * position + 4], rtol=1e-12)
+
+
+def test_embedding_has_zeros_for_rows_of_other_ranks():
+    table, tokens = torch.randn(8, 3, dtype=torch.float64), torch.tensor([[0, 5], [7, 4]])
+    whole = table.clone().requires_grad_()
+    wanted = torch.nn.functional.embedding(tokens, whole, padding_idx=5)
+    wanted.sum().backward()
+    parts = [table[4 * i : 4 * i + 4].clone().requires_grad_() for i in range(2)]
+    found = sum(embedded(4 * i)(part, tokens, 5) for i, part in enumerate(parts))
+    found.sum().backward()
+    assert torch.equal(found, wanted)
+    assert torch.equal(torch.cat([part.grad for part in parts]), whole.grad)
+
+
+def test_what_draws_is_seeded_by_its_forward_its_place_and_in_regions_by_the_rank():
+    cpu = torch.device("cpu")
+    ranks = [TensorRanks(stage="all", position=position, size=2) for position in range(2)]
+    x, number = torch.ones(64), torch.tensor(7)
+
+    def drop(rank: TensorRanks, number: Tensor, *, place: int, is_part: bool) -> Tensor:
+        call = torch.ops.aten.dropout.default
+        return seeded(call, rank, cpu, place=place, is_part=is_part)(number, x, 0.5, True)
+
+    before = torch.get_rng_state()
+    whole = [drop(rank, number, place=3, is_part=False) for rank in ranks]
+    parts = [drop(rank, number, place=3, is_part=True) for rank in ranks]
+    assert torch.equal(*whole) and not torch.equal(*parts)
+    assert torch.equal(parts[0], drop(ranks[0], number, place=3, is_part=True))
+    assert not torch.equal(whole[0], drop(ranks[0], number, place=4, is_part=False))
+    assert not torch.equal(whole[0], drop(ranks[0], torch.tensor(8), place=3, is_part=False))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_joined_parameter_gives_each_rank_its_part_of_the_gradient(monkeypatch):
+    shard = TensorShard(name="qkv", axis=0, parts=(4, 4))
+    whole = torch.arange(8.0)
+    monkeypatch.setattr(TensorRanks, "join", lambda self, part, shard: whole.clone())
+    for position, wanted in enumerate(([0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0])):
+        ranks = TensorRanks(stage="all", position=position, size=2)
+        part = own_part(whole, shard, position, 2).requires_grad_()
+        (joined(ranks, shard)(part) ** 2).sum().backward()
+        assert part.tolist() == wanted and part.grad.tolist() == [2 * value for value in wanted]
+
+
+def test_code_is_not_made_for_ranks_that_have_no_group():
+    with pytest.raises(AssertionError, match="groups"):
+        tensor_ranks.summed(TensorRanks(stage="all", position=0, size=2))(torch.ones(2))

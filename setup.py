@@ -39,7 +39,14 @@ EXTRAS = {
         "tensorboard>=2.18",
         "transformers>=5.17",
     ],
-    "dev": ["ruff==0.17.5", "mypy==2.4.1", "mkdocs==1.6.1"],
+    "dev": [
+        "ruff==0.17.5",
+        "mypy==2.4.1",
+        "mkdocs==1.6.1",
+        "onnx>=1.23",
+        "onnxruntime>=1.32",
+        "onnxscript>=0.7",
+    ],
 }
 
 setup(

@@ -27,6 +27,7 @@ from gpp_plugin.extensions import (
     PLANNERS,
     SCHEDULES,
     TRANSPORTS,
+    find_schedule,
     named_backends,
     planner_granularity,
 )
@@ -54,6 +55,9 @@ _PLANNER = "the name of a planner"
 _SCHEDULE = "the name of a schedule"
 _TRANSPORT = "the name of a transport"
 _BACKENDS = '"off", "auto", a list of backends, or {"stage name": "backend", ...}'
+
+
+_COMPILE = 'true, false, "auto", or {"path of a module": true, ...}'
 
 
 def _one_of(names: Any) -> str:
@@ -230,6 +234,9 @@ class GraphPipelineConfig(_Block):
         backends: what stages that train nothing (frozen towers, in training and evaluation) run on: "off" is torch's
             operators; "auto" the fastest by measurement of all backends that are installed, a list the fastest of
             those; an object names one for a stage. Results differ by rounding (docs/backends.md).
+        compile: whether blocks that train run as compiled code (inductor), each distinct one compiled once: true, those
+            of some modules alone (``{"language_model": true}``), or "auto", those that were measured to be faster by
+            more than noise. Starting takes tens of seconds longer where nothing is in the compiler's cache.
     """
 
     enabled: bool = Field(default=True, description="true or false")
@@ -293,6 +300,8 @@ class GraphPipelineConfig(_Block):
     backends: Literal["off", "auto"] | list[str] | dict[str, str] = Field(
         default="off", description=_BACKENDS
     )
+
+    compile: bool | Auto | dict[str, bool] = Field(default=False, description=_COMPILE)
 
     @model_validator(mode="before")
     @classmethod
@@ -389,12 +398,50 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
             f"{BLOCK}.locate_nan: true looks at what every operator returns, and backends {show(config.backends)} run "
             'them out of sight; set backends to "off" while you look'
         )
+    if config.compile is not False:
+        config = _with_compile(config)
     if config.lengths is not None:
         _check_lengths(config.lengths)
     if config.units is not None:
         _check_units(config)
         config = config.model_copy(update={"slicing": "off"})  # a half of a unit is cut
     return config if config.enabled else None
+
+
+def _with_compile(config: GraphPipelineConfig) -> GraphPipelineConfig:
+    """Return the configuration of a job with compiled stages, which run whole forwards and backwards alone.
+
+    Raises:
+        ConfigError: it asks for what looks into a stage's code or cuts its tasks.
+    """
+    memory = config.memory
+    splits = config.schedule in SCHEDULES and find_schedule(config.schedule).splits_backward
+    refused = {
+        "memory.recompute": (
+            "full",
+            memory.recompute == "full",
+            "what is compiled is not run again in parts",
+        ),
+        "schedule": (config.schedule, splits, "a compiled backward is not made in two parts"),
+        "slicing": (
+            config.slicing,
+            config.slicing not in ("auto", "off"),
+            "halves would be compiled beside the whole",
+        ),
+        "mode": ("async", config.mode == "async", "its weights change between a forward and its backward"),
+        "lengths": ("given", config.lengths is not None, "what is compiled is for one length"),
+        "units": (config.units, config.units is not None, "each shape of a unit would be compiled"),
+        "locate_nan": (True, config.locate_nan, "operators of compiled code are out of sight"),
+        "granularity": ("node", config.granularity == "node", "compiling single operators gains nothing"),
+    }
+    for key, (value, is_wrong, reason) in refused.items():
+        if is_wrong:
+            raise ConfigError(
+                f"{BLOCK}.compile: {show(config.compile)} does not go with {key} {show(value)}: {reason}; remove "
+                "one of them"
+            )
+    alone = memory.model_copy(update={"recompute": "off", "swap": "off"})
+    return config.model_copy(update={"memory": alone, "slicing": "off"})
 
 
 def _check_lengths(lengths: LengthsConfig) -> None:

@@ -446,6 +446,42 @@ def test_a_wrong_backend_is_one_line(backends, text):
     assert lines_of(block_of(backends=backends)) == [f"graph_pipeline.backends: {text}"]
 
 
+@pytest.mark.parametrize("asked", [False, True, "auto", {"language_model": True}])
+def test_compile_is_kept_and_leaves_tasks_whole(asked):
+    config = read_config(block_of(compile=asked))
+    assert config.compile == asked
+    assert config.memory.optimization == (() if asked else ("recompute", "swap"))
+    assert config.slicing == ("off" if asked else "auto")
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (
+            {"memory": {"recompute": "full"}},
+            'memory.recompute "full": what is compiled is not run again in parts',
+        ),
+        ({"schedule": "zero_bubble"}, 'schedule "zero_bubble": a compiled backward is not made in two parts'),
+        ({"slicing": 2}, "slicing 2: halves would be compiled beside the whole"),
+        ({"mode": "async"}, 'mode "async": its weights change between a forward and its backward'),
+        ({"lengths": {"max": 8}}, 'lengths "given": what is compiled is for one length'),
+        ({"units": 4}, "units 4: each shape of a unit would be compiled"),
+        ({"locate_nan": True}, "locate_nan true: operators of compiled code are out of sight"),
+        ({"granularity": "node"}, 'granularity "node": compiling single operators gains nothing'),
+    ],
+)
+def test_what_compile_does_not_go_with_is_one_line(keys, text):
+    (line,) = lines_of(block_of(compile=True, **keys))
+    assert line == f"graph_pipeline.compile: true does not go with {text}; remove one of them"
+
+
+@pytest.mark.parametrize("asked", ["atuo", 1, {"language_model": 1}, ["language_model"]])
+def test_a_wrong_compile_is_one_line(asked):
+    (line,) = lines_of(block_of(compile=asked))
+    assert line.startswith("graph_pipeline.compile: ")
+    assert ' is not valid; give true, false, "auto", or {"path of a module": true, ...}' in line
+
+
 def test_numbers_that_are_not_finite_are_not_looked_for_where_backends_hide_them():
     (line,) = lines_of(block_of(backends="auto", locate_nan=True))
     assert line.startswith(

@@ -41,6 +41,7 @@ def main() -> None:
             found, own_plan = train(copy.deepcopy(model), batches, block, settling=settings["settling"])
             plan = own_plan if plan is None else plan
             rank = found.pop("rank")
+            del found["gradients"]
             if rank == 0:
                 emit_event(way=way, turn=number, **found)
     if rank == 0:
@@ -59,9 +60,18 @@ def _block(way: str, settings: Mapping[str, Any], plan: dict[str, Any] | None) -
 
 
 def train(
-    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], block: Mapping[str, Any], *, settling: int
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Tensor]],
+    block: Mapping[str, Any],
+    *,
+    settling: int,
+    keeps_gradients: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train on this rank and the others; return what is told of the run, and its plan; collective."""
+    """Train on this rank and the others; return what is told of the run, and its plan; collective.
+
+    Args:
+        keeps_gradients: tell those of this rank's stages in the first step as well.
+    """
     import deepspeed
 
     import gpp_plugin
@@ -78,34 +88,52 @@ def train(
     engine, *_ = deepspeed.initialize(model=wrapped, config=config)
     started = time.perf_counter() - start
     losses, step_ms, busy_ms = [], [], []
+    engine.retain_gradients(keeps_gradients)
+    gradients: dict[str, Tensor] = {}
     for number, batch in enumerate(batches):
         dist.barrier()
         began, busy = time.perf_counter(), time.process_time()
         losses.append(float(engine.train_batch(data_iter=iter([batch]))))
         took = torch.tensor([time.perf_counter() - began, time.process_time() - busy]) * 1e3
+        if keeps_gradients and number == 0:
+            gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
+            engine.retain_gradients(False)
         slowest = took[:1].clone()
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         dist.all_reduce(took)
         if number >= settling:
             step_ms.append(float(slowest[0]))
             busy_ms.append(float(took[1]))
-    plan = engine.plan
+    plan, report = engine.plan, engine.memory_report()
     found = {
         "rank": dist.get_rank(),
         "losses": losses,
         "step_ms": step_ms,
         "busy_ms": busy_ms,
+        "gradients": gradients,
+        "kept_bytes": [0 if rank.counts is None else rank.counts.peak_held_bytes for rank in report.ranks],
+        "planned_bytes": [
+            0 if rank.predicted is None else rank.predicted.activations for rank in report.ranks
+        ],
         "start_s": started,
         "simulated_us": plan.iteration_us,
         "stages": ", ".join(f"{stage.forward_label} ({format_ranks(stage)})" for stage in plan.stages),
-        "notes": [note for note in plan.notes if "backends" in note or "runs on" in note],
+        "notes": [n for n in plan.notes if "backends" in n or "runs on" in n or n.startswith("compile")],
     }
     engine.destroy()
     return found, to_plain(plan)
 
 
-def train_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> list[float]:
-    """Return the losses of the model as it is, in one process: each the mean over loss units."""
+def train_alone(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Tensor]],
+    gradients: dict[str, Tensor] | None = None,
+) -> list[float]:
+    """Return the losses of the model as it is, in one process: each the mean over loss units.
+
+    Args:
+        gradients: takes those of the first step, by name.
+    """
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
@@ -114,9 +142,14 @@ def train_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> li
         optimizer.zero_grad()
         total = 0.0
         for first in range(0, MINI_BATCH, UNIT):
-            loss = model(**{key: value[first : first + UNIT] for key, value in batch.items()})["loss"]
+            rows = {k: v[first : first + UNIT] if isinstance(v, Tensor) else v for k, v in batch.items()}
+            loss = model(**rows)["loss"]
             (loss * UNIT / MINI_BATCH).backward()
             total += float(loss) * UNIT / MINI_BATCH
+        if gradients is not None and not gradients:
+            gradients.update(
+                (name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None
+            )
         optimizer.step()
         losses.append(total)
     return losses

@@ -25,6 +25,8 @@ from gpp_benchmarks._linear_stages import (
     LinearNetwork,
     Parameters,
     gradients_error,
+    in_double,
+    rounding_error,
     single_process_gradients,
     stage_compute,
 )
@@ -309,3 +311,17 @@ def stale_error(run: Mapping[int, Trained], network: LinearNetwork, batches: Seq
         due = 0 if stage in network.forward_only else len(expected[stage])
         assert len(own.gradients) == due, f"stage {stage} made {len(own.gradients)} of {due} updates"
     return worst
+
+
+def stale_rounding(network: LinearNetwork, batches: Sequence[Tensor]) -> float:
+    """Return the largest error of a gradient tensor of that one process against itself in fp64, steps included."""
+    exactly = dataclasses.replace(network, starts=tuple(in_double(start) for start in network.starts))
+    plain = stale_gradients(network, batches)
+    exact = stale_gradients(exactly, [data.double() for data in batches])
+    return max(
+        (
+            rounding_error([one[number] for one in plain], [one[number] for one in exact])
+            for number in range(len(plain[0]))
+        ),
+        default=0.0,
+    )

@@ -17,14 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_benchmarks._exactness_kept import KEPT_FAMILIES, KeptDraw, kept_draw, stale_error, train_kept
+from gpp_benchmarks._exactness_kept import (
+    KEPT_FAMILIES,
+    KeptDraw,
+    kept_draw,
+    stale_error,
+    stale_rounding,
+    train_kept,
+)
 from gpp_benchmarks._linear_ranks import Delayed, LinearHooks, Trained, stage_rows
 from gpp_benchmarks._linear_stages import (
     DATA_WIDTH,
     LinearNetwork,
     Parameters,
     gradients_error,
+    in_double,
     linear_network,
+    rounding_error,
     single_process_gradients,
     stage_compute,
 )
@@ -68,6 +77,7 @@ class CaseResult:
 
     Args:
         fp64_error, fp32_error: largest error of any gradient tensor of any mini-batch.
+        fp32_rounding: the same of one process in fp32, against itself in fp64 from the same fp32 numbers.
         is_equal_delayed: the delayed run has the same bits; None where there was none.
     """
 
@@ -77,6 +87,7 @@ class CaseResult:
     stages: int
     fp64_error: float
     fp32_error: float
+    fp32_rounding: float
     is_equal_delayed: bool | None
 
 
@@ -163,6 +174,7 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
         draw = random_draw(case.seed, case.family, **options)
         validate_programs(draw.plan, draw.schedules, draw.programs)
     errors = {}
+    rounding = 0.0
     is_equal: bool | None = None
     for dtype in (torch.float64, torch.float32):
         network = linear_network(draw.plan, draw.forward_only, seed=case.seed, dtype=dtype)
@@ -170,8 +182,9 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
         run = _train(draw, network, batches, groups, longest_delay_s=0.0)
         if isinstance(draw, KeptDraw) and draw.windows is not None:
             errors[dtype] = stale_error(run, network, batches)
+            rounding = stale_rounding(network, batches)
         else:
-            errors[dtype] = _error(run, network, batches)
+            errors[dtype], rounding = _error(run, network, batches)
         if case.has_delays and dtype is torch.float32:
             delayed = _train(draw, network, batches, groups, longest_delay_s=LONGEST_DELAY_S)
             is_equal = all(
@@ -179,8 +192,8 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
                 for stage, own in run.items()
                 for one, other in zip(own.gradients, delayed[stage].gradients, strict=True)
             )
-    told: list[tuple[float, float, bool | None]] = [(0.0, 0.0, None)] * len(groups.ranks)
-    dist.all_gather_object(told, (errors[torch.float64], errors[torch.float32], is_equal))
+    told: list[tuple[float, float, float, bool | None]] = [(0.0, 0.0, 0.0, None)] * len(groups.ranks)
+    dist.all_gather_object(told, (errors[torch.float64], errors[torch.float32], rounding, is_equal))
     return CaseResult(
         seed=case.seed,
         family=case.family,
@@ -188,7 +201,8 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
         stages=len(draw.plan.stages),
         fp64_error=max(one[0] for one in told),
         fp32_error=max(one[1] for one in told),
-        is_equal_delayed=all(one[2] for one in told) if case.has_delays else None,
+        fp32_rounding=max(one[2] for one in told),
+        is_equal_delayed=all(one[3] for one in told) if case.has_delays else None,
     )
 
 
@@ -284,23 +298,26 @@ def rank_executor(
     return RankExecutor(program, parts, hand_overs=hand_overs, step=step)
 
 
-def _error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]) -> float:
-    """Return the largest error of a gradient tensor of this rank against one process with the same parameters.
+def _error(
+    run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]
+) -> tuple[float, float]:
+    """Return the largest error of a gradient tensor of this rank against one process with the same parameters, and that
+    process's own against itself in fp64.
 
     Collective: every stage tells its parameters.
     """
     plan = network.plan
     told: list[dict[int, list[Parameters]]] = [{} for _ in range(plan.num_ranks)]
     dist.all_gather_object(told, {stage: own.parameters for stage, own in run.items()})
-    return max(
-        gradient_error(
-            {stage: own.gradients[number] for stage, own in run.items()},
-            network,
-            [told[stage.ranks[0]][index][number] for index, stage in enumerate(plan.stages)],
-            data,
-        )
-        for number, data in enumerate(batches)
-    )
+    error = rounding = 0.0
+    for number, data in enumerate(batches):
+        ours = {stage: own.gradients[number] for stage, own in run.items()}
+        parameters = [told[stage.ranks[0]][index][number] for index, stage in enumerate(plan.stages)]
+        plain = single_process_gradients(network, parameters, data)
+        exact = single_process_gradients(network, [in_double(each) for each in parameters], data.double())
+        error = max(error, gradients_error(ours, plain))
+        rounding = max(rounding, rounding_error(plain, exact))
+    return error, rounding
 
 
 def gradient_error(

@@ -291,3 +291,19 @@ def gradients_error(
             error = float((found - wanted).norm()) / max(float(wanted.norm()), floor)
             worst = max(worst, error_or_inf(error))
     return worst
+
+
+def in_double(parameters: Parameters) -> Parameters:
+    """Return the same numbers in fp64."""
+    return {name: parameter.double() for name, parameter in parameters.items()}
+
+
+def rounding_error(
+    plain: Sequence[Mapping[str, Tensor | None]], exact: Sequence[Mapping[str, Tensor | None]]
+) -> float:
+    """Return the largest error of a gradient tensor of one process against the same process in fp64."""
+    found = {
+        stage: {name: g for name, g in gradients.items() if g is not None}
+        for stage, gradients in enumerate(plain)
+    }
+    return gradients_error(found, exact)

@@ -2,10 +2,10 @@
 
 Times, bytes and edges are the oracles' own (`_oracle_costs`). In what order a rank runs the tasks of its stages, and
 how long that takes, is the package's (`schedule.build`, `simulate.predict`): a plan is what these make of it. So what
-is checked is the planner's choice of stages, ranks and counts, not its orders.
+is checked is the planner's choice of stages, ranks and counts, not its orders: both are judged by the same simulator.
 
-    first    every map with GraphPipe's Table 2 in flight; those whose busiest rank computes least before the others,
-             until that alone takes as long as the `NUM_COUNTED` best
+    first    every map with GraphPipe's Table 2 in flight; those whose bound (`_least_us`) is least before the others,
+             until that alone is as long as the `NUM_COUNTED` best
     then     of these, from Table 2's counts and from all micro-batches, one stage's count after another, whatever is
              shorter; and of the best every vector of counts from Table 2's up to all micro-batches
 
@@ -100,6 +100,8 @@ def best_map_us(request: PlanRequest) -> tuple[float, PipelinePlan | None]:
         return math.inf, None
     moved = [(*_moved_counts(plan, request), plan) for _, _, plan in sorted(kept, key=lambda item: -item[0])]
     best, counted, plan = min(moved, key=lambda each: each[0])
+    if best <= _least_us(plan) * (1 + 1e-9):
+        return best, _with_counts(plan, counted)
     for counts in itertools.product(*(range(stage.in_flight, MICRO_BATCHES + 1) for stage in plan.stages)):
         us = _step_us(_with_counts(plan, counts), request)
         if us < best * (1 - 1e-9):
@@ -144,12 +146,20 @@ def _on_all_maps(request: PlanRequest, groups: Groups) -> Iterator[PipelinePlan]
 
 
 def _least_us(plan: PipelinePlan) -> float:
-    """Return how long the busiest rank computes."""
-    busy: dict[int, float] = {}
-    for stage in plan.stages:
+    """Return a time no order is shorter than: a rank's work, what must come before all of it, and after."""
+    # Before a stage's first forward one of each stage on a path to it, after its last backward one of each of these:
+    # stages come in topological order, 0 -> 1 -> 2 with F 1 and B 2 of each give 2 before stage 2 and 4 after it.
+    before, after = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
+    for edge in plan.edges:  # sorted by source
+        source = plan.stages[edge.src]
+        before[edge.dst] = max(before[edge.dst], before[edge.src] + source.forward_us)
+        after[edge.dst] = max(after[edge.dst], after[edge.src] + source.backward_us)
+    least: dict[int, tuple[float, float, float]] = {}
+    for index, stage in enumerate(plan.stages):
         work = (stage.forward_us + stage.backward_us) * num_micro_batches(plan, stage)
-        busy[stage.ranks[0]] = busy.get(stage.ranks[0], 0.0) + work
-    return max(busy.values())
+        head, busy, tail = least.get(stage.ranks[0], (math.inf, 0.0, math.inf))
+        least[stage.ranks[0]] = min(head, before[index]), busy + work, min(tail, after[index])
+    return max(sum(parts) for parts in least.values())
 
 
 def _with_counts(plan: PipelinePlan, counts: Sequence[int]) -> PipelinePlan:

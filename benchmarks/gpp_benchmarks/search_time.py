@@ -8,6 +8,7 @@ a schedule, lowering and proving it, simulating it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import time
@@ -25,6 +26,8 @@ from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.choose_schedule import USUAL_SCHEDULES, choose_schedule
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.search_report import LEFT_OUT
+from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.report.rows_chart import LINES, RowsChart
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
@@ -54,6 +57,7 @@ TABLE = (
     "over_graphpipe",
     "paper_over_graphpipe",
     "status",
+    "not_searched",
 )
 """Columns of the table that is printed (`gpp_plugin.report.rows_text`)."""
 CHART = RowsChart(
@@ -84,8 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--large",
         action="store_true",
-        help="also MMT on 1,024 devices with graphpipe; with auto LLaVA-7B in sub-layers on 64 and 1,024, and a chain "
-        "and a graph of 2,000 blocks on 64; and what follows a search",
+        help="also MMT on 1,024 devices with graphpipe; with auto LLaVA-7B in sub-layers on 64 and 1,024, each also "
+        "with ranks that may hold several stages, and a chain and a graph of 2,000 blocks on 64; and what follows a "
+        "search",
     )
 
 
@@ -116,13 +121,12 @@ def _large_cases() -> Iterator[tuple[str, str, PlanRequest]]:
     """Yield models that take seconds: their names, the planners, and the requests, each made when it is its turn."""
     yield "mmt", "graphpipe", paper_request("mmt", 1024)
     for devices in (64, 1024):
-        yield (
-            "llava-7b sub_layer",
-            "auto",
-            make_request(
-                "llava-7b", num_devices=devices, granularity="sub_layer", mini_batch=16 * devices, loss_unit=1
-            ),
+        request = make_request(
+            "llava-7b", num_devices=devices, granularity="sub_layer", mini_batch=16 * devices, loss_unit=1
         )
+        yield "llava-7b sub_layer", "auto", request
+        shared = dataclasses.replace(request, virtual_stages=None, colocate=True)
+        yield "llava-7b sub_layer, ranks shared", "auto", shared
     for name, sizes in (("transformer", {"layers": 1000}), ("mmt", {"layers": 250})):
         model = build_model(name, granularity="sub_layer", **sizes)
         blocks = len(model.graph.blocks)
@@ -216,11 +220,16 @@ def time_search(model: str, request: PlanRequest, planner: str, limit: float) ->
         "depth": None,
         "iteration_us": None,
         "status": "ok",
+        "not_searched": "",
     }
     wall, cpu = time.perf_counter(), time.process_time()
     try:
         with time_limit(limit):
-            plan = make_plan(planner, request)
+            # which leaves a plan as it is where ranks are to hold one stage each
+            plan = share_ranks(make_plan(planner, request), request, schedule="1f1b")
+        row["not_searched"] = "; ".join(
+            n.removeprefix(LEFT_OUT) for n in plan.notes if n.startswith(LEFT_OUT)
+        )
         row["bottleneck_us_per_sample"] = bottleneck_us(plan.stages)
         row["depth"], row["iteration_us"] = plan.depth, plan.iteration_us
     except TimeoutError:

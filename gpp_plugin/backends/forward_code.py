@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,19 +125,21 @@ class ForwardCode:
         #     (4, 8) torch.float32
         #     (2, 8) torch.float32
         #     call_function aten.linear.default ((%1, %0), {})
-        numbers: dict[str, int] = {}
-        lines = []
         values = (*self.bound, *self.parameters, *self.examples)
-        for node in self.module.graph.nodes:
-            numbers[node.name] = len(numbers)
-            if node.op == "placeholder":
-                value = values[len(numbers) - 1]
-                own = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
-                lines.append(own)
-            else:
-                arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: _Number(numbers[n.name]))
-                lines.append(f"{node.op} {node.target} {arguments}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        given = [f"{tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else repr(v) for v in values]
+        return hashlib.sha256("\n".join((*given, structure_of(self.module))).encode()).hexdigest()[:16]
+
+
+def structure_of(module: fx.GraphModule) -> str:
+    """Return a text of a module's operators and literals that depends on no names."""
+    numbers: dict[str, int] = {}
+    lines = []
+    for node in module.graph.nodes:
+        numbers[node.name] = len(numbers)
+        if node.op != "placeholder":
+            arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: _Number(numbers[n.name]))
+            lines.append(f"{node.op} {node.target} {arguments}")
+    return "\n".join(lines)
 
 
 class _Number(int):
@@ -210,7 +212,7 @@ def _updates_statistics(node: fx.Node) -> bool:
     return name in ("batch_norm", "instance_norm") and bool(node.args[3]) and bool(node.args[5])
 
 
-def named_operator(code: ForwardCode, error: BaseException) -> str:
+def named_operator(operators: Iterable[fx.Node], error: BaseException) -> str:
     """Return an error of a conversion in one line, with the operator that it speaks of in front where it names one."""
     # Converters wrap the error that says which operator it is, some twice: all causes are looked through, for the
     # operator's name as torch prints it (aten.softmax.int) and as schemas have it (aten::softmax).
@@ -219,7 +221,7 @@ def named_operator(code: ForwardCode, error: BaseException) -> str:
     while cause is not None:
         text += f"{cause}\n"
         cause = cause.__cause__ or cause.__context__
-    for node in code.operators:
+    for node in operators:
         schema = getattr(node.target, "_schema", None)
         names = (str(node.target), str(schema.name)) if schema is not None else (str(node.target),)
         if any(name in text for name in names):

@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.backends.compiled_stage import CompiledStages, try_code
 from gpp_plugin.backends.forward_code import ForwardCode
 from gpp_plugin.backends.measured_backends import TORCH, BackendLog
 from gpp_plugin.backends.stage_backends import Asked, check_stages, choose_backend, forward_code
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.report.progress import step
+from gpp_plugin.runtime.batches import Batch, ones_among
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.stage_source import StageCode
@@ -90,6 +92,51 @@ def choose_backends(
     return chosen
 
 
+def compile_stages(
+    compiled: CompiledStages,
+    lane: RankLane,
+    batch: Batch,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Compile the stages whose plan says so, and hold them against torch's operators; collective.
+
+    What rank 0 measured while it planned is in the compiler's cache on disk.
+
+    Args:
+        lane: this rank's, bound.
+        batch: the sample batch.
+    """
+    # Stages 0 and 1 on ranks 0 and 1: both compile at the same time, rank 0 finds its blocks on disk, rank 1 those that
+    # are like rank 0's. A stage that turns out wrong stays on torch on its own rank alone: plans and programs are the
+    # same, and only its times are others than planned.
+    plan = lane.plan
+
+    def compile_own() -> None:
+        for index in lane.stages:
+            stage, own = plan.stages[index], lane.lane_of(index)
+            if not stage.compiled:
+                continue
+            code, weights = own.code_and_weights(batch)
+            call = compiled.code(stage, code.function, code)
+            if call is None:
+                continue
+            if (choice := code.function.choice) is not None:  # the version that such batches run
+                choice.use(ones_among(batch, choice.inputs))
+            tensors = examples_of(code, batch, stage.local_batch_size, device)
+            takes = own.gradient_inputs(code)
+            names = (*code.function.batch_inputs, *code.function.received)
+            for name, tensor in zip(names, tensors, strict=True):
+                tensor.requires_grad_(name in takes)
+            try_code(call, weights, tensors)
+
+    if any(stage.compiled for stage in plan.stages):
+        with step("compile"):
+            exchange(compile_own, what="compiling stages", group=group)
+    compiled.start()
+
+
 def with_backends(plan: PipelinePlan, chosen: Mapping[str, StageBackend]) -> PipelinePlan:
     """Return the plan with what its stages run on, and a line for each in its notes."""
     # what a saved plan ran on elsewhere says nothing of this job
@@ -137,10 +184,14 @@ def code_of_stage(
     """
     # Time does not depend on values, and whether results are right is seen on a real micro-batch before the backend
     # takes over; but token ids must be there to be looked up, so zeros stand for what is received as whole numbers.
+    return forward_code(stage, code.function, weights, examples_of(code, batch, samples, device))
+
+
+def examples_of(code: StageCode, batch: Batch, samples: int | None, device: torch.device) -> list[Tensor]:
+    """Return tensors like those that a stage's code takes behind its weights; arguments as of `code_of_stage`."""
     function = code.function
     tensors = [_example(code.inputs[key], batch.get(key), samples, device) for key in function.batch_inputs]
-    tensors += [_example(code.tensors[name], None, samples, device) for name in function.received]
-    return forward_code(stage, function, weights, tensors)
+    return tensors + [_example(code.tensors[name], None, samples, device) for name in function.received]
 
 
 def _example(spec: TensorSpec, given: Any, samples: int | None, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,12 +25,14 @@ from torch import Tensor
 from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, named_operator
 from gpp_plugin.errors import BackendRefused, GppError
 from gpp_plugin.extensions import find_backend
-from gpp_plugin.ir.backend_costs import BackendCost
+from gpp_plugin.ir.backend_costs import BackendCost, CompiledCost
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.profile.cost_store import default_directory
 from gpp_plugin.profile.machine import describe_device, processor_name
 
 logger = logging.getLogger(__name__)
+
+Cost = TypeVar("Cost", BackendCost, CompiledCost)
 
 TORCH = "torch"
 TOLERANCE = 1e-5
@@ -55,35 +58,49 @@ class BackendLog:
 
     def find(self, code: ForwardCode, backend: str) -> BackendCost | None:
         """Return the cost that is kept; None where there is none, or none that can be read."""
-        path = self._path(code, backend)
+        return self.look_up(BackendCost, self._key(code, backend))
+
+    def put(self, code: ForwardCode, cost: BackendCost) -> None:
+        """Keep a cost; where the disk refuses, say so and go on without."""
+        self.keep(self._key(code, cost.backend), cost)
+
+    def look_up(self, kind: type[Cost], key: Mapping[str, object]) -> Cost | None:
+        """Return what is kept under a key: all that it may depend on."""
+        path = self._path(key)
         if not path.exists():
             return None
         try:
-            return load(BackendCost, path)
+            return load(kind, path)
         except GppError as error:
             logger.warning("ignoring a stored cost that cannot be read; measuring again: %s", error)
             return None
 
-    def put(self, code: ForwardCode, cost: BackendCost) -> None:
-        """Keep a cost; where the disk refuses, say so and go on without."""
+    def keep(self, key: Mapping[str, object], cost: BackendCost | CompiledCost) -> None:
+        """Keep a cost under a key; where the disk refuses, say so and go on without."""
         try:
-            save(cost, self._path(code, cost.backend))
+            save(cost, self._path(key))
         except OSError as error:
             logger.warning("costs of backends could not be stored in %s (%s)", self.directory, error)
 
-    def _path(self, code: ForwardCode, backend: str) -> Path:
+    def _path(self, key: Mapping[str, object]) -> Path:
+        return self.directory / f"{fingerprint(dict(key))}.json"
+
+    def _key(self, code: ForwardCode, backend: str) -> dict[str, object]:
         device = torch.device(next(iter(code.devices), "cpu"))
         # everything that time or result may depend on: another torch or library is another file
-        key = {
+        return {
             "forward": code.signature,
             "backend": backend,
             "version": find_backend(backend).version(),
-            "device": describe_device(device, torch.get_num_threads()),
-            "processor": processor_name(),
+            **place_key(device),
             "dtypes": sorted(map(str, code.dtypes)),
             "threads": torch.get_num_threads(),
         }
-        return self.directory / f"{fingerprint(key)}.json"
+
+
+def place_key(device: torch.device) -> dict[str, object]:
+    """Return what of a place of measurement times depend on."""
+    return {"device": describe_device(device, torch.get_num_threads()), "processor": processor_name()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +137,7 @@ def build_forward(name: str, code: ForwardCode) -> ForwardRunner:
     except BackendRefused:
         raise
     except Exception as error:  # whatever a converter raises
-        raise BackendRefused(named_operator(code, error)) from error
+        raise BackendRefused(named_operator(code.operators, error)) from error
 
 
 @torch.no_grad()
@@ -149,7 +166,7 @@ def build_checked(
     except Exception as error:
         raise BackendRefused(f"its first run failed: {type(error).__name__}: {error}") from error
     build_s = time.perf_counter() - start
-    distance = _compare(first, expected, tolerance)
+    distance = compare_outputs(first, expected, tolerance)
     # Does it write where it wrote, or hand out what it was given? The same memory says so, while the first is held.
     # A library that keeps its results in the request (OpenVINO) gives the same places again; one that passes an input
     # on (a stage that only hands a tensor to another) gives the caller's.
@@ -159,8 +176,24 @@ def build_checked(
     return BuiltForward(run=run, build_s=build_s, error=distance, overwrites=overwrites)
 
 
-def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float | None) -> float:
-    """Return the largest difference of any output, by its norm; refuse other shapes, types or numbers."""
+def compare_outputs(
+    found: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    tolerance: float | None = None,
+    *,
+    what: str = "output",
+    least: float = 0.0,
+) -> float:
+    """Return the largest difference of any output, by its norm; refuse other shapes, types or numbers.
+
+    Args:
+        tolerance: None: by the type of each output.
+        what: they are called in messages.
+        least: the norm by which tensors of a smaller one are compared.
+
+    Raises:
+        BackendRefused: says which output is another.
+    """
     if len(found) != len(expected):
         raise BackendRefused(f"it returns {len(found)} tensors of {len(expected)}")
     # By the tensor's norm, not value by value: a sum that cancels to almost nothing has no relative error to speak of.
@@ -168,11 +201,11 @@ def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: flo
     for i, (own, right) in enumerate(zip(found, expected, strict=True)):
         if own.shape != right.shape or own.dtype != right.dtype:
             raise BackendRefused(
-                f"output {i} is {tuple(own.shape)} {own.dtype}, and {tuple(right.shape)} {right.dtype} on torch"
+                f"{what} {i} is {tuple(own.shape)} {own.dtype}, and {tuple(right.shape)} {right.dtype} on torch"
             )
         if not right.dtype.is_floating_point:
             if not torch.equal(own, right):
-                raise BackendRefused(f"output {i} ({right.dtype}) has other values than on torch")
+                raise BackendRefused(f"{what} {i} ({right.dtype}) has other values than on torch")
             continue
         most = tolerance
         if most is None:
@@ -184,12 +217,12 @@ def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: flo
             wide[~finite].nan_to_num(0.0, 1.0, -1.0), wanted[~finite].nan_to_num(0.0, 1.0, -1.0)
         ):
             raise BackendRefused(
-                f"output {i} is not finite where torch's is, the other way round, or otherwise"
+                f"{what} {i} is not finite where torch's is, the other way round, or otherwise"
             )
         norm = float(wanted[finite].norm())
-        error = float((wide - wanted)[finite].norm()) / (norm or 1.0)
+        error = float((wide - wanted)[finite].norm()) / (max(norm, least) or 1.0)
         if not error <= most:
-            raise BackendRefused(f"output {i} differs by {error:.1e} of its norm, more than {most:.0e}")
+            raise BackendRefused(f"{what} {i} differs by {error:.1e} of its norm, more than {most:.0e}")
         worst = max(worst, error)
     return worst
 

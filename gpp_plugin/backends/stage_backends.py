@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpp_plugin.backends.compiled_stage import CompiledStages
 from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
 from gpp_plugin.backends.measured_backends import (
     TORCH,
@@ -34,8 +35,10 @@ from gpp_plugin.backends.placed_forward import CuttableForward
 from gpp_plugin.errors import BackendRefused, ConfigError, nearest
 from gpp_plugin.extensions import BACKENDS, find_backend, named_backends
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
+from gpp_plugin.ir.plan import Stage
 from gpp_plugin.runtime.random_streams import kept_streams
 from gpp_plugin.runtime.stage_module import StageFunction
+from gpp_plugin.runtime.stage_source import StageCode
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +274,7 @@ class StageBackends:
 
     def __init__(self, choices: Mapping[str, StageBackend] | None = None) -> None:
         self.choices = dict(choices or {})
+        self.compiled = CompiledStages()
         self._built: dict[str, BuiltOfStage] = {}
 
     def forward(
@@ -288,3 +292,9 @@ class StageBackends:
             return None
         built = self._built.setdefault(stage, BuiltOfStage())
         return BackendForward(chosen, function, parameters, built)
+
+    def trained(
+        self, stage: Stage, function: StageFunction, code: StageCode
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """Return the stage's code with those of its blocks compiled that the plan says; None: its code runs."""
+        return self.compiled.code(stage, function, code)

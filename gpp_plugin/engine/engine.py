@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.backends.job_backends import choose_backends, with_backends
+from gpp_plugin.backends.job_backends import choose_backends, compile_stages, with_backends
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import StageBackends, check_asked
 from gpp_plugin.capture.tracing.sample_batches import is_counted, resize_batch
@@ -354,6 +354,9 @@ class GraphPipelineEngine(PipelineSurface):
             [stage.weights for stage in stages.stages],
         )
         self._choose_backends(sample_batch)
+        compile_stages(
+            self._backends.compiled, self._lane, sample_batch, group=setting.group, device=setting.device
+        )
         self._evaluator = Evaluator(
             source=self._source,
             setting=setting,

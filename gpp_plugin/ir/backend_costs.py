@@ -1,10 +1,10 @@
-"""What a forward costs on a backend, and which backend each stage was given."""
+"""What a forward costs on a backend, which backend each stage was given, and what blocks that train cost compiled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpp_plugin.ir.typed_leaves import Micros, Work
+from gpp_plugin.ir.typed_leaves import Bytes, Micros, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +60,31 @@ class StageBackend:
     def is_torch(self) -> bool:
         """Return whether it runs as it would without any backend."""
         return self.backend == "torch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledCost:
+    """A block that trains, compiled and on torch's operators, at the shapes it was measured at.
+
+    Args:
+        forward_us, both_us: medians of a forward, and of a forward with its backward.
+        saved_bytes: kept from forward to backward.
+        build_s: seconds that compiling took, and the first forward and backward.
+        error: largest difference of an output or a gradient, by the norm of the tensor.
+        refused: why it cannot be used, in one line; the rest means nothing then.
+    """
+
+    forward_us: Micros = 0.0
+    both_us: Micros = 0.0
+    saved_bytes: Bytes = 0
+    torch_forward_us: Micros = 0.0
+    torch_both_us: Micros = 0.0
+    torch_saved_bytes: Bytes = 0
+    build_s: Work = 0.0
+    error: Work = 0.0
+    refused: str = ""
+
+    @property
+    def gain(self) -> float:
+        """Return how many times as fast as torch's operators it is; 0 where it cannot be used."""
+        return self.torch_both_us / self.both_us if self.both_us and not self.refused else 0.0

@@ -50,6 +50,7 @@ class Stage:
             collectives inside each task.
         backend: what its forward runs on where that is not torch (`openvino`, of a mix `openvino + torch`); a stage
             without gradients alone has one.
+        compiled: those of its blocks, of a stage that trains, whose code is compiled.
     """
 
     name: str
@@ -73,11 +74,20 @@ class Stage:
     memory: MemoryPlan | None = None
     tensor: Count = 1
     backend: str = ""
+    compiled: tuple[str, ...] = ()
 
     @property
     def forward_label(self) -> str:
-        """Return the stage's name, and what its forward runs on where that is not torch: ``vision on openvino``."""
-        return f"{self.name} on {self.backend}" if self.backend else self.name
+        """Return the stage's name, and what it runs on where that is not torch: ``vision on openvino``."""
+        return f"{self.name} on {self.runs_on}" if self.runs_on else self.name
+
+    @property
+    def runs_on(self) -> str:
+        """Return what it runs on in words; empty for torch's operators alone."""
+        if not self.compiled:
+            return self.backend
+        number = len(self.compiled)
+        return "compiled code" if number == len(self.blocks) else f"compiled code ({number} of its blocks)"
 
     @property
     def degree(self) -> int:

@@ -34,6 +34,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.backend_planning import StageTrials, plan_with_backends
+from gpp_plugin.model.compiled_planning import CompiledBlocks, measure_compiled
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
 from gpp_plugin.model.graph.given_module import GivenModule
@@ -184,14 +185,12 @@ class ModelSource:
         counts = self._sample_counts(job)
         costs = self._measured(job, counts)
         self._profile = costs.profile(reference.block_graph, device="")
-        least = _fewest_samples(costs, counts)
 
         def make_plan() -> PipelinePlan:
-            with step("plan") as tell, searching(tell.note), with_memory_explained(config, machines):
-                plan = self._plan(job, reference, costs, least=least, found=machines)
-            plan = self._with_backends(plan, job, reference, costs, sample_batch, least=least, found=machines)
-            _refuse_split(plan, costs)
-            return plan
+            compiled = self._compiled(job, reference, sample_batch)
+            own = costs.with_blocks(compiled.scaled)
+            plan = self._make_plan(job, reference, own, sample_batch, counts, machines)
+            return compiled.noted(plan)
 
         plan = call_on_rank_zero(
             make_plan, PipelinePlan, what="plan", group=setting.group, timeout_s=PREPARATION_TIMEOUT_S
@@ -200,6 +199,50 @@ class ModelSource:
         for line in describe_whole(reference, plan) if setting.rank == 0 else ():
             logger.info("%s", line)
         return reference, plan
+
+    def _make_plan(
+        self,
+        job: GraphJob,
+        reference: Reference,
+        costs: StageCosts,
+        sample_batch: Batch,
+        counts: Mapping[str, Sequence[int]],
+        machines: JobCluster | None,
+    ) -> PipelinePlan:
+        """Return the plan that is run; on rank 0."""
+        least = _fewest_samples(costs, counts)
+        with step("plan") as tell, searching(tell.note), with_memory_explained(self._config, machines):
+            plan = self._plan(job, reference, costs, least=least, found=machines)
+        plan = self._with_backends(plan, job, reference, costs, sample_batch, least=least, found=machines)
+        _refuse_split(plan, costs)
+        return plan
+
+    def _compiled(self, job: GraphJob, reference: Reference, sample_batch: Batch) -> CompiledBlocks:
+        """Return what the model's blocks cost compiled, and which of them are; on rank 0.
+
+        Raises:
+            ConfigError: a path names no module, or the model computes on whole units of its own.
+        """
+        asked, whole = self._config.compile, job.whole
+        if not asked or whole is None:
+            return CompiledBlocks()
+        if job.takes_whole_units(whole.name):
+            raise ConfigError(
+                f"graph_pipeline.compile: {asked!r}: the model's Python reads values, so that each loss unit may be "
+                "other code; remove the key"
+            )
+        part = job.owns[whole.name]
+        assert isinstance(part, CapturedPart), "a plain model is captured"
+        analysis = reference.analysis
+        arguments = part.arguments(sample_batch, {}, analysis.op_graph.num_samples)
+        return measure_compiled(
+            part.apart().capture_again(analysis, arguments),
+            reference.block_graph,
+            state=dict(part.model.named_parameters()) | dict(part.model.named_buffers()),
+            batch=sample_batch,
+            asked=asked,
+            log=BackendLog(self._config.profile_dir),
+        )
 
     def _measured(self, job: GraphJob, counts: Mapping[str, Sequence[int]]) -> StageCosts:
         """Return what the stages cost, and take down what they cost at other lengths; refuse a wrong capture."""
@@ -326,6 +369,7 @@ class ModelSource:
     def _measuring(self) -> Measuring:
         # a profile is of use in both modes: in mode async, too, the parts of a backward are timed
         may_split = may_split_backward(self._config.schedule) and self._setting.num_ranks > 1
+        may_split = may_split and not self._config.compile
         return Measuring(
             optimizer_bytes=self._setting.optimizer_bytes,
             cache_dir=self._config.profile_dir,
@@ -754,6 +798,12 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             config.units,
             config.units is not None,
             "units of their own shapes are for captured models; remove the key",
+        ),
+        (
+            "compile",
+            config.compile,
+            bool(config.compile) and not is_plain,
+            "blocks of one captured model are compiled; remove the key",
         ),
         (
             "lengths",

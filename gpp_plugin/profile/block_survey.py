@@ -75,6 +75,9 @@ class BlockSurvey:
     What it holds while it walks over the blocks: ``_values``, results that a later block reads, by name; ``_shared``,
     measurements of code that recurs, by signature and by how operands lie in memory; ``held``, who keeps what. On CUDA
     also ``_chain``, the pieces measured, to be timed once more one behind the other: forwards, then backwards.
+
+    Args:
+        visit: called with each distinct block as it was measured, and what it was given.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class BlockSurvey:
         share_identical: bool,
         with_peak: bool,
         with_split: bool,
+        visit: Callable[[BlockCode, Operands], None] | None = None,
     ) -> None:
         self._captured = captured
         self._num_samples = captured.op_graph.num_samples
@@ -98,6 +102,7 @@ class BlockSurvey:
         self._with_peak = with_peak
         self._with_split = with_split and captured.is_training
         self._codes = block_codes(captured, block_graph)
+        self._visit = visit
         resized = resize_batch(batch, self._num_samples)
         # Contiguous, as a rank has them: slices of a longer batch would count all of it, and lie otherwise in memory.
         self._inputs = {
@@ -143,6 +148,8 @@ class BlockSurvey:
                 block = self._shared.get(key)
                 if block is None:
                     block = self._run(code.function)
+                    if self._visit is not None:
+                        self._visit(code, self._operands(code.function))
                     outputs = block.whole.outputs
                 else:
                     outputs = block.whole.copied_outputs()
@@ -190,17 +197,24 @@ class BlockSurvey:
         received = [self._values[name] for name in function.received]
         return tuple((tensor.stride(), tensor.untyped_storage().nbytes()) for tensor in received)
 
-    def _run(self, function: StageFunction) -> _Measured:
-        parameters = tuple(self._materialise(self._parameters[name]) for name in function.tensors)
-        operands = Operands(
+    @property
+    def signatures(self) -> dict[str, str]:
+        """Return the signature of each block: those of equal ones are equal."""
+        return {code.block: code.signature for code in self._codes}
+
+    def _operands(self, function: StageFunction) -> Operands:
+        return Operands(
             call=function.call,
-            parameters=parameters,
+            parameters=tuple(self._materialise(self._parameters[name]) for name in function.tensors),
             inputs=tuple(self._inputs[key] for key in function.batch_inputs),
             received=tuple(self._values[name] for name in function.received),
             takes_gradient=tuple(self._takes_gradient[name] for name in function.received),
             is_training=self._captured.is_training,
             constants=function.constants,
         )
+
+    def _run(self, function: StageFunction) -> _Measured:
+        operands = self._operands(function)
         whole = measure(operands, device=self._device, repeats=self._repeats, with_peak=self._with_peak)
         split = NOT_MEASURED
         if self._with_split and whole.backward_us > 0.0:

@@ -154,7 +154,7 @@ def _event_args(event: Event, plan: PipelinePlan) -> dict[str, Any]:
         args["micro_batch"] = event.micro_batch
     if event.half is not None:
         args["half"] = event.half
-    if event.kind is EventKind.FORWARD and (backend := plan.stages[event.stage].backend):
+    if event.kind is EventKind.FORWARD and (backend := plan.stages[event.stage].runs_on):
         args["backend"] = backend
     if event.edge >= 0:
         args["edge"] = event.edge

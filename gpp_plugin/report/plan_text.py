@@ -140,7 +140,7 @@ def draw_stages(plan: PipelinePlan) -> str:
         [
             f"{index} {shorten_name(stage.name)}",
             format_ranks(stage),
-            *([f"on {stage.backend}"] if stage.backend else []),
+            *([f"on {stage.runs_on}"] if stage.runs_on else []),
         ]
         for index, stage in enumerate(plan.stages)
     ]
@@ -214,9 +214,9 @@ def stage_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
     ranks = {rank for stage in plan.stages for rank in stage.ranks}
     busiest = max((sum(loads[index] for index in plan.stages_of_rank(rank)) for rank in ranks), default=0.0)
     header = ["stage", "ranks", "micro-batches", "in flight", "fwd ms", "bwd ms", "load", "memory", "blocks"]
-    # a column of its own only where some stage's forward runs on something else than torch
-    has_backends = any(stage.backend for stage in plan.stages)
-    header += ["forward on"] if has_backends else []
+    # a column of its own only where some stage runs on something else than torch
+    has_backends = any(stage.runs_on for stage in plan.stages)
+    header += ["runs on"] if has_backends else []
     rows = []
     for index, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
         known = load > 0
@@ -231,7 +231,7 @@ def stage_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
                 f"{100 * load / busiest:.0f} %" if known else "-",
                 format_bytes(stage.memory_bytes) if stage.memory_bytes else "-",
                 str(len(stage.blocks)),
-                *([stage.backend or "torch"] if has_backends else []),
+                *([stage.runs_on or "torch"] if has_backends else []),
             ]
         )
     return header, rows

@@ -98,8 +98,8 @@ def _lines(plan: PipelinePlan, index: int) -> list[str]:
     )
     if stage.forward_us or stage.backward_us:
         lines.append(f"{format_ms(stage.forward_us)} ms forward, {format_ms(stage.backward_us)} ms back")
-    if stage.backend:
-        lines.append(f"forward on {stage.backend}")
+    if stage.runs_on:
+        lines.append(f"runs on {stage.runs_on}")
     if stage.memory_bytes:
         lines.append(f"{format_bytes(stage.memory_bytes)} a rank")
     return lines

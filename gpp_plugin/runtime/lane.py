@@ -221,7 +221,7 @@ class Lane:
         plan: on ``reference.block_graph``.
         program: what this rank does for the stage (`RankProgram.of_stage`).
         hand_overs: shared with the lanes of the rank's other stages; None where there are none.
-        forwards: runs the stage where it has no backwards; None: its code does.
+        forwards: runs the stage in place of its code; None: its code does.
         reduces_early: the stage may sum gradients in its last backward (`schedule.early_reductions`).
         sums_losses: the loss of a mini-batch is the sum of its units' losses, each divided by what it is to be divided
             by already; else their mean.
@@ -286,6 +286,10 @@ class Lane:
         self.prepare(batch)
         code = self._known_code(batch)
         return code, [self._tensors[name] for name in code.function.tensors]
+
+    def gradient_inputs(self, code: StageCode) -> tuple[str, ...]:
+        """Return which of the tensors that a stage's code receives take a gradient."""
+        return boundary_gradients(self._program, self.plan, code.tensors).inputs
 
     def _known_code(self, batch: Batch) -> StageCode:
         assert self._prepared is not None, "it was prepared"
@@ -456,8 +460,7 @@ class Lane:
             i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
         )
         parameters = [self._tensors[name] for name in code.function.tensors]
-        if not is_trained:
-            prepared = self._with_forwards(prepared, parameters)
+        prepared = self._with_forwards(prepared, parameters, is_trained)
         return AutogradCompute(
             function=prepared.code.function,
             parameters=parameters,
@@ -473,14 +476,19 @@ class Lane:
             weights=self._weights,
         )
 
-    def _with_forwards(self, prepared: _Prepared, parameters: Sequence[Tensor]) -> _Prepared:
-        """Return the code of a stage without backwards with what runs it instead, if anything does."""
-        forwards, stage = self._forwards, self.plan.stages[self.stage_index].name
+    def _with_forwards(
+        self, prepared: _Prepared, parameters: Sequence[Tensor], is_trained: bool
+    ) -> _Prepared:
+        """Return the stage's code with what runs it instead, if anything does."""
+        forwards, stage = self._forwards, self.plan.stages[self.stage_index]
         if forwards is None:
             return prepared
 
         def running(function: StageFunction) -> StageFunction:
-            call = forwards.forward(stage, function, parameters)
+            if is_trained:
+                call = forwards.trained(stage, function, prepared.code)
+            else:
+                call = forwards.forward(stage.name, function, parameters)
             return function if call is None else dataclasses.replace(function, call=call)
 
         return _Prepared(

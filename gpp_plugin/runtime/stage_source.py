@@ -15,7 +15,7 @@ from torch import Tensor
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.memory.memory_policy import StageOperators
@@ -74,12 +74,24 @@ class StageSource(Protocol):
 
 
 class StageForwards(Protocol):
-    """Runs the forwards of stages that have no backwards on something else than torch's operators."""
+    """Runs the forwards of stages on something else than torch's operators."""
 
     def forward(
         self, stage: str, function: StageFunction, parameters: Sequence[Tensor]
     ) -> Callable[..., tuple[Tensor, ...]] | None:
-        """Return what is called as ``function`` is and gives the same; None: the function itself runs."""
+        """Return what is called as ``function`` is and gives the same, of a stage that has no backwards.
+
+        None: the function itself runs.
+        """
+
+    def trained(
+        self, stage: Stage, function: StageFunction, code: StageCode
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """Return the same of a stage that has backwards, which flow back through what is returned.
+
+        Args:
+            code: what ``function`` is of, at these samples or at twice as many.
+        """
 
 
 class UnitSource(StageSource, Protocol):

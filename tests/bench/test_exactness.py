@@ -72,6 +72,33 @@ def test_a_wrong_gradient_is_found() -> None:
     assert _failure(result) is not None
 
 
+@pytest.mark.parametrize(
+    ("error", "rounding", "is_wrong"),
+    [
+        (9e-6, 1e-7, False),
+        (2.1e-5, 1e-7, True),
+        (2.1e-5, 1.5e-5, False),
+        (7e-5, 1.5e-5, True),
+        (2e-5, float("inf"), True),
+        (float("inf"), 1e-6, True),
+    ],
+)
+def test_single_precision_is_judged_by_one_process_own_rounding(
+    error: float, rounding: float, is_wrong: bool
+) -> None:
+    result = CaseResult(
+        seed=1,
+        family="1f1b",
+        shares_ranks=False,
+        stages=2,
+        fp64_error=0.0,
+        fp32_error=error,
+        fp32_rounding=rounding,
+        is_equal_delayed=None,
+    )
+    assert (_failure(result) is not None) is is_wrong
+
+
 @pytest.mark.parametrize("ours", [float("nan"), float("inf"), 1.0])
 def test_what_is_no_number_is_no_agreement(ours: float) -> None:
     one, other = torch.ones(2), torch.ones(3)

@@ -46,14 +46,27 @@ def test_stages_on_fewer_ranks_are_as_quick_as_the_best_map(seed: int) -> None:
     assert plan is not None and plan.num_ranks == 2 and best < row["best_us"]
 
 
-def test_counts_are_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    args = argparse.Namespace(
-        cases=0, sp_cases=0, memory_cases=0, map_cases=0, unlike_cases=1, tensor_cases=0, seed=5
+def arguments(**given: float) -> argparse.Namespace:
+    counts = dict.fromkeys(
+        ("cases", "sp_cases", "memory_cases", "map_cases", "unlike_cases", "tensor_cases"), 0
     )
+    return argparse.Namespace(**{**counts, "seed": 0, "limit": None, **given})
+
+
+def test_what_there_is_no_time_for_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_quality.run(arguments(unlike_cases=2, sp_cases=3, limit=0.0))
+    assert found["rows"] == [] and found["summary"]["not_run"] == {"series-parallel": 3, "unlike": 2}
+    assert "3 series-parallel cases were not run: --limit 0 s" in capsys.readouterr().out
+
+
+def test_counts_are_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(unlike_cases=1, seed=5)
     found = plan_quality.run(args)
     assert found["summary"]["unlike_cases"] == 1 and found["summary"]["map_cases"] == 0
     assert found["summary"]["unlike_within_5_percent"] == 1
-    text = capsys.readouterr().out
+    told = capsys.readouterr()
+    assert told.err.startswith("unlike 1 of 1: ")
+    text = told.out
     assert "devices of two speeds" in text and "all maps" not in text
     json.dumps(found)
 

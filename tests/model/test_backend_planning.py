@@ -167,19 +167,19 @@ def test_what_no_gradient_passes_in_a_stage_that_trains_is_measured_apart() -> N
 
 def test_reports_say_what_a_forward_runs_on() -> None:
     plan = make_plan("auto", request_of())
-    assert "forward on" not in format_plan(plan)
+    assert "runs on" not in format_plan(plan)
     stages = [
         dataclasses.replace(stage, backend="openvino" if index == 0 else "")
         for index, stage in enumerate(plan.stages)
     ]
     placed = dataclasses.replace(plan, stages=tuple(stages))
     text = format_plan(placed)
-    assert "forward on" in text and "on openvino" in text
+    assert "runs on" in text and "on openvino" in text
     timeline = simulate_plan(placed)
     name = f"rank 0 {stages[0].name} on openvino"
     assert name in format_timeline(timeline, placed)
     shown = [e for e in chrome_trace(timeline, placed)["traceEvents"] if "backend" in e.get("args", {})]
     assert {(e["cat"], e["args"]["backend"]) for e in shown} == {("forward", "openvino")}
     page = report_page([ReportedPlan(name="p", plan=placed, timelines=[("predicted", timeline)])])
-    assert f"{stages[0].name} on openvino" in page and "forward on openvino" in page
+    assert f"{stages[0].name} on openvino" in page and "runs on openvino" in page
     assert loads(PipelinePlan, dumps(placed)) == placed

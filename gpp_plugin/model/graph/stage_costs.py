@@ -58,6 +58,12 @@ class StageCosts:
     by_stage: Mapping[str, tuple[BlockCost, ...]]
     modules: tuple[ModuleMemory, ...]
 
+    def with_blocks(self, change: Callable[[Sequence[BlockCost]], tuple[BlockCost, ...]]) -> StageCosts:
+        """Return what all blocks cost if each stage's cost something else."""
+        return dataclasses.replace(
+            self, by_stage={stage: change(costs) for stage, costs in self.by_stage.items()}
+        )
+
     def profile(self, graph: BlockGraph, *, device: str, stage: str | None = None) -> Profile:
         """Return them as the profile of the whole graph, or of one captured part."""
         stages = self.by_stage if stage is None else {stage: self.by_stage[stage]}

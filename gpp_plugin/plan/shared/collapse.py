@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
@@ -24,9 +24,7 @@ def collapsed(plan: PipelinePlan, cluster: Cluster) -> tuple[PipelinePlan, Clust
     """
     # Of a tower on ranks 0 to 7 and a trunk of stages on (0, 1), (2, 3), (4, 5) and (6, 7) four pairs of ranks hold the
     # same stages: width 2, ranks 0 to 3, the tower's micro-batch of 8 becomes 4 and the trunk's of 2 becomes 1.
-    holders: dict[tuple[int, ...], int] = defaultdict(int)
-    for rank in range(plan.num_ranks):
-        holders[plan.stages_of_rank(rank)] += 1
+    holders = holders_of(plan)
     width = math.gcd(*holders.values(), plan.mini_batch, *(stage.micro_batch_size for stage in plan.stages))
     while width > 1:
         found = _with_width(plan, cluster, width)
@@ -34,6 +32,18 @@ def collapsed(plan: PipelinePlan, cluster: Cluster) -> tuple[PipelinePlan, Clust
             return found
         width = max(other for other in range(1, width) if width % other == 0)
     return plan, cluster
+
+
+def holders_of(plan: PipelinePlan) -> dict[tuple[int, ...], int]:
+    """Return the sets of stages that ranks hold, and how many ranks hold each.
+
+    As `PipelinePlan.stages_of_rank` of every rank, in one walk over the stages: of thousands of ranks that counts.
+    """
+    held: dict[int, list[int]] = defaultdict(list)
+    for index, stage in enumerate(plan.stages):
+        for rank in stage.ranks:
+            held[rank].append(index)
+    return dict(Counter(tuple(own) for own in held.values()))
 
 
 def _with_width(plan: PipelinePlan, cluster: Cluster, width: int) -> tuple[PipelinePlan, Cluster] | None:

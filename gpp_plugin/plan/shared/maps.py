@@ -5,6 +5,7 @@ Stages are numbered in the plan's order, groups in the order of ranks. Eight sta
     stage          0  1  2  3  4  5  6  7
     round robin    0  1  2  3  0  1  2  3      interleaved 1F1B (Narayanan et al. 2021, section 2.2)
     back and forth 0  1  2  3  3  2  1  0      the V of ZB-V and V-Half (Qi et al. 2024, arXiv 2405.15362)
+    in a row       0  0  1  1  2  2  3  3      a branch a group: a plan has the stages of one behind each other
 
 Source: Megatron-LM (arXiv 2104.04473), section 2.2; controllable memory (arXiv 2405.15362)
 Tests: tests/plan/test_shared_ranks_plans.py
@@ -40,6 +41,15 @@ def back_and_forth(num_stages: int, num_groups: int) -> Map:
     there = range(num_groups)
     ways = itertools.cycle((tuple(there), tuple(reversed(there))))
     return tuple(itertools.islice(itertools.chain.from_iterable(ways), num_stages))
+
+
+def in_a_row(num_stages: int, num_groups: int) -> Map:
+    """Return the map of consecutive stages on one group.
+
+    >>> in_a_row(5, 2)
+    (0, 0, 0, 1, 1)
+    """
+    return tuple(stage * num_groups // num_stages for stage in range(num_stages))
 
 
 def evened_out(loads: Sequence[float], num_groups: int) -> Map:
@@ -78,6 +88,7 @@ def usual_maps(loads: Sequence[float], num_groups: int) -> list[Map]:
     found = [
         round_robin(count, num_groups),
         back_and_forth(count, num_groups),
+        in_a_row(count, num_groups),
         evened_out(loads, num_groups),
     ]
     return [each for each in dict.fromkeys(found) if len(set(each)) == num_groups]

@@ -1,6 +1,6 @@
 """Lets ranks hold several stages where that is asked for, or shorter: interleaving, and branches on ranks of others.
 
-    plan, one stage a rank
+    plans, one stage a rank, of several planners
       1 starts          `shared_starts`: partitions, maps and micro-batch sizes, in the order of a bound on their step
       2 simulated       the first `NUM_STARTS` of them, with in-flight counts that fit their ranks' memory: roughly,
                         then the best `NUM_EXACT` exactly
@@ -9,6 +9,11 @@
       4 refined         the best `NUM_REFINED`: orders that reckon with links, in-flight counts one by one
       5 schedules       the best one under each schedule that is allowed
     the shortest of all, and the plan itself where nothing is shorter; its notes say what was tried
+
+1 to 4 are a search with a budget of its own, of which there are several (`_searches`), as one with more freedom may
+find less: with all freedom; interleaving alone, and colocation alone; and, of planner ``auto``, from GraphPipe's plan,
+and with one micro-batch size for all stages, from the best plan of that. What one has simulated all know. Models too
+large for that have one search, and a note.
 
 Everything is counted, nothing is timed: the same request gives the same plan on every machine.
 
@@ -19,12 +24,14 @@ Tests: tests/plan/test_shared_ranks_plans.py
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
+import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
@@ -32,14 +39,18 @@ from gpp_plugin.plan.choose_schedule import GAIN
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 from gpp_plugin.plan.refine import moves
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.registry import run_planner
+from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
+from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.shared.maps import exchanged_stages, moved_stages
 from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner
-from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge
+from gpp_plugin.plan.shared.shared_judge import BUDGET, Drafts, SharedJudge
 from gpp_plugin.plan.shared.shared_schedules import SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
 from gpp_plugin.plan.validate_request import validate_for
 from gpp_plugin.schedule.names import AUTO
+
+logger = logging.getLogger(__name__)
 
 NUM_STARTS = 40
 """Starts that are simulated, those with the smallest bounds; of each way to share ranks at most ``PER_WAY``, and
@@ -48,8 +59,14 @@ PER_WAY, PER_SIZE = 8, 3
 NUM_EXACT = 6
 """Of these, how many are simulated with the orders that will run."""
 NUM_IMPROVED = 4
+NUM_SIZES, NEAR_SIZE = 5, 1.25
+"""Micro-batch sizes that are searched alone at most: those whose best start takes up to so many times the shortest."""
+MAX_RIVAL_SIZE, MAX_BASES_SIZE = 6_000, 2_000
+"""Blocks x ranks up to which there is more than one search, and up to which there are searches from other plans."""
 NUM_REFINED = 12
 """Of all that were simulated exactly, how many are given the best orders and in-flight counts."""
+LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED, LARGE_GROUPS = 2, 1, 1, 16
+"""The same of models too large for several searches, and into how many groups their ranks are divided at most."""
 NEAR = 1.15
 """Times the shortest start, up to which others are simulated: moves gain as much."""
 ROUNDING = 1e-6
@@ -77,35 +94,109 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
             f"planner {STOCK!r} makes stages for DeepSpeed's own PipelineEngine, which holds one a rank; use another "
             'planner, or set virtual_stages to 1, colocate to "off" and stages to at most the ranks'
         )
-    searches = [_Search(each, plan, schedule) for each in _requests(request)]
-    found = [best for search in searches if (best := search.best()) is not None]
+    report = SearchReport()
+    setting = _Setting(request, schedule, report)
+    searches: list[_Search] = []
+    found: list[tuple[PipelinePlan, str]] = []
+    for asked, base in _searches(plan, request, searches, report):
+        searches.append(_Search(asked, base, setting))
+        report.begin(f"ways to share ranks, search {len(searches)}")
+        best = searches[-1].best()
+        found += [] if best is None else [best]
     if not found:
         if request.must_share_ranks:
             raise PlanInfeasible(_why_none(request, searches[0].num_starts))
-        return dataclasses.replace(plan, notes=(*plan.notes, "no way to share ranks fits"))
-    num_tried = sum(search.num_tried for search in searches)
+        return dataclasses.replace(plan, notes=(*plan.notes, "no way to share ranks fits", *report.notes))
+    num_tried = setting.judge.num_simulated
+    report.begin("schedules of the best way to share ranks")
     shared, how = min(found, key=lambda each: each[0].iteration_us)
+    shared = dataclasses.replace(setting.scheduled(shared), planner=plan.planner)
     if not request.must_share_ranks and shared.iteration_us >= plan.iteration_us * (1.0 - GAIN):
         note = (
             f"ranks of one stage each: {plan.iteration_us:.0f} us; the best of {num_tried} ways to share ranks, "
             f"{how}, takes {shared.iteration_us:.0f} us"
         )
-        return dataclasses.replace(plan, notes=(*plan.notes, note))
-    gain = plan.iteration_us / shared.iteration_us - 1.0
+        return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
+    gain = plan.iteration_us / shared.iteration_us - 1.0  # 0.1 of 110 us and 100 us
     note = (
         f"{how}, the best of {num_tried} ways to share ranks: {shared.iteration_us:.0f} us predicted, "
         f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than {plan.iteration_us:.0f} us with one stage a rank"
     )
-    shared = dataclasses.replace(shared, notes=(*shared.notes, note))
+    shared = dataclasses.replace(shared, notes=(*shared.notes, *report.notes, note))
     validate_for(shared, request)
     return complete_plan(shared, request.graph, request.profile)
 
 
-def _requests(request: PlanRequest) -> list[PlanRequest]:
-    """Return the request, and those with less freedom that it contains.
+def _searches(
+    plan: PipelinePlan, request: PlanRequest, done: Sequence[_Search], report: SearchReport
+) -> Iterator[tuple[PlanRequest, PipelinePlan]]:
+    """Yield what is searched, one after the other: a request that the whole one contains, and a plan to start from.
 
-    Starts share the budget of a search, so one with more freedom may find less: each has a search of its own.
+    Args:
+        plan: the best known whose ranks hold one stage each.
+        done: the searches so far, of those yielded before.
     """
+    free = _requests(request)
+    yield request, plan
+    if is_large(request):
+        report.leave_out(
+            f"ways to share ranks beyond one search, and more than {LARGE_GROUPS} groups of ranks (more than "
+            f"{MAX_RIVAL_SIZE} blocks x ranks)"
+        )
+        return
+    for each in free[1:]:
+        yield each, plan
+    if plan.planner != "auto":
+        return
+    if len(request.graph.blocks) * request.num_ranks > MAX_BASES_SIZE:
+        report.leave_out(
+            f"ways to share ranks from other plans than the best (more than {MAX_BASES_SIZE} blocks x ranks)"
+        )
+        return
+    alone = one_stage_a_rank(request)
+    base = _plan_of("graphpipe", alone)
+    if base is not None and {frozenset(s.blocks) for s in base.stages} != {
+        frozenset(s.blocks) for s in plan.stages
+    }:
+        for each in free:
+            yield each, base
+    if request.micro_batch_sizes is not None:
+        return
+    if request.memory_optimization:
+        report.leave_out("one micro-batch size for all stages on shared ranks, with swap or recompute")
+        return
+    for size in _best_sizes(done):
+        sizes = {"*": size}
+        base = _plan_of("auto", dataclasses.replace(alone, micro_batch_sizes=sizes))
+        if base is not None:
+            yield dataclasses.replace(request, micro_batch_sizes=sizes), base
+
+
+def is_large(request: PlanRequest) -> bool:
+    """Return whether there is time for one search only."""
+    return len(request.graph.blocks) * request.num_ranks > MAX_RIVAL_SIZE
+
+
+def _plan_of(planner: str, request: PlanRequest) -> PipelinePlan | None:
+    try:
+        return run_planner(planner, request)
+    except PlanError as error:
+        logger.debug("planner %s has no plan to start from: %s", planner, error)
+        return None
+
+
+def _best_sizes(searches: Sequence[_Search]) -> list[int]:
+    """Return the micro-batch sizes with which starts were shortest, the largest of each start's stages."""
+    best: dict[int, float] = {}
+    for search in searches:
+        for size, us in search.best_of_sizes.items():
+            best[size] = min(best.get(size, us), us)
+    near = min(best.values(), default=0.0) * NEAR_SIZE
+    return sorted((size for size in best if best[size] <= near), key=lambda size: best[size])[:NUM_SIZES]
+
+
+def _requests(request: PlanRequest) -> list[PlanRequest]:
+    """Return the request, and those with less freedom that it contains."""
     requests = [request]
     if request.colocate and request.virtual_stages != 1:
         requests.append(dataclasses.replace(request, colocate=False))
@@ -133,81 +224,143 @@ def _why_none(request: PlanRequest, num_starts: int) -> str:
     )
 
 
-class _Search:
-    """Looks for the shortest plan of one request whose ranks hold several stages."""
+class _Setting:
+    """What all searches for a request have in common: costs, partitions, and what has been simulated."""
 
-    def __init__(self, request: PlanRequest, plan: PipelinePlan, schedule: str) -> None:
-        self._request, self._plan, self._schedule = request, plan, schedule
-        self._costs = CostModel(
-            request.graph, request.profile, request.cluster, zero_stage=request.zero_stage
+    def __init__(self, request: PlanRequest, schedule: str, report: SearchReport) -> None:
+        self.request, self.report, self._schedule = request, report, schedule
+        self.costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+        self.judge = SharedJudge(request, self.costs, schedule=first_schedule(schedule), report=report)
+        self._partitioners: dict[int, Partitioner] = {}
+
+    def partitioner(self, local: int) -> Partitioner:
+        """Return what cuts blocks weighed at so many samples."""
+        return self._partitioners.setdefault(local, Partitioner(self.costs, local))
+
+    def scheduled(self, plan: PipelinePlan) -> PipelinePlan:
+        """Return the plan under the shortest schedule of those that the user's name allows."""
+        if any(stage.memory is not None for stage in plan.stages) and self._schedule not in (AUTO, SPLIT):
+            return plan
+        if is_large(self.request) and self._schedule == first_schedule(self._schedule):
+            return plan  # which has it
+        budget = BUDGET // 4 if is_large(self.request) else BUDGET
+        scheduled = schedule_shared(
+            plan, self.request, schedule=self._schedule, budget=budget, report=self.report
         )
+        return min(plan, scheduled, key=lambda each: each.iteration_us)
+
+
+_Found = tuple[PipelinePlan, Start]
+"""A plan with its time, and the start it has come from."""
+
+
+def _shortest_first(found: Iterable[_Found]) -> list[_Found]:
+    return sorted(found, key=lambda each: each[0].iteration_us)
+
+
+class _Search:
+    """Looks for the shortest plan of one request whose ranks hold several stages.
+
+    Args:
+        plan: one of the same request whose ranks hold one stage each, from which starts are made.
+    """
+
+    def __init__(self, request: PlanRequest, plan: PipelinePlan, setting: _Setting) -> None:
+        self._request, self._plan = request, plan
+        self._costs, self._judge = setting.costs, setting.judge
+        self._judge.budget = BUDGET
         self._rules: BatchRules = batch_rules(request)
-        self._judge = SharedJudge(request, self._costs, schedule=first_schedule(schedule))
-        local = max(stage.local_batch_size for stage in plan.stages)
-        self._partitioner = Partitioner(self._costs, local)
-        self._makers = StartMaker(request, self._rules, self._partitioner, plan)
+        self._partitioner = setting.partitioner(max(stage.local_batch_size for stage in plan.stages))
+        self._is_small, self._is_large = len(request.graph.blocks) <= FEW_BLOCKS, is_large(request)
+        self._numbers = (
+            (NUM_STARTS, LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED)
+            if self._is_large
+            else (NUM_STARTS, NUM_EXACT, NUM_IMPROVED, NUM_REFINED)
+        )
+        most_groups = LARGE_GROUPS if self._is_large else None
+        self._makers = StartMaker(request, self._rules, self._partitioner, plan, most_groups=most_groups)
+        if self._is_large:
+            self._judge.budget = BUDGET // 2
         self.num_starts = 0
-        self.num_tried = 0
+        self.best_of_sizes: dict[int, float] = {}
 
     def best(self) -> tuple[PipelinePlan, str] | None:
         """Return the shortest plan found, named, and what to call it; None where none fits."""
-        found: list[tuple[PipelinePlan, Start]] = []
+        _, num_exact, num_improved, num_refined = self._numbers
+        found = self._simulated_starts()
+        exact = [(self._judge.judged(start.drafts, is_exact=True), start) for _, start in found[:num_exact]]
+        best = _shortest_first((plan, start) for plan, start in exact if plan is not None)
+        if not best:
+            return None
+        for plan, start in [*found, *best]:
+            size = max(draft.micro_batch_size for draft in start.drafts)
+            self.best_of_sizes[size] = min(self.best_of_sizes.get(size, math.inf), plan.iteration_us)
+        share = self._judge.budget // num_improved
+        improved = [self._improved(plan, start, share) for plan, start in best[:num_improved]]
+        # of few tasks all were simulated exactly, and what is not shortest with the usual counts may be with others
+        near = _shortest_first([*improved, *(found if self._is_small else best)])
+        near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:num_refined]
+        self._judge.budget = BUDGET // 4 if self._is_large else BUDGET
+        plan, start = _shortest_first((self._judge.refined(plan), start) for plan, start in near)[0]
+        return self._named(plan, start), start.how
+
+    def _simulated_starts(self) -> list[_Found]:
+        """Return the starts that fit with their rough times, the shortest first."""
+        found: list[_Found] = []
         for start in self._chosen_starts():
+            if self._is_large and self._judge.budget < BUDGET // 4:
+                break  # what is left is for the best of them
             below = min((plan.iteration_us for plan, _ in found), default=math.inf)
             plan = self._judge.judged(start.drafts, below_us=below * NEAR)
             if plan is not None:
                 found.append((plan, start))
-        found.sort(key=lambda each: each[0].iteration_us)
-        exact = [(self._judge.judged(start.drafts, is_exact=True), start) for _, start in found[:NUM_EXACT]]
-        best = sorted(
-            ((plan, start) for plan, start in exact if plan is not None),
-            key=lambda each: each[0].iteration_us,
-        )
-        if not best:
-            return None
-        share = self._judge.budget // NUM_IMPROVED
-        improved = [self._improved(plan, start, share) for plan, start in best[:NUM_IMPROVED]]
-        # of few tasks all were simulated exactly, and what is not shortest with the usual counts may be with others
-        is_small = len(self._request.graph.blocks) <= FEW_BLOCKS
-        near = sorted([*improved, *(found if is_small else best)], key=lambda each: each[0].iteration_us)
-        near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:NUM_REFINED]
-        refined = [(self._judge.refined(plan), start) for plan, start in near]
-        plan, start = min(refined, key=lambda each: each[0].iteration_us)
-        self.num_tried = self._judge.num_simulated
+        return _shortest_first(found)
+
+    def _named(self, plan: PipelinePlan, start: Start) -> PipelinePlan:
+        """Return the plan of a start with the names of its stages."""
         named = build_plan(self._request, start.drafts, planner=self._plan.planner, costs=self._costs)
         stages = tuple(
             dataclasses.replace(stage, name=other.name)
             for stage, other in zip(plan.stages, named.stages, strict=True)
         )
         # its edges say what its orders reckon with
-        named = dataclasses.replace(named, stages=stages, edges=plan.edges, iteration_us=plan.iteration_us)
-        if any(stage.memory is not None for stage in stages) and self._schedule not in (AUTO, SPLIT):
-            return named, start.how
-        scheduled = schedule_shared(named, self._request, schedule=self._schedule)
-        return min(named, scheduled, key=lambda each: each.iteration_us), start.how
+        return dataclasses.replace(named, stages=stages, edges=plan.edges, iteration_us=plan.iteration_us)
 
     def _chosen_starts(self) -> list[Start]:
         """Return the starts to simulate, those with the smallest bound first, a few of each way to share ranks."""
+        # Bounds are found when they are needed: a heap has starts by what their busiest ranks compute, which is no
+        # more than their bounds, and once more by these. What comes off by its bound is the next.
         distinct: dict[frozenset[StageDraft], Start] = {}
         for start in self._makers.starts():
             distinct.setdefault(frozenset(start.drafts), start)
         self.num_starts = len(distinct)
-        bounds = [
-            (self._judge.least_us(self._judge.plan_of(start.drafts)), start) for start in distinct.values()
+        waiting = [
+            (self._judge.busiest_us(start.drafts), number, start, False)
+            for number, start in enumerate(distinct.values())
         ]
+        heapq.heapify(waiting)
         chosen: list[Start] = []
         taken: Counter[str] = Counter()
         met: Counter[tuple[str, int]] = Counter()
-        for _, start in sorted(bounds, key=lambda pair: pair[0]):
+        most = self._numbers[0]
+        while waiting and len(chosen) < most + 1:
+            bound, number, start, is_bound = heapq.heappop(waiting)
             size = max(draft.micro_batch_size for draft in start.drafts)
-            is_small = len(self._request.graph.blocks) <= FEW_BLOCKS
-            if is_small or (taken[start.how] < PER_WAY and met[start.how, size] < PER_SIZE):
-                chosen.append(start)
-                taken[start.how] += 1
-                met[start.how, size] += 1
+            is_wanted = taken[start.how] < PER_WAY and met[start.how, size] < PER_SIZE
+            if not (self._is_small or is_wanted or start.how == AS_PLANNED):
+                continue
+            if not is_bound:
+                bound = max(bound, self._judge.least_us(self._judge.plan_of(start.drafts)))
+                heapq.heappush(waiting, (bound, number, start, True))
+                continue
+            chosen.append(start)
+            taken[start.how] += 1
+            met[start.how, size] += 1
         # what moves make of the stages without shared ranks is never worse than those
+        if not any(start.how == AS_PLANNED for start in chosen):
+            chosen += [start for _, _, start, _ in waiting if start.how == AS_PLANNED]
         chosen.sort(key=lambda start: start.how != AS_PLANNED)
-        return chosen[:NUM_STARTS]
+        return chosen[:most]
 
     # ---- moves -----------------------------------------------------------------------------------------------
 

@@ -28,8 +28,9 @@ from gpp_plugin.plan.costs.part_times import with_part_times
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plan.shared.collapse import collapsed
+from gpp_plugin.plan.shared.collapse import collapsed, holders_of
 from gpp_plugin.plan.split_backwards import pending_bytes, splits_backwards, with_pending
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.names import k_of
@@ -49,6 +50,8 @@ EXACT_TASKS = 160
 """Up to so many a plan is simulated exactly at once: as fast as that is with more of them roughly."""
 EXACT_COST = 6
 """Finding the orders of stages together takes about so many times what turns of given orders take."""
+LEFT_OUT = "some ways to share ranks"
+"""What is not searched when the budget is spent."""
 FACTORS = (1.0, 1.5, 2.0)
 """Times Table 2's in-flight counts that are tried in the end, where memory allows."""
 
@@ -62,28 +65,58 @@ class SharedJudge:
     """
 
     def __init__(
-        self, request: PlanRequest, costs: CostModel, *, schedule: str = "1f1b", budget: int = BUDGET
+        self,
+        request: PlanRequest,
+        costs: CostModel,
+        *,
+        schedule: str = "1f1b",
+        budget: int = BUDGET,
+        report: SearchReport | None = None,
     ) -> None:
         self.request, self.costs, self.budget = request, costs, budget
         self.num_simulated = 0
         self._schedule = schedule
         self._fitter: StageFitter | None = fitter_for(request, costs)
+        self._report = SearchReport() if report is None else report
         self._known: dict[tuple[frozenset[StageDraft], bool], PipelinePlan | None] = {}
+        self._refined: dict[tuple[Stage, ...], PipelinePlan] = {}
+        self._times: dict[tuple[tuple[str, ...], float, tuple[int, ...] | None], float] = {}
 
     def plan_of(self, drafts: Drafts) -> PipelinePlan:
         """Return the plan of these stages under its schedule, unnamed and unjudged, with the usual in-flight counts."""
         plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
         return plan if self._schedule == self.request.schedule else under(plan, self._schedule, self.costs)
 
+    def busiest_us(self, drafts: Drafts) -> float:
+        """Return how long the busiest rank of these stages computes: no more than `least_us`, and quick."""
+        # Few of a start's sets of ranks are wide (a branch on all ranks); the others are groups, alike or apart.
+        held: dict[tuple[int, ...], float] = {}
+        for draft in drafts:
+            if draft.ranks is not None:
+                held[draft.ranks] = held.get(draft.ranks, 0.0) + self._work_us(draft)
+        narrow = min(map(len, held), default=0)
+        wide = [ranks for ranks in held if len(ranks) > narrow]
+        loads = (
+            us + sum(held[other] for other in wide if other != ranks and ranks[0] in other)
+            for ranks, us in held.items()
+        )
+        return max(loads, default=0.0)
+
+    def _work_us(self, draft: StageDraft) -> float:
+        local = draft.micro_batch_size / draft.degree
+        key = draft.blocks, local, draft.ranks if self.costs.is_mixed else None
+        us = self._times.get(key)
+        if us is None:
+            us = sum(self.costs.stage_times(self.costs.indices(draft.blocks), local, draft.ranks))
+            self._times[key] = us
+        return us * (self.request.mini_batch // draft.micro_batch_size)
+
     def least_us(self, plan: PipelinePlan) -> float:
         """Return a time that no step of the plan is shorter than, messages taken to be free."""
         heads, tails = _heads_and_tails(plan)
         reduces = self.costs.reduce_times(plan)
         least = 0.0
-        held: dict[tuple[int, ...], None] = {
-            plan.stages_of_rank(rank): None for rank in range(plan.num_ranks)
-        }
-        for own in held:
+        for own in holders_of(plan):
             load = sum(
                 (plan.stages[i].forward_us + plan.stages[i].backward_us) * plan.num_micro_batches(i)
                 for i in own
@@ -106,8 +139,11 @@ class SharedJudge:
         key = frozenset(drafts), is_exact
         if key in self._known:
             return self._known[key]
+        if self.is_spent() or self.busiest_us(drafts) >= below_us:
+            return None
         plan = self.plan_of(drafts)
-        if self.least_us(plan) >= below_us or self.budget <= 0:
+        self.budget -= plan.num_ranks + len(plan.stages)  # which has taken its time too
+        if self.least_us(plan) >= below_us:
             return None
         tasks = _num_tasks(plan)
         factors = FACTORS if tasks <= EXACT_TASKS else FACTORS[:1]
@@ -119,10 +155,24 @@ class SharedJudge:
         best = self._best(self._fitting(plan, FACTORS), is_exact=True)
         return None if best is None else self.refined(best)
 
+    def is_spent(self) -> bool:
+        """Return whether the budget is; what is not searched for that reason is taken down."""
+        if self.budget <= 0:
+            self._report.leave_out(LEFT_OUT)
+        return self.budget <= 0
+
     def refined(self, best: PipelinePlan) -> PipelinePlan:
         """Return a timed plan with orders that reckon with the links where those are shorter, and, if it has few tasks,
-        with what raising or lowering one in-flight count after another gains.
+        with what raising or lowering one in-flight count after another gains; as it is where the budget is spent.
         """
+        found = self._refined.get(best.stages)
+        if found is None:
+            if self.is_spent():
+                return best
+            found = self._refined[best.stages] = self._refine(best)
+        return found
+
+    def _refine(self, best: PipelinePlan) -> PipelinePlan:
         linked = with_link_times(best, self.costs.cluster)
         if linked is not best:
             timed = self._timed(linked, is_exact=True)
@@ -139,6 +189,8 @@ class SharedJudge:
         while is_improved:
             is_improved = False
             for index, step in itertools.product(range(len(best.stages)), (1, -1)):
+                if self.is_spent():
+                    return best
                 counts = [stage.in_flight for stage in best.stages]
                 counts[index] += step
                 if not 1 <= counts[index] <= best.num_micro_batches(index):
@@ -154,6 +206,8 @@ class SharedJudge:
     def _best(self, plans: Iterator[PipelinePlan], *, is_exact: bool) -> PipelinePlan | None:
         best: PipelinePlan | None = None
         for fitted in plans:
+            if best is not None and self.is_spent():
+                break
             timed = self._timed(fitted, is_exact=is_exact)
             if timed is not None and (best is None or timed.iteration_us < best.iteration_us * (1 - 1e-9)):
                 best = timed

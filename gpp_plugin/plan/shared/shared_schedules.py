@@ -17,23 +17,34 @@ from gpp_plugin.plan.choose_schedule import GAIN, SPLIT_GAIN
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.part_times import knows_split_times, with_part_times
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.shared.shared_judge import SharedJudge, under
+from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.shared.shared_judge import BUDGET, SharedJudge, under
 from gpp_plugin.plan.split_backwards import without_memory_plans
 from gpp_plugin.schedule.names import AUTO, KFKB
 
 SPLIT = "zero_bubble"
 
 
-def schedule_shared(plan: PipelinePlan, request: PlanRequest, *, schedule: str = AUTO) -> PipelinePlan:
+def schedule_shared(
+    plan: PipelinePlan,
+    request: PlanRequest,
+    *,
+    schedule: str = AUTO,
+    budget: int = BUDGET,
+    report: SearchReport | None = None,
+) -> PipelinePlan:
     """Return ``plan``, whose ranks hold several stages, under a schedule, with in-flight counts that fit.
 
     A plan that swaps or recomputes stays, or runs zero bubble, fitted anew.
+
+    Args:
+        budget: tasks of the simulations, after which no further schedule is tried; ``report`` is told.
 
     Raises:
         PlanInfeasible: nothing that the name stands for fits the ranks' memory and can run.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    judge = SharedJudge(request, costs, schedule=first_schedule(schedule))
+    judge = SharedJudge(request, costs, schedule=first_schedule(schedule), budget=budget, report=report)
     is_fitted = any(stage.memory is not None for stage in plan.stages)
     # what swaps or recomputes does so for its order: that stays, or backwards are split and it is fitted anew
     best: PipelinePlan | None = plan if is_fitted and schedule == AUTO else None
@@ -41,6 +52,8 @@ def schedule_shared(plan: PipelinePlan, request: PlanRequest, *, schedule: str =
     for name, gain in _names(request, schedule):
         if is_fitted and name != SPLIT:
             continue
+        if best is not None and judge.is_spent():
+            break
         found = judge.best_counts(under(with_part_times(plain, costs), name, costs))
         if found is not None and (best is None or found.iteration_us < best.iteration_us * (1.0 - gain)):
             best = found

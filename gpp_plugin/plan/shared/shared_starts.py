@@ -43,11 +43,19 @@ class StartMaker:
 
     Args:
         plan: the best such plan known.
+        most_groups: of equal size, into which ranks are divided.
     """
 
     def __init__(
-        self, request: PlanRequest, rules: BatchRules, partitioner: Partitioner, plan: PipelinePlan
+        self,
+        request: PlanRequest,
+        rules: BatchRules,
+        partitioner: Partitioner,
+        plan: PipelinePlan,
+        *,
+        most_groups: int | None = None,
     ) -> None:
+        self._most_groups = request.num_ranks if most_groups is None else most_groups
         self._request, self._rules, self._partitioner = request, rules, partitioner
         self._plan = plan
         self._groups = [stage.blocks for stage in plan.stages]
@@ -85,6 +93,7 @@ class StartMaker:
         """Return the sizes of groups, equal ones, that make at least two groups; all ranks as one where none do."""
         total = self._request.num_ranks
         fitting = [degree for degree in self._rules.degrees() if total % degree == 0]
+        fitting = [degree for degree in fitting if total // degree <= self._most_groups] or fitting
         return [degree for degree in fitting if degree < total] or fitting
 
     def interleaved(self, degree: int, count: int) -> Iterator[Start]:
@@ -96,7 +105,7 @@ class StartMaker:
                 for wish in self._wishes(degree):
                     drafts = self.on_groups(parts, placed, degree, wish)
                     if drafts is not None:
-                        how = f"{count} stages on {groups} groups of {degree} ranks"
+                        how = f"{count} stages on {_counted(groups, 'group')} of {_counted(degree, 'rank')}"
                         yield Start(drafts=drafts, how=how)
 
     def colocated(self, branch: Sequence[str]) -> Iterator[Start]:
@@ -176,6 +185,10 @@ class StartMaker:
 
     def _load(self, part: Sequence[str]) -> float:
         return self._partitioner.load(self._partitioner.sets.mask_of(part))
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def drafts_of(plan: PipelinePlan) -> Drafts:

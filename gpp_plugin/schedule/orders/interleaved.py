@@ -43,6 +43,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +51,7 @@ from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build_graph import build_task_graph
-from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards
+from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.durations import nominal_durations, nominal_times, stage_task_us
 from gpp_plugin.schedule.event_loop import Transfers, run_task_graph
 from gpp_plugin.schedule.orders.stage_order import on_own_ranks, sends_gradients
@@ -125,13 +126,16 @@ def in_flight_within(plan: PipelinePlan, most_held: Mapping[int, float]) -> tupl
 
 
 def _orders_under(setting: _Setting, most_held: Mapping[int, float]) -> Iterator[_Found]:
-    """Yield the orders of each policy that runs to its end, up to the first that no other can be shorter than."""
+    """Yield the orders of each policy that runs to its end and is not longer than one before it, up to the first that
+    no other can be shorter than.
+    """
+    best = math.inf
     for policy in _policies(setting):
         run = _Run(setting, policy, most_held)
-        if run.run():
-            length = run.length()
-            yield length, run.schedules()
-            if length <= setting.least_us * (1.0 + SLACK):
+        if run.run(best * (1.0 + SLACK)):
+            best = min(best, run.length)
+            yield run.length, run.schedules()
+            if run.length <= setting.least_us * (1.0 + SLACK):
                 return
 
 
@@ -208,15 +212,21 @@ def _times(
     return found
 
 
+_FORWARD, _BACK, _WEIGHT = range(3)
+"""Tasks of a micro-batch in a simulation: its forward, its backward or input gradient, its weight gradient."""
+_CODE = {_F: _FORWARD, _B: _BACK, _I: _BACK, _W: _WEIGHT}
+
+
 @dataclass(slots=True, kw_only=True)
 class _Order:
     """The order of one stage in the making, shared by all its ranks.
 
     Args:
         limit: micro-batches it may hold.
-        tasks: what has been chosen; all of it, from the start, where the order is given.
+        tasks: what has been chosen, (code, micro-batch); all of it, from the start, where the order is given.
         turns: of each of the first of those, when a first rank started it.
         total: how many tasks there will be.
+        size: samples of a micro-batch.
         forwards, backwards, weights: chosen so far; ``backwards`` counts B and I, ``weights`` B and W.
     """
 
@@ -225,7 +235,8 @@ class _Order:
     count: int
     limit: int
     total: int
-    tasks: list[tuple[TaskKind, int]]
+    size: int
+    tasks: list[tuple[int, int]]
     turns: list[int] = field(default_factory=list)
     forwards: int = 0
     backwards: int = 0
@@ -237,24 +248,34 @@ class _Order:
         """Return the micro-batches held after all that has been chosen."""
         return self.forwards - self.weights
 
-    def choose(self, kind: TaskKind, micro_batch: int) -> None:
+    def choose(self, code: int, micro_batch: int) -> None:
         """Append a task."""
-        self.tasks.append((kind, micro_batch))
-        self.forwards += kind is _F
-        self.backwards += kind in (_B, _I)
-        self.weights += kind in LAST_KINDS
-        self.most = max(self.most, self.held)
+        self.tasks.append((code, micro_batch))
+        if code == _FORWARD:
+            self.forwards += 1
+            self.most = max(self.most, self.forwards - self.weights)
+            return
+        self.backwards += code == _BACK
+        self.weights += code == _WEIGHT or not self.is_split
 
-    def options(self) -> list[tuple[TaskKind, int]]:
+    def options(self) -> list[tuple[int, int]]:
         """Return what may be chosen next, whatever it waits for."""
         found = []
-        if self.forwards < self.count and self.held < self.limit:
-            found.append((_F, self.forwards))
+        if self.forwards < self.count and self.forwards - self.weights < self.limit:
+            found.append((_FORWARD, self.forwards))
         if self.backwards < self.forwards:
-            found.append((_I if self.is_split else _B, self.backwards))
+            found.append((_BACK, self.backwards))
         if self.is_split and self.weights < self.backwards:
-            found.append((_W, self.weights))
+            found.append((_WEIGHT, self.weights))
         return found
+
+    def kind(self, code: int) -> TaskKind:
+        """Return the kind of a task of a free order."""
+        return (_F, _I if self.is_split else _B, _W)[code]
+
+
+_Nodes = tuple[dict[int, int], dict[int, int], dict[int, int]]
+"""By code and micro-batch, the node of a stage's task on one rank."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -262,13 +283,12 @@ class _Unit:
     """A stage on one of its data positions: where its rank is in the stage's order.
 
     Args:
-        nodes: of the task graph, by task.
         done: tasks that were started.
     """
 
     stage: int
     order: _Order
-    nodes: dict[tuple[TaskKind, int], int]
+    nodes: _Nodes
     done: int = 0
 
 
@@ -289,18 +309,22 @@ class _Setting:
             if follower >= 0:
                 self.num_waits[follower] -= 1
         self.durations = nominal_durations(graph)
-        # Of each rank its stages with their nodes by task; of each node its rank.
-        self.nodes: dict[int, dict[int, dict[tuple[TaskKind, int], int]]] = {}
+        # Of each rank its stages with their nodes by task; of each node its rank, and what it takes in simulations.
+        self.nodes: dict[int, dict[int, _Nodes]] = {}
         self.rank_of = [0] * len(self.num_waits)
+        times = {are_equal: _times(plan, self.templates, are_equal=are_equal) for are_equal in (True, False)}
+        self.times = {are_equal: [0.0] * len(self.num_waits) for are_equal in times}
         for index, template in enumerate(self.templates):
             ends = zip(plan.stages[index].data_ranks(0), apart.stages[index].data_ranks(0), strict=True)
             for rank, own in ends:
                 row = graph.orders[own]
-                self.nodes.setdefault(rank, {})[index] = {
-                    (t.kind, t.micro_batch): n for t, n in zip(template.tasks, row, strict=True)
-                }
-                for node in row:
+                nodes: _Nodes = ({}, {}, {})
+                for task, node in zip(template.tasks, row, strict=True):
+                    nodes[_CODE[task.kind]][task.micro_batch] = node
                     self.rank_of[node] = rank
+                    for are_equal, of_stages in times.items():
+                        self.times[are_equal][node] = of_stages[index][task.kind]
+                self.nodes.setdefault(rank, {})[index] = nodes
         # What waits for a node: at once, and after so many microseconds. Between two stages of a rank nothing travels.
         self.after: list[list[int]] = [list(graph.unlocks.get(n, ())) for n in range(len(self.num_waits))]
         self.late: list[list[tuple[int, float]]] = [[] for _ in self.num_waits]
@@ -310,18 +334,27 @@ class _Setting:
                 self.late[source].append((target, us))
             else:
                 self.after[source].append(target)
-        self.least_us = self._network().least_us()
+        network = self._network()
+        self.least_us = network.least_us()
+        # Of each node what must come after its end, of each rank the least of that and all its work: what a run that
+        # has come so far is going to take at least.
+        self.tails, _ = network.reversed().longest_starts()
+        self.work, self.least_tail = dict.fromkeys(self.nodes, 0.0), dict.fromkeys(self.nodes, math.inf)
+        for rank, us, tail in zip(self.rank_of, self.durations, self.tails, strict=False):
+            self.work[rank] += us
+            self.least_tail[rank] = min(self.least_tail[rank], tail)
 
     def _network(self) -> Network:
         """Return what waits for what in any order: messages, and each backward for its own forward."""
         after, num_before = [list(others) for others in self.after], list(self.num_waits)
         for own in self.nodes.values():
             for nodes in own.values():
-                for (kind, micro_batch), node in nodes.items():
-                    before = nodes.get((_I if kind is _W else _F, micro_batch), node)
-                    if before != node:
-                        after[before].append(node)
-                        num_before[node] += 1
+                for code, before in ((_BACK, _FORWARD), (_WEIGHT, _BACK)):
+                    for micro_batch, node in nodes[code].items():
+                        first = nodes[before].get(micro_batch)
+                        if first is not None:
+                            after[first].append(node)
+                            num_before[node] += 1
         network = Network(rank=self.rank_of, durations=self.durations, after=after, num_before=num_before)
         late = [(node, other, us) for node, others in enumerate(self.late) for other, us in others]
         return network.with_messages(late)
@@ -335,7 +368,7 @@ class _Run:
         self._plan = setting.plan
         self._policy = policy
         self._most_held = most_held
-        self._times = _times(setting.plan, setting.templates, are_equal=policy.has_equal_times)
+        self._times = setting.times[policy.has_equal_times]
         self._waits = list(setting.num_waits)
         self._orders = [self._order(index, template) for index, template in enumerate(setting.templates)]
         self._units = {
@@ -343,7 +376,10 @@ class _Run:
             for rank, own in setting.nodes.items()
         }
         self._is_forward_next = dict.fromkeys(self._units, True)
-        self._sequence: list[int] = []
+        self.length = 0.0
+        """How long ranks take that run their tasks in this order, with the plan's times."""
+        self._until, self._left = dict.fromkeys(self._units, 0.0), dict(setting.work)
+        self._arrival = [0.0] * len(setting.after)
 
     def _order(self, index: int, template: StageSchedule) -> _Order:
         is_free = index in self._setting.free
@@ -353,13 +389,16 @@ class _Run:
             count=self._plan.num_micro_batches(index),
             limit=self._plan.stages[index].in_flight,
             total=len(template.tasks),
-            tasks=[] if is_free else [(task.kind, task.micro_batch) for task in template.tasks],
+            size=self._plan.stages[index].micro_batch_size,
+            tasks=[] if is_free else [(_CODE[task.kind], task.micro_batch) for task in template.tasks],
         )
 
-    def run(self) -> bool:
-        """Run as far as it goes; return whether that is to the end."""
-        # As in `shared_ranks`, all tasks that end at one time end before any rank chooses.
-        rank_of = self._setting.rank_of
+    def run(self, most_us: float) -> bool:
+        """Run as far as it goes; return whether that is to the end, which is no later than ``most_us``."""
+        # As in `shared_ranks`, all tasks that end at one time end before any rank chooses. Two clocks run: that of the
+        # simulation (``now``), in which tasks may take equal times, and the plan's (`_goes_on`).
+        rank_of, times, waits = self._setting.rank_of, self._times, self._waits
+        after, late = self._setting.after, self._setting.late
         ends: list[tuple[float, int]] = []
         busy = dict.fromkeys(self._units, False)
         free = list(self._units)
@@ -369,19 +408,20 @@ class _Run:
                 found = None if busy[rank] else self._next(rank)
                 if found is None:
                     continue
-                unit, kind, micro_batch = found
+                unit, code, micro_batch = found
                 if unit.done == len(unit.order.tasks):
-                    unit.order.choose(kind, micro_batch)
+                    unit.order.choose(code, micro_batch)
                 if unit.done == len(unit.order.turns):
                     unit.order.turns.append(number)
                     number += 1
                 unit.done += 1
-                if kind is not _W:
-                    self._is_forward_next[rank] = kind is not _F
+                if code != _WEIGHT:
+                    self._is_forward_next[rank] = code != _FORWARD
                 busy[rank] = True
-                node = unit.nodes[kind, micro_batch]
-                self._sequence.append(node)
-                heapq.heappush(ends, (now + self._times[unit.stage][kind], node))
+                node = unit.nodes[code][micro_batch]
+                if self._goes_on(node) > most_us:
+                    return False
+                heapq.heappush(ends, (now + times[node], node))
             if not ends:
                 break
             now = ends[0][0]
@@ -393,27 +433,30 @@ class _Run:
                 else:
                     busy[rank_of[node]] = False
                     free.append(rank_of[node])
-                    reached = self._setting.after[node]
-                    for other, us in self._setting.late[node]:
+                    reached = after[node]
+                    for other, us in late[node]:
                         heapq.heappush(ends, (now + us * self._policy.has_links, -1 - other))
                 for other in reached:
-                    self._waits[other] -= 1
+                    waits[other] -= 1
                     free.append(rank_of[other])
         return all(unit.done == unit.order.total for units in self._units.values() for unit in units)
 
-    def length(self) -> float:
-        """Return how long ranks take that run their tasks in this order, with the plan's times."""
+    def _goes_on(self, node: int) -> float:
+        """Let the node's rank run it, with the plan's times; return what the whole takes at least."""
+        # A rank that has run until 70 and has tasks of 30 left, behind the least of which 20 must follow elsewhere,
+        # makes it 120.
         setting = self._setting
-        arrival = [0.0] * len(setting.after)
-        until = dict.fromkeys(self._units, 0.0)
-        for node in self._sequence:
-            rank = setting.rank_of[node]
-            end = until[rank] = max(until[rank], arrival[node]) + setting.durations[node]
-            for other in setting.after[node]:
-                arrival[other] = max(arrival[other], end)
-            for other, us in setting.late[node]:
-                arrival[other] = max(arrival[other], end + us)
-        return max(until.values())
+        rank, us = setting.rank_of[node], setting.durations[node]
+        end = self._until[rank] = max(self._until[rank], self._arrival[node]) + us
+        self._left[rank] -= us
+        self.length = max(self.length, end)
+        arrival = self._arrival
+        for other in setting.after[node]:
+            if arrival[other] < end:
+                arrival[other] = end
+        for other, late_us in setting.late[node]:
+            arrival[other] = max(arrival[other], end + late_us)
+        return end + max(setting.tails[node], self._left[rank] + setting.least_tail[rank])
 
     def schedules(self) -> list[StageSchedule]:
         """Return the orders that a run to the end has made."""
@@ -423,28 +466,33 @@ class _Run:
             if not order.is_free:
                 made.append(dataclasses.replace(schedule, turns=turns))
                 continue
-            tasks = tuple(Task(stage=index, kind=kind, micro_batch=m) for kind, m in order.tasks)
+            tasks = tuple(Task(stage=index, kind=order.kind(code), micro_batch=m) for code, m in order.tasks)
             made.append(StageSchedule(stage=index, tasks=tasks, num_in_flight=order.most, turns=turns))
         return made
 
-    def _next(self, rank: int) -> tuple[_Unit, TaskKind, int] | None:
+    def _next(self, rank: int) -> tuple[_Unit, int, int] | None:
         """Return what a free rank begins now, if anything."""
-        best: tuple[tuple[int, int, int, int], _Unit, TaskKind, int] | None = None
+        best: tuple[_Unit, int, int] | None = None
+        best_key: tuple[int, int, int, int] | None = None
+        waits = self._waits
         for unit in self._units[rank]:
-            order = unit.order
-            if unit.done < len(order.tasks):
-                options = order.tasks[unit.done : unit.done + 1]
+            order, nodes, done = unit.order, unit.nodes, unit.done
+            is_given = done < len(order.tasks)
+            if is_given:
+                options = [order.tasks[done]]
+            elif order.is_free:
+                options = order.options()
             else:
-                options = order.options() if order.is_free else []
-            for kind, micro_batch in options:
-                if self._waits[unit.nodes[kind, micro_batch]]:
+                continue
+            for code, micro_batch in options:
+                if waits[nodes[code][micro_batch]]:
                     continue
-                if kind is _F and unit.done == len(order.tasks) and not self._has_room(rank, unit):
+                if code == _FORWARD and not is_given and not self._has_room(rank, unit):
                     continue
-                key = self._key(rank, unit, kind, micro_batch)
-                if best is None or key < best[0]:
-                    best = (key, unit, kind, micro_batch)
-        return None if best is None else best[1:]
+                key = self._key(rank, unit, code, micro_batch)
+                if best_key is None or key < best_key:
+                    best_key, best = key, (unit, code, micro_batch)
+        return best
 
     def _has_room(self, rank: int, unit: _Unit) -> bool:
         """Return whether a rank may hold one more micro-batch of a stage, and still one of each stage behind."""
@@ -458,14 +506,19 @@ class _Run:
         )
         return held + kept + 1 <= self._most_held[rank]
 
-    def _key(self, rank: int, unit: _Unit, kind: TaskKind, micro_batch: int) -> tuple[int, int, int, int]:
+    def _key(self, rank: int, unit: _Unit, code: int, micro_batch: int) -> tuple[int, int, int, int]:
         """Return what a rank compares: whether its kind is due, its group, how far along it is."""
-        group = micro_batch * self._plan.stages[unit.stage].micro_batch_size // self._policy.group
+        order = unit.order
+        group = micro_batch * order.size // self._policy.group
         is_forward_due = self._policy.alternates and self._is_forward_next[rank]
-        if kind is _W:
-            order = unit.order
+        if code == _WEIGHT:
             is_wanted = order.is_free and order.held >= order.limit and order.forwards < order.count
-            is_waiting = is_wanted and not self._waits[unit.nodes[_F, order.forwards]]
+            is_waiting = is_wanted and not self._waits[unit.nodes[_FORWARD][order.forwards]]
             return (0 if is_waiting and is_forward_due else 2, group, -unit.stage, micro_batch)
-        is_due = (kind is _F) == is_forward_due
-        return (0 if is_due else 1, group, unit.stage if kind is _F else -unit.stage, micro_batch)
+        is_forward = code == _FORWARD
+        return (
+            0 if is_forward == is_forward_due else 1,
+            group,
+            unit.stage if is_forward else -unit.stage,
+            micro_batch,
+        )

@@ -1,0 +1,70 @@
+"""One rank of `gpp bench compile`: the same steps on torch and compiled, by turns; rank 0 tells of every run.
+
+python -m gpp_benchmarks._compile_ranks SETTINGS_JSON
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_benchmarks._attention_models import Size, build_family
+from gpp_benchmarks._backend_ranks import MINI_BATCH, train, train_alone
+from gpp_plugin.launch import emit_event, end_rank
+
+WAYS: dict[str, Any] = {"torch": False, "compiled": True, "auto": "auto"}
+LEAST_SCALE = 1e-3
+"""Share of the largest gradient's norm by which smaller ones are compared: a key's bias has one of rounding alone."""
+
+
+def main() -> None:
+    """Train in each way, as often as the settings say, and on rank 0 alone as the model is."""
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    sizes = {key: settings[key] for key in ("width", "layers", "length")}
+    model, make_batch = build_family(settings["model"], Size(samples=MINI_BATCH, **sizes))
+    batches = []
+    for seed in range(settings["steps"]):
+        torch.manual_seed(seed)
+        batches.append(make_batch("none"))
+    right: dict[str, Tensor] = {}
+    losses = train_alone(copy.deepcopy(model), batches, right)
+    rank = 0
+    for number in range(settings["turns"]):
+        for way in settings["ways"]:
+            block = {"compile": WAYS[way], "profile_dir": settings["folder"], "comm_timeout_s": 300}
+            block |= {"stages": settings["stages"]} if settings["stages"] else {}
+            found, _ = train(
+                copy.deepcopy(model), batches, block, settling=settings["settling"], keeps_gradients=True
+            )
+            rank = found.pop("rank")
+            error, name = _worst(found.pop("gradients"), right)
+            if rank == 0:
+                emit_event(way=way, turn=number, gradient_error=error, worst=name, **found)
+    if rank == 0:
+        emit_event(way="eager", losses=losses)
+    end_rank()
+
+
+def _worst(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Return the largest error of a gradient of any rank by its norm, and which parameter's it is; collective."""
+    least = LEAST_SCALE * max(float(gradient.norm()) for gradient in right.values())
+    errors = [
+        (float((gradient - right[name]).norm()) / max(float(right[name].norm()), least), name)
+        for name, gradient in own.items()
+    ]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, max(errors, default=(0.0, "")))
+    found: tuple[float, str] = max(of_ranks)
+    return found
+
+
+if __name__ == "__main__":
+    main()

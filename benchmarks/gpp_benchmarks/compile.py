@@ -1,0 +1,156 @@
+"""Training with compiled blocks: step times, kept bytes and gradients beside torch's operators, on real ranks.
+
+A CLIP, a GPT-2 and a T5 with random weights train in three ways, by turns: on torch's operators, with
+`"compile": true`, and with `"compile": "auto"`. Every gradient of the first step is held against one process that runs
+the model as it is, by the norm of the tensor, losses of all steps likewise. Times are of all steps but the first two of
+a run; bytes are the most that all micro-batches in flight kept for their backwards, summed over ranks, as counted and
+as planned. What a start takes is told for the first run of a way, with nothing in the compiler's cache, and for the
+last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpp_benchmarks._compile_ranks import WAYS
+from gpp_plugin.compare.loss_difference import loss_difference
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.launch import run_ranks
+from gpp_plugin.report.progress import step
+from gpp_plugin.report.units import fill_text, format_bytes, format_table
+
+TABLE = None
+"""It prints tables of its own as it goes."""
+
+MODELS = ("clip", "gpt2", "t5")
+SETTLING = 2
+TIMEOUT_S = 1800.0
+TOLERANCE = 1e-5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which (all three)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which (all three)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks (%(default)s)")
+    parser.add_argument(
+        "--stages", type=int, default=2, help="stages; 0 leaves them to the planner (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="steps of a run (%(default)s)")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each way (%(default)s)")
+    parser.add_argument("--width", type=int, default=192, help="of hidden states (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of each tower (%(default)s)")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a text (%(default)s)")
+    parser.add_argument(
+        "--cache", help="the compiler's files on disk, to be kept (an empty folder, removed after)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a row a model and way.
+
+    Raises:
+        ConfigError: an option is wrong.
+        RuntimeFailure: a rank failed.
+    """
+    if min(args.ranks, args.turns, args.width, args.layers, args.length) < 1 or args.steps <= SETTLING:
+        raise ConfigError(
+            f"--ranks, --turns, --width, --layers and --length must be at least 1, --steps at least {SETTLING + 1}"
+        )
+    rows: list[dict[str, Any]] = []
+    for model in args.models:
+        with (
+            step(f"train {model}"),
+            tempfile.TemporaryDirectory(prefix="gpp_compile_", ignore_cleanup_errors=True) as folder,
+        ):
+            own = _rows(model, _train(model, args, folder))
+        print(_table(model, own), flush=True)
+        rows += own
+    is_right = all(max(row["loss_error"], row["gradient_error"]) <= TOLERANCE for row in rows)
+    return {"rows": rows, "ok": is_right}
+
+
+def _train(model: str, args: argparse.Namespace, folder: str) -> list[Mapping[str, Any]]:
+    settings = {
+        key: getattr(args, key) for key in ("width", "layers", "length", "steps", "turns", "ways", "stages")
+    }
+    settings |= {"model": model, "settling": SETTLING, "folder": str(Path(folder) / "costs")}
+    return list(
+        run_ranks(
+            "gpp_benchmarks._compile_ranks",
+            [json.dumps(settings)],
+            num_ranks=args.ranks,
+            timeout_s=TIMEOUT_S,
+            environment={
+                "OMP_NUM_THREADS": "1",
+                "TORCHINDUCTOR_CACHE_DIR": args.cache or str(Path(folder) / "inductor"),
+            },
+        )
+    )
+
+
+def _rows(model: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    eager = next(event["losses"] for event in events if event["way"] == "eager")
+    rows = []
+    for way in WAYS:
+        runs = [event for event in events if event["way"] == way]
+        if not runs:
+            continue
+        first, last = runs[0], runs[-1]
+        rows.append(
+            {
+                "model": model,
+                "way": way,
+                "measured_ms": statistics.median(ms for run in runs for ms in run["step_ms"]),
+                "busy_ms": statistics.median(ms for run in runs for ms in run["busy_ms"]),
+                "simulated_ms": first["simulated_us"] / 1e3,
+                "kept_bytes": sum(first["kept_bytes"]),
+                "planned_bytes": sum(first["planned_bytes"]),
+                "loss_error": max(loss_difference(run["losses"], eager) for run in runs),
+                "gradient_error": max(run["gradient_error"] for run in runs),
+                "worst": max(runs, key=lambda run: run["gradient_error"])["worst"],
+                "start_s": first["start_s"],
+                "start_again_s": last["start_s"],
+                "stages": first["stages"],
+                "notes": first["notes"],
+            }
+        )
+    return rows
+
+
+def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        [
+            row["way"],
+            f"{row['measured_ms']:.1f}",
+            f"{row['busy_ms']:.1f}",
+            f"{row['simulated_ms']:.1f}",
+            format_bytes(row["kept_bytes"]),
+            format_bytes(row["planned_bytes"]),
+            f"{row['gradient_error']:.0e}",
+            f"{row['loss_error']:.0e}",
+            f"{row['start_s']:.0f}",
+            f"{row['start_again_s']:.0f}",
+        ]
+        for row in rows
+    ]
+    header = [
+        model,
+        "ms a step",
+        "of processors",
+        "simulated",
+        "kept",
+        "planned",
+        "gradients",
+        "losses",
+        "s to start",
+    ]
+    texts = [fill_text(f"{row['way']}: {row['stages']}", indent="  ") for row in rows]
+    texts += [fill_text(f"- {note}", indent="  ") for row in rows[-1:] for note in row["notes"]]
+    return "\n".join([format_table([*header, "again"], lines), *texts, ""])

@@ -1,0 +1,266 @@
+"""Stages cut at block borders, each distinct block compiled once; what cannot be compiled says why in one line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode, compile_with_inductor
+from gpp_plugin.backends.compiled_stage import CompiledStages, compare_results, run_both, try_code
+from gpp_plugin.backends.measured_backends import BackendLog
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.errors import BackendRefused, ConfigError, PlanError
+from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.model.compiled_planning import CompiledBlocks, check_paths, is_asked, measure_compiled
+from gpp_plugin.runtime.memory.memory_policy import StageOperators
+from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
+from gpp_plugin.runtime.stage_source import StageCode
+from tests.compilers import compile_plainly
+from tests.models import build
+from tests.tiers import some
+
+aten = torch.ops.aten
+
+
+class Whole:
+    """A model as the code of one stage, with its weights and a batch."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.model, make_batch = build(name, **options)
+        self.batch = make_batch(4, 0)
+        self.captured = capture_model(self.model, self.batch, training=True)
+        self.graph = coarsen(self.captured, granularity="layer")
+        self.blocks = {block.name: block.nodes for block in self.graph.blocks}
+        loss = self.captured.op_graph.loss
+        assert loss is not None
+        nodes = [name for names in self.blocks.values() for name in names]
+        self.function = build_stage_function(self.captured, nodes, [loss])
+        self.state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        self.parameters = [self.state[name] for name in self.function.tensors]
+        self.inputs = [self.batch[key] for key in self.function.batch_inputs]
+
+    def code(self, compiled: CompiledStages, **changes: Any) -> Any:
+        stage = Stage(
+            name="all",
+            blocks=tuple(self.blocks),
+            ranks=(0,),
+            micro_batch_size=4,
+            in_flight=1,
+            compiled=tuple(self.blocks),
+        )
+        specs: dict[str, TensorSpec] = {}
+        operators = StageOperators(blocks=self.blocks, storage_of={})
+        code = StageCode(
+            function=self.function,
+            tensors=specs,
+            inputs=specs,
+            loss="",
+            outputs={},
+            operators=operators,
+            **changes,
+        )
+        return compiled.code(stage, self.function, code)
+
+
+def stages_with(compile: Callable[[fx.GraphModule, list[Tensor]], Any]) -> CompiledStages:
+    stages = CompiledStages()
+    stages.compiler = BlockCompiler(compile)
+    return stages
+
+
+def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what was said by us: tracing logs for itself."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("gpp_plugin")]
+
+
+@pytest.mark.parametrize("name", some(["gpt2", "clip", "t5"], every=3))
+def test_outputs_and_gradients_are_those_of_the_code(name: str) -> None:
+    whole, stages = Whole(name, layers=2 if name == "gpt2" else 3), stages_with(compile_plainly)
+    code = whole.code(stages)
+    right = run_both(whole.function.call, whole.parameters, whole.inputs)
+    own = run_both(code, whole.parameters, whole.inputs)
+    assert compare_results(own, right) <= 1e-6
+    assert stages.compiler.num_compiled < len(whole.blocks), "equal blocks are compiled once"
+    before = stages.compiler.num_compiled
+    run_both(code, whole.parameters, whole.inputs)
+    assert stages.compiler.num_compiled == before
+
+
+def test_a_block_with_dropout_is_refused() -> None:
+    whole = Whole("gpt2", dropout=0.2)
+    with pytest.raises(
+        BackendRefused, match=r"block 'transformer.wte': dropout\S* \(aten.dropout.default\) draws random"
+    ):
+        CutCode(whole.function.module or fx.GraphModule({}, fx.Graph()), whole.blocks, BlockCompiler())
+
+
+def test_inductor_gives_the_gradients_of_torch() -> None:
+    """One kernel: it takes seconds for each."""
+    graph = fx.Graph()
+    weight, given = graph.placeholder("weight"), graph.placeholder("given")
+    product = graph.call_function(aten.mul.Tensor, (weight, given))
+    graph.output((graph.call_function(aten.add.Tensor, (product, given)),))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    tensors = [torch.randn(8, requires_grad=True), torch.randn(4, 8)]
+    cut = CutCode(module, {"layer": ["mul_tensor", "add_tensor"]}, BlockCompiler())
+    right = run_both(module.forward, tensors[:1], tensors[1:])
+    assert compare_results(run_both(cut.forward, tensors[:1], tensors[1:]), right) <= 1e-6
+
+
+def test_what_is_wrong_or_fails_leaves_the_stage_on_torch_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def wrong(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+        return lambda *given: tuple(made * 1.001 for made in module(*given))
+
+    def failing(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+        raise RuntimeError("no lowering for aten.embedding.default")
+
+    whole = Whole("gpt2")
+    for compile, text in (
+        (wrong, r"output 0 differs by"),
+        (failing, " (aten.embedding.default): RuntimeError"),
+    ):
+        caplog.clear()
+        code = whole.code(stages_with(compile))
+        with caplog.at_level(logging.WARNING):
+            try_code(code, whole.parameters, whole.inputs)
+            for _ in range(2):
+                own = code(*whole.parameters, *whole.inputs)
+        assert torch.equal(own[0], whole.function.call(*whole.parameters, *whole.inputs)[0])
+        (line,) = ours(caplog)
+        assert "stage all stays on torch instead of compiled code: " in line and text in line
+
+
+def test_a_shape_that_is_new_in_training_is_said_and_code_for_all_lengths_is_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole, stages = Whole("gpt2"), stages_with(compile_plainly)
+    code = whole.code(stages)
+    stages.start()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            code(*whole.parameters, *whole.inputs)
+        for _ in range(2):
+            assert whole.code(stages, is_for_lengths=True) is None
+    met, left = ours(caplog)
+    assert "stage all met a new shape: " in met and " blocks compiled in " in met
+    assert left.startswith(
+        "stage all: lengths change: at others than the sample batch's it runs on torch's operators"
+    )
+
+
+def test_a_block_that_reads_what_is_made_of_itself_is_refused() -> None:
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    first = graph.call_function(aten.relu.default, (given,))
+    between = graph.call_function(aten.neg.default, (first,))
+    last = graph.call_function(aten.add.Tensor, (first, between))
+    graph.output((last,))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    with pytest.raises(BackendRefused, match="block a reads what is made of its own results"):
+        CutCode(module, {"a": [first.name, last.name]}, BlockCompiler(compile_plainly))
+
+
+def test_blocks_whose_order_is_mixed_are_put_in_one() -> None:
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    a1 = graph.call_function(aten.relu.default, (given,))
+    b1 = graph.call_function(aten.neg.default, (given,))
+    a2 = graph.call_function(aten.sin.default, (a1,))
+    b2 = graph.call_function(aten.mul.Tensor, (b1, a2))
+    graph.output((a2, b2))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    cut = CutCode(module, {"a": [a1.name, a2.name], "b": [b1.name, b2.name]}, BlockCompiler(compile_plainly))
+    x = torch.randn(5)
+    for own, right in zip(cut.forward(x), module(x), strict=True):
+        assert torch.equal(own, right)
+
+
+# ---- measured before stages are cut ------------------------------------------------------------------------------
+
+
+def test_each_distinct_block_is_measured_once_and_kept_on_disk(tmp_path: Path) -> None:
+    whole = Whole("gpt2", layers=3)
+    compiler = BlockCompiler(compile_plainly)
+
+    def measure() -> CompiledBlocks:
+        return measure_compiled(
+            whole.captured,
+            whole.graph,
+            state=whole.state,
+            batch=whole.batch,
+            asked={"transformer.h": True},
+            log=BackendLog(tmp_path),
+            compiler=compiler,
+        )
+
+    found = measure()
+    (own,) = found.costs
+    assert own[0] == tuple(f"transformer.h.{i}" for i in range(3)) and found.taken == set(own[0])
+    assert own[1].both_us > own[1].forward_us > 0 and own[1].saved_bytes == own[1].torch_saved_bytes > 0
+    before = compiler.num_compiled
+    assert measure() == found and compiler.num_compiled == before == 1
+    (line,) = found.lines()
+    assert line.startswith("compile: transformer.h.0 and 2 like it compiled: forward and backward ")
+
+
+def test_auto_takes_what_wins_by_more_than_noise(tmp_path: Path) -> None:
+    whole = Whole("gpt2")
+    found = measure_compiled(
+        whole.captured,
+        whole.graph,
+        state=whole.state,
+        batch=whole.batch,
+        asked="auto",
+        log=BackendLog(tmp_path),
+        compiler=BlockCompiler(compile_plainly),  # operators one by one, and more around them
+    )
+    assert len(found.costs) > 1 and not found.taken
+
+
+@pytest.mark.parametrize(
+    ("asked", "block", "is_it"),
+    [
+        (True, "a.b", True),
+        ("auto", "a.b", True),
+        ({"language_model": True}, "model.language_model.layers.0", True),
+        ({"layers.1": True}, "layers.10", False),
+        ({"layers.1": False}, "layers.1", False),
+    ],
+)
+def test_paths_of_modules_say_which_blocks(asked: Any, block: str, is_it: bool) -> None:
+    assert is_asked(asked, block) == is_it
+
+
+def test_a_path_of_nothing_is_one_line() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"graph_pipeline\.compile\.langauge: no block of the model lies in a module of that path; did you mean "
+        r"'language'\?; blocks are vision\.0, language\.0, \.\.\.",
+    ):
+        check_paths({"langauge": True}, ["vision.0", "language.0"])
+
+
+def test_inductor_is_what_compiles_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpp_plugin.backends.compiled_blocks.compile_with_inductor", compile_plainly)
+    assert BlockCompiler()._compile is compile_plainly is not compile_with_inductor
+
+
+def test_the_function_of_a_stage_is_kept() -> None:
+    whole = Whole("gpt2")
+    assert isinstance(whole.code(CompiledStages()).function, StageFunction)
+    with pytest.raises(
+        PlanError, match="stage 'a': its blocks are compiled, and schedule 'zero_bubble' makes"
+    ):
+        from gpp_plugin.model.compiled_planning import _check_stage
+
+        _check_stage("a", "zero_bubble", cuts=False)

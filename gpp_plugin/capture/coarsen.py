@@ -58,7 +58,9 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
         graph,
         saved=_saved_tensors(captured.op_graph, partition),
         sharding=sharding,
-        undivided=why_undivided(analysis.sharding, [b for b in graph.blocks if b.name not in divided], granularity),
+        undivided=why_undivided(
+            analysis.sharding, [b for b in graph.blocks if b.name not in divided], granularity
+        ),
     )
 
 

@@ -245,7 +245,9 @@ def test_sizes_by_module_are_of_those_stages_alone() -> None:
         ({"layers.0": 2, "layers.2": 4}, [2, 4]),
     ],
 )
-def test_what_is_not_listed_goes_with_its_stage(planner: str, asked: dict[str, int], sizes: list[int]) -> None:
+def test_what_is_not_listed_goes_with_its_stage(
+    planner: str, asked: dict[str, int], sizes: list[int]
+) -> None:
     graph = divisible(3)
     # layers.1 is whole on four ranks
     sharding = tuple(
@@ -265,7 +267,7 @@ def test_what_is_not_listed_goes_with_its_stage(planner: str, asked: dict[str, i
 
 def test_blocks_of_unlike_sizes_share_no_stage() -> None:
     request = request_of(divisible(2), ranks=4, num_stages=1, tensor_parallel={"layers.0": 2, "layers.1": 4})
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanInfeasible, match="4 ranks in 1 stages cannot"):
         make_plan("auto", request)
     rules = tensor_rules(
         request_of(divisible(4), ranks=4, tensor_parallel={"layers": 2, "layers.1": 1, "layers.2": 4})
@@ -306,7 +308,9 @@ def test_a_planner_without_tensor_ranks_says_so() -> None:
     why = {"layers.1": "aten.cumsum.default (c) takes a whole"}
     plan = make_plan("auto", request_of(dataclasses.replace(chain(4), undivided=why)))
     assert any("divided among ranks: 'layers.1': aten.cumsum.default (c)" in note for note in plan.notes)
-    with pytest.raises(PlanError, match=r"nothing of block 'layers.1' can be divided .* \(aten.cumsum.default"):
+    with pytest.raises(
+        PlanError, match=r"nothing of block 'layers.1' can be divided .* \(aten.cumsum.default"
+    ):
         graph = dataclasses.replace(divisible(4), sharding=divisible(4).sharding[:1], undivided=why)
         make_plan("auto", request_of(graph, tensor_parallel={"layers.1": 2}))
 

@@ -168,8 +168,9 @@ class GraphPipelineConfig(_Block):
             shorter; "off" does not.
         data_parallel: ranks of each stage, or what the planner finds best.
         tensor_parallel: ranks that compute the same samples of a stage together, each with a part of its heads,
-            features and vocabulary: 1, a number for all stages that can be divided so, a number by module path (all
-            others 1), or "auto", stage by stage what makes the step shortest in simulation.
+            features and vocabulary: 1, a number for all stages that can be divided so, a number by module path (of the
+            stages that hold these modules, with whatever else lands in them; all other stages 1), or "auto", stage by
+            stage what makes the step shortest in simulation.
         schedule: order of the tasks of every stage (`schedule.names`); "auto" is the shortest in
             simulation that memory allows.
         micro_batch_sizes: samples a stage takes at a time: for all stages, or by stage name

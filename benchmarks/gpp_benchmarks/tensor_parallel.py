@@ -5,12 +5,17 @@ size 1 everywhere, over that of the best size forced on all stages that can be d
 which each stage has its own (``auto``). Beside them what was modelled when tensor parallelism was asked for, with a
 tensor group as one larger device. ``--slower`` plans the same again with slower links between nodes. ``--context`` adds
 what is not built: ring attention over so many tokens, and experts on ranks of their own (`plan.costs.long_context`).
+
+``--against-megatron`` measures instead: one GPT-2 on two gloo ranks of this machine, one core each, captured and in
+parts, and of Megatron-core's own layers; forward and backward, in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import statistics
 import time
 from typing import Any
 
@@ -20,6 +25,7 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import element_bytes
+from gpp_plugin.launch import require_modules, run_ranks
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import ring_us
@@ -76,11 +82,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=32768,
         help="tokens of a text for ring attention on paper; 0 leaves it out (%(default)s)",
     )
+    parser.add_argument(
+        "--against-megatron",
+        action="store_true",
+        help="measure captured tensor ranks beside Megatron-core's layers, and nothing else",
+    )
+    parser.add_argument(
+        "--shape",
+        default="512:8:4:128:4",
+        metavar="HIDDEN:HEADS:LAYERS:LENGTH:SAMPLES",
+        help="of the model that is measured (%(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each (%(default)s)")
     parser.add_argument("--draw", action="store_true", help="draw each plan that the planner chooses")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print the table and return its rows."""
+    if args.against_megatron:
+        return _against_megatron(args)
     # The model is captured once, on one sample: its costs are of the cluster's device, whatever the number of devices.
     cases = _cases(args.cases)
     largest = max(batch for _, batch in cases)
@@ -109,6 +129,58 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     on_paper = _on_paper(args, base) if args.context else []
     return {"rows": rows, "model": args.model, "length": args.length, "on_paper": on_paper}
+
+
+VOCABULARY = 2048
+RANKS = 2
+START_S, ROUND_S = 180.0, 20.0
+
+
+def _against_megatron(args: argparse.Namespace) -> dict[str, Any]:
+    """Print and return what a step takes, captured and of Megatron-core's own layers, on the same ranks in turn."""
+    require_modules("megatron.core", "transformers")
+    names = "hidden", "heads", "layers", "length", "samples"
+    try:
+        shape = dict(zip(names, map(int, args.shape.split(":")), strict=True))
+    except ValueError:
+        shape = {}
+    is_sound = shape and min(*shape.values(), args.rounds) > 0
+    if not is_sound or shape["hidden"] % shape["heads"] or shape["heads"] % RANKS:
+        raise ConfigError(
+            f"--shape {args.shape} --rounds {args.rounds}: give {':'.join(names).upper()}, like 512:8:4:128:4, with "
+            f"heads that {RANKS} divides and that divide the width, and at least 1 round"
+        )
+    settings = {**shape, "vocabulary": VOCABULARY, "rounds": args.rounds}
+    (event,) = run_ranks(
+        "gpp_benchmarks._tensor_ranks",
+        [json.dumps(settings)],
+        num_ranks=RANKS,
+        timeout_s=START_S + ROUND_S * args.rounds,
+        environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )
+    megatron, rows = event["times"]["megatron"], []
+    for name, times in event["times"].items():
+        wall, cpu = (statistics.median(each[i] for each in times) for i in (0, 1))
+        # rounds side by side: what else the machine does falls on both
+        ratios = [
+            statistics.median(own[i] / other[i] for own, other in zip(times, megatron, strict=True))
+            for i in (0, 1)
+        ]
+        row = {
+            "name": name,
+            "ms": wall * 1e3,
+            "cpu_ms": cpu * 1e3,
+            "ratio": ratios[0],
+            "cpu_ratio": ratios[1],
+        }
+        rows.append({**row, "parameters": event["parameters"][name]})
+    lines = [
+        [row["name"], str(row["parameters"]), f"{row['ms']:.1f}", f"{row['ratio']:.3f}", f"{row['cpu_ms']:.1f}",
+         f"{row['cpu_ratio']:.3f}"]
+        for row in rows
+    ]  # fmt: skip
+    print(format_table(["", "parameters a rank", "ms", "x", "processor ms", "x"], lines, left=1))
+    return {"rows": rows, "shape": args.shape, "rounds": args.rounds}
 
 
 LAYER = {"query_width": 4096, "key_width": 4096, "experts": 8, "chosen": 2}

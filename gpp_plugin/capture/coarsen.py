@@ -21,7 +21,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph, with_replicated
 from gpp_plugin.capture.keys import Key, ModuleKeys, sub_layer_keys
 from gpp_plugin.capture.layout.inseparable import ordered_units
 from gpp_plugin.capture.quotient import Group, Quotient
-from gpp_plugin.capture.sharding.block_shardings import block_shardings
+from gpp_plugin.capture.sharding.block_shardings import block_shardings, why_undivided
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
@@ -52,10 +52,15 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
     analysis = captured if isinstance(captured, Analysis) else captured.analysis
     partition = _partition(analysis, granularity)
     graph = _block_graph(captured.op_graph, analysis, partition)
+    sharding = block_shardings(captured.op_graph, analysis.sharding.regions, graph.blocks)
+    divided = {each.block for each in sharding}
     return dataclasses.replace(
         graph,
         saved=_saved_tensors(captured.op_graph, partition),
-        sharding=block_shardings(captured.op_graph, analysis.sharding.regions, graph.blocks),
+        sharding=sharding,
+        undivided=why_undivided(
+            analysis.sharding, [b for b in graph.blocks if b.name not in divided], granularity
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import networkx as nx
 
@@ -110,6 +110,7 @@ class BlockGraph:
         loss_block: the block that yields the loss, or None.
         more_losses: further blocks that yield a loss, which are all added up (explicit stage graphs).
         sharding: of the blocks that tensor ranks can divide; empty where that is not known.
+        undivided: of blocks with linear operators that tensor ranks cannot divide, why: names the operator in the way.
         tied: groups of blocks that share a parameter, parameter name -> block names.
         saved: what is kept for backward, tensor by tensor; empty in analytic graphs of layers.
     """
@@ -124,6 +125,7 @@ class BlockGraph:
     saved: tuple[SavedTensor, ...] = ()
     more_losses: tuple[str, ...] = ()
     sharding: tuple[BlockSharding, ...] = ()
+    undivided: dict[str, str] = field(default_factory=dict)
 
     @property
     def loss_blocks(self) -> tuple[str, ...]:

@@ -61,7 +61,11 @@ def tensor_rules(request: PlanRequest) -> TensorRules:
     #     asked                        sizes     refused                    divided
     #     None, 8 ranks                1 2 4 8   -                          all layers, for every size
     #     4                            1 4       1: all layers              4: all layers
-    #     {"language_model": 4}        1 4       1: its layers, 4: tower's  4: its layers
+    #     {"language_model": 4}        1 4       1: its layers              4: its layers
+    #     {..., "vision": 1}           1 4       the same, and 4: vision    4: its layers
+    #
+    # What the user does not list (an embedding, a head, a norm) goes with the stage that it lands in: divided there if
+    # its sharding has that size, whole on every tensor rank otherwise, and of size 1 where nothing listed is beside it.
     asked, graph = request.tensor_parallel, request.graph
     if asked == 1:
         return TensorRules()
@@ -78,21 +82,18 @@ def tensor_rules(request: PlanRequest) -> TensorRules:
         )
     wanted = _wanted_sizes(request, degrees)
     sizes = sorted({1, *wanted.values()})
-    rest = frozenset(degrees) - frozenset(wanted)
     return TensorRules(
         sizes=tuple(sizes),
-        refused={
-            n: frozenset(name for name, size in wanted.items() if size != n)
-            | (rest if n > 1 else frozenset())
-            for n in sizes
-        },
-        divided={n: frozenset(name for name, size in wanted.items() if size == n) for n in sizes},
+        refused={n: frozenset(name for name, size in wanted.items() if size != n) for n in sizes},
+        divided={n: frozenset(name for name, size in wanted.items() if size == n) for n in sizes if n > 1},
         ways=(ANY_SIZE,),
     )
 
 
 def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return by block the tensor size above 1 that the user wants of it.
+    """Return by block the tensor size that the user wants of its stage; blocks that are under no key have none.
+
+    Nor have those that cannot be divided, but for a size of 1.
 
     Args:
         degrees: by block that can be divided, the sizes it can be.
@@ -109,14 +110,17 @@ def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> 
         blocks = blocks_under(graph, key) if key else [block.name for block in graph.blocks]
         own = [name for name in blocks if name in degrees]
         if size > 1 and not own:
+            why = next((f" ({graph.undivided[name]})" for name in blocks if name in graph.undivided), "")
             raise PlanError(
-                f"{where} is {size} and nothing of {_some(blocks)} can be divided among tensor ranks; give 1, or "
+                f"{where} is {size} and nothing of {_some(blocks)} can be divided among tensor ranks{why}; give 1, or "
                 '"auto" for what can be'
             )
+        if size == 1:
+            wanted.update(dict.fromkeys(blocks, 1))
+            continue
+        for name in blocks:
+            wanted.pop(name, None)  # what a longer key says holds, also of blocks that cannot be divided
         for name in own:
-            wanted.pop(name, None)
-            if size == 1:
-                continue
             if size not in degrees[name]:
                 possible = ", ".join(map(str, (1, *degrees[name])))
                 raise PlanError(

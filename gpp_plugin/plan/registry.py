@@ -99,9 +99,10 @@ def _tensor_note(name: str, plan: PipelinePlan, request: PlanRequest) -> str:
         each = ", ".join(f"{stage.name} {stage.tensor}" for stage in plan.stages if stage.tensor > 1)
         return f"tensor_parallel auto: {each}{' (1 elsewhere)' if 1 in sizes else ''}; {some}"
     if not known:
-        return (
-            f"tensor_parallel auto: 1, as none of the blocks can be divided among ranks ({whole[0]!r}, ...)"
+        why = next(
+            (f"{name!r}: {why}" for name, why in request.graph.undivided.items()), f"{whole[0]!r}, ..."
         )
+        return f"tensor_parallel auto: 1, as none of the blocks can be divided among ranks: {why}"
     if name not in KNOW_TENSOR_SIZES:
         return f"tensor_parallel auto: 1, as planner {name} knows no tensor ranks"
     return f"tensor_parallel auto: 1 for all stages, as nothing larger is quicker and fits; {some}"

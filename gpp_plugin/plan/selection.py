@@ -233,8 +233,10 @@ def _rank_problem(
 ) -> str:
     """Say that the ranks cannot be shared out, and which numbers near theirs can; what was planned "would work"."""
     workable, tried = [], 0
+    asked = request.tensor_parallel
+    least = max([*asked.values(), 1]) if isinstance(asked, dict) else asked or 1  # fewer ranks are refused
     for count in sorted(range(1, 2 * request.num_ranks + 1), key=lambda n: (abs(n - request.num_ranks), n)):
-        if count == request.num_ranks or (request.num_stages or 1) > count:
+        if count == request.num_ranks or max(request.num_stages or 1, least) > count:
             continue
         devices = tuple(
             dataclasses.replace(request.cluster.devices[0], memory_bytes=UNLIMITED) for _ in range(count)

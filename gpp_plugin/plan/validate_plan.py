@@ -32,8 +32,9 @@ def validate_plan(
     those of the graph, with all its tensors; ranks are 0..n-1, and stages that share some run on grids
     that go together; micro-batches divide the mini-batch and ranks divide micro-batches; coupled stages
     compute whole loss units; tensors with one value a loss unit join stages that compute the same units;
-    tensor ranks divide all blocks of their stage that can be divided, and at least one; every stage may
-    hold enough micro-batches to run and (given costs) its ranks have the memory for all they hold.
+    tensor ranks divide at least one block of their stage (what their size does not divide is whole on all
+    of them); every stage may hold enough micro-batches to run and (given costs) its ranks have the memory
+    for all they hold.
 
     Raises:
         PlanError: the plan is malformed.
@@ -106,18 +107,17 @@ def _check_tensor_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
     for stage in plan.stages if degrees else ():
         if stage.tensor == 1:
             continue
-        own = [name for name in stage.blocks if name in degrees]
+        own = [name for name in stage.blocks if degrees.get(name)]
         if not own:
             raise PlanError(
                 f"stage {stage.name!r} has a tensor size of {stage.tensor} and none of its blocks can be divided; plan "
                 "again with tensor_parallel 1 for it"
             )
-        for name in own:
-            if stage.tensor not in degrees[name]:
-                raise PlanError(
-                    f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide block {name!r}, which can "
-                    f"be divided by {', '.join(map(str, degrees[name])) or 'none'}; plan again"
-                )
+        if not any(stage.tensor in degrees[name] for name in own):
+            raise PlanError(
+                f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide block {own[0]!r}, which can "
+                f"be divided by {', '.join(map(str, degrees[own[0]]))}, nor any other of its blocks; plan again"
+            )
 
 
 def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:

@@ -21,6 +21,9 @@ FULL = {"recompute": "full"}
 UNLIKE = {"stages": 2, "data_parallel": 1, "tensor_parallel": {"transformer.wte": 2, "transformer.h.0": 2}}
 """Both stages hold the embedding, one on two tensor ranks and one on a single one."""
 
+LISTED = {"stages": 2, "tensor_parallel": {"transformer.h.0": 2}}
+"""The embedding, or the head, goes with the layer; whichever does not has one rank."""
+
 
 def _case(name: str, ranks: int, *, stages: int = 1, tensor: int = 2, zero: int = 0, clipping: float = 0.0,
           memory: dict[str, Any] | None = None, schedule: str = "auto") -> Any:  # fmt: skip
@@ -45,6 +48,7 @@ ALL_CASES = {
     "llama, weights in parts twice": _case("llama", 4, zero=3, clipping=CLIPPING),
     "gpt2, backwards in two parts": _case("gpt2", 4, stages=2, schedule="zero_bubble"),
     "gpt2, one stage of two": (3, ("gpt2", UNLIKE, {"zero": 1, "clipping": CLIPPING})),
+    "gpt2, one layer listed": (3, ("gpt2", LISTED, {"clipping": CLIPPING})),
 }
 CASES = dict(some(ALL_CASES.items(), every=2))
 

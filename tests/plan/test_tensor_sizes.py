@@ -230,12 +230,51 @@ def test_recomputing_fits_stages_on_tensor_ranks() -> None:
 
 def test_sizes_by_module_are_of_those_stages_alone() -> None:
     graph = divisible(4)
-    plan = make_plan("auto", request_of(graph, ranks=4, tensor_parallel={"layers.2": 2, "layers.3": 2}))
+    asked = {"layers.2": 2, "layers.3": 2, "layers.0": 1, "layers.1": 1}
+    plan = make_plan("auto", request_of(graph, ranks=4, tensor_parallel=asked))
+    assert len(plan.stages) > 1
     for stage in plan.stages:
-        assert stage.tensor == (2 if {"layers.2", "layers.3"} & set(stage.blocks) else 1)
-        assert not (
-            {"layers.2", "layers.3"} & set(stage.blocks) and {"layers.0", "layers.1"} & set(stage.blocks)
-        )
+        assert {asked[block] for block in stage.blocks} == {stage.tensor}
+
+
+@pytest.mark.parametrize("planner", ["auto", "graphpipe", "piper"])
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [
+        ({"layers.1": 2}, [1, 2]),  # in two stages, beside layers.0 or layers.2
+        ({"layers.0": 2, "layers.2": 4}, [2, 4]),
+    ],
+)
+def test_what_is_not_listed_goes_with_its_stage(
+    planner: str, asked: dict[str, int], sizes: list[int]
+) -> None:
+    graph = divisible(3)
+    # layers.1 is whole on four ranks
+    sharding = tuple(
+        dataclasses.replace(each, degrees=(2,)) if each.block == "layers.1" else each
+        for each in graph.sharding
+    )
+    graph = dataclasses.replace(graph, sharding=sharding)
+    stages = None if planner == "piper" else 2  # which chooses their number itself
+    request = request_of(graph, ranks=sum(sizes), tensor_parallel=asked, num_stages=stages, mini_batch=3)
+    plan = make_plan(planner, dataclasses.replace(request, data_parallel=1))
+    assert stages is None or sorted(stage.tensor for stage in plan.stages) == sizes
+    for stage in plan.stages:
+        listed = {asked[block] for block in stage.blocks if block in asked}
+        assert listed == ({stage.tensor} if stage.tensor > 1 else set())
+    validate_plan(plan, graph, profile=request.profile)
+
+
+def test_blocks_of_unlike_sizes_share_no_stage() -> None:
+    request = request_of(divisible(2), ranks=4, num_stages=1, tensor_parallel={"layers.0": 2, "layers.1": 4})
+    with pytest.raises(PlanInfeasible, match="4 ranks in 1 stages cannot"):
+        make_plan("auto", request)
+    rules = tensor_rules(
+        request_of(divisible(4), ranks=4, tensor_parallel={"layers": 2, "layers.1": 1, "layers.2": 4})
+    )
+    assert rules.allowed(["layers.0", "layers.3"]) == [2] and rules.allowed(["layers.2"]) == [4]
+    assert rules.allowed(["layers.1"]) == [1]
+    assert rules.allowed(["layers.0", "layers.1"]) == rules.allowed(["layers.0", "layers.2"]) == []
 
 
 @pytest.mark.parametrize(
@@ -266,6 +305,14 @@ def test_a_planner_without_tensor_ranks_says_so() -> None:
     assert "tensor_parallel auto: 1, as planner pipedream knows no tensor ranks" in plan.notes
     plan = make_plan("auto", request_of(chain(4)))
     assert any("none of the blocks can be divided" in note for note in plan.notes)
+    why = {"layers.1": "aten.cumsum.default (c) takes a whole"}
+    plan = make_plan("auto", request_of(dataclasses.replace(chain(4), undivided=why)))
+    assert any("divided among ranks: 'layers.1': aten.cumsum.default (c)" in note for note in plan.notes)
+    with pytest.raises(
+        PlanError, match=r"nothing of block 'layers.1' can be divided .* \(aten.cumsum.default"
+    ):
+        graph = dataclasses.replace(divisible(4), sharding=divisible(4).sharding[:1], undivided=why)
+        make_plan("auto", request_of(graph, tensor_parallel={"layers.1": 2}))
 
 
 def test_ranks_of_several_stages_have_no_tensor_ranks() -> None:

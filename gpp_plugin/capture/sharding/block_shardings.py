@@ -7,9 +7,9 @@ Tests: tests/capture/test_sharding.py
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from gpp_plugin.ir.analysis import ShardedRegion, regions_in
+from gpp_plugin.ir.analysis import ShardedRegion, Sharding, regions_in
 from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 from gpp_plugin.ir.plan import PipelinePlan
@@ -33,6 +33,24 @@ def block_shardings(
         for block in blocks
         if sizes.get(block.name, 1) > 1
     )
+
+
+def why_undivided(sharding: Sharding, blocks: Iterable[Block], granularity: str) -> dict[str, str]:
+    """Return block -> why it is not divided, of those of these with linear operators; names the operator in the way."""
+    whole = {each.name: each.reason for each in sharding.whole}
+    regions = {name for region in sharding.regions for name in region.operators}
+    found = {}
+    for block in blocks:
+        reasons = [whole[name] for name in block.nodes if name in whole]
+        if reasons:
+            found[block.name] = reasons[0]
+        elif regions_in(sharding.regions, block.nodes):
+            found[block.name] = "it shares a parameter with blocks that no number divides along with it"
+        elif not regions.isdisjoint(block.nodes):
+            found[block.name] = (
+                f'operators that go together are in several blocks at granularity "{granularity}"'
+            )
+    return found
 
 
 def regions_of_stage(

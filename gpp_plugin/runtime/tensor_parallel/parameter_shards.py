@@ -58,16 +58,13 @@ def check_shared_out(reference: Reference, asked: object) -> None:
     Raises:
         ConfigError: names the operator that is in the way.
     """
-    sharding = reference.analysis.sharding
-    if asked in (1, "auto") or reference.block_graph.sharding:
+    graph = reference.block_graph
+    if asked in (1, "auto") or graph.sharding:
         return
-    model = reference.analysis.op_graph.model
-    why = sharding.whole[0].reason if sharding.whole else "it has no linear operators"
-    if sharding.regions:
-        why = f'operators that go together are in several blocks at granularity "{reference.granularity}"'
+    why = next(iter(graph.undivided.values()), "it has no linear operators")
     raise ConfigError(
-        f"graph_pipeline.tensor_parallel is {asked!r} and nothing of {model} can be shared out among tensor ranks: "
-        f'{why}; set it to 1, or to "auto" for what can be'
+        f"graph_pipeline.tensor_parallel is {asked!r} and nothing of {graph.model} can be shared out among tensor "
+        f'ranks: {why}; set it to 1, or to "auto" for what can be'
     )
 
 

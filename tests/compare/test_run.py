@@ -87,7 +87,7 @@ def test_emulated_pipelines_take_at_least_their_bound(capsys):
             "modes: single, fast; give some of single, stock, chain, graph, once each",
         ),
         (["--steps", "0"], "steps: 0 is not valid; give at least 1"),
-        (["--size", "layers"], "--size: 'layers' is not NAME=NUMBER"),
+        (["--size", "layers=2"], "--size: is for library models"),
         (["--mini-batch", "6"], "does not divide train_batch_size 6"),
         (["--scale-time", "2"], "--scale-time: is for --emulate"),
         (["--emulate", "--modes", "single"], "give --modes stock,chain,graph"),

@@ -235,11 +235,16 @@ SETTINGS: dict[str, tuple[int, str, Callable[[Any], nn.Module], dict[str, Any]]]
 """By name: ranks, a model, what is made of it, and what is configured."""
 
 
-def generate_in_setting(setting: str) -> dict[str, Any]:
-    """Train in a setting, and generate in all ways; on rank 0 also in one process."""
+def generate_in_setting(setting: str, directory: str | None = None) -> dict[str, Any]:
+    """Train in a setting, and generate in all ways; on rank 0 also in one process.
+
+    Args:
+        directory: compare the steps that follow with those from a checkpoint of before the generation.
+    """
     _, name, change, changes = SETTINGS[setting]
-    torch.manual_seed(3)
     engine = engine_of(name, change, **copy.deepcopy(changes))
+    if directory is not None:
+        engine.save_checkpoint(directory)
     found = {}
     for way, options in ways(name).items():
         torch.manual_seed(5 + engine.global_rank)
@@ -247,20 +252,14 @@ def generate_in_setting(setting: str) -> dict[str, Any]:
     report, state = engine.cache_report(), engine.gather_state_dict()
     expected = alone(name, state, change=change) if engine.global_rank == 0 else {}
     torch.manual_seed(7 + engine.global_rank)
-    after = train(engine, name, [9, 10])
+    after = without = train(engine, name, [9, 10])
+    if directory is not None:
+        engine.load_checkpoint(directory)
+        torch.manual_seed(7 + engine.global_rank)
+        without = train(engine, name, [9, 10])
     engine.destroy()
-    return {setting: {"found": found, "expected": expected, "report": report, "after": after}}
-
-
-def only_train_in_setting(setting: str) -> list[float]:
-    """Return the losses of the steps that follow a generation of `generate_in_setting`, without one."""
-    _, name, change, changes = SETTINGS[setting]
-    torch.manual_seed(3)
-    engine = engine_of(name, change, **copy.deepcopy(changes))
-    torch.manual_seed(7 + engine.global_rank)
-    losses = train(engine, name, [9, 10])
-    engine.destroy()
-    return losses
+    answer = {"found": found, "expected": expected, "report": report, "after": after, "without": without}
+    return {setting: answer}
 
 
 class Kept:

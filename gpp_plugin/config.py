@@ -139,9 +139,9 @@ class GenerateConfig(_Block):
     """How `engine.generate` keeps the keys and values of attention, and keeps stages busy.
 
     Args:
-        cache: where those of a sequence lie: "data" on the rank that decodes it; "sequence" on all data-parallel ranks
-            of each stage, cut along the sequence (Cache Parallelism), for decoders that attend to all positions. "auto"
-            is "data", but "sequence" where whole caches would not fit into ``memory.limit_gb``, or what CUDA has free.
+        cache: where those of a sequence lie: "data" on the rank that decodes it; "sequence" on all ranks of each stage,
+            cut along the sequence (Cache Parallelism), for decoders that attend to all positions. "auto" is "data", but
+            "sequence" where whole caches would not fit into ``memory.limit_gb``, or what CUDA has free.
         block: neighbouring positions that lie on one rank, with "sequence".
         micro_batches: in so many parts of the prompts stages generate in turns, so that one computes while others wait
             for its tokens; the tokens stay the same. "auto" is one for each stage's rank, but at most one a prompt.

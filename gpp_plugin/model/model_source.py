@@ -628,13 +628,6 @@ class ModelSource:
                 "engine.generate: the model is a graph of stages written down, which has no `generate` and no decode "
                 "step; give deepspeed.initialize the one HuggingFace model, or generate from engine.save_pretrained()"
             )
-        shared_out = [stage.name for stage in plan.stages if stage.tensor > 1]
-        if shared_out:
-            raise ConfigError(
-                f"engine.generate: the tensor ranks of stage {shared_out[0]!r} hold its weights in parts, and the "
-                "model's own `generate` takes whole ones; set graph_pipeline.tensor_parallel to 1, or generate from "
-                "engine.save_pretrained()"
-            )
         # Names are those of the analysis, which all ranks were told: of a tied parameter the first, others are aliases.
         parameters = reference.analysis.op_graph.parameters
         live = joined_module(stages)
@@ -644,12 +637,23 @@ class ModelSource:
         def buffers() -> dict[str, Tensor]:
             return self._held[0][0].all_buffers(dict(live.named_buffers()), device)
 
+        # by stage: what joins the parts of its parameters, and these
+        own = zip(plan.stages_of_rank(self._setting.rank), stages, strict=True)
+        links = [
+            (self._job.links.of(plan.stages[at]), dict(module.named_parameters(remove_duplicate=False)))
+            for at, module in own
+            if plan.stages[at].tensor > 1
+        ]
+        parts = [(ranks, held[n], shard) for ranks, held in links for n, shard in (ranks.parts or {}).items()]
+
         generated = GeneratedModel(
             module=model,
             held=held_tensors(plan, reference),
             names={alias: p.name for p in parameters for alias in p.aliases},
             live=lambda: dict(live.named_parameters(remove_duplicate=False)),
             buffers=buffers,
+            join=lambda: {shard.name: ranks.join(part, shard) for ranks, part, shard in parts},
+            joined_bytes=sum(part.nbytes * ranks.size for ranks, part, _ in parts),
         )
         return Generator(
             generated,

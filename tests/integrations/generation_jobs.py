@@ -220,24 +220,46 @@ SETTINGS: dict[str, tuple[int, str, Callable[[Any], nn.Module], dict[str, Any]]]
     "look-ahead": (2, "llava", with_frozen_tower, {"block": {"stages": 2, "look_ahead": 1}}),
     "eager leaves": (2, "llama", lambda m: m, {"block": {"stages": 2, "eager": ["model.layers.1.mlp"]}}),
     "adapters": (2, "llama", with_adapters, {"block": {"stages": 2}}),
+    "zero 3": (2, "llama", lambda m: m, {"zero_optimization": {"stage": 3}, "block": {"stages": 1, "data_parallel": 2}}),
+    "tensor ranks": (2, "llama", lambda m: m, {"block": {"stages": 1, "data_parallel": 1, "tensor_parallel": 2}}),
+    "tensor ranks, zero 3": (4, "llama", lambda m: m, {
+        "zero_optimization": {"stage": 3}, "block": {"stages": 1, "data_parallel": 2, "tensor_parallel": 2}}),
+    "tensor ranks of two stages": (4, "t5", lambda m: m, {"block": {
+        "stages": 2, "data_parallel": 1, "tensor_parallel": 2, "generate": {"micro_batches": 2}}}),
+    "tensor ranks of one stage of two": (3, "gpt2", lambda m: m, {"block": {
+        "stages": 2, "data_parallel": 1, "tensor_parallel": {"transformer.wte": 2, "transformer.h.0": 2, "transformer.h.1": 2}}}),
+    "tensor ranks share caches": (2, "llama", lambda m: m, {"block": {
+        "stages": 1, "data_parallel": 1, "tensor_parallel": 2, "generate": {"cache": "sequence", "block": 2}}}),
     "parts and a stage of its own": (2, "t5", lambda m: m, {"block": {"stages": 4, "generate": {"micro_batches": 4}}}),
 }  # fmt: skip
 """By name: ranks, a model, what is made of it, and what is configured."""
 
 
-def generate_in_setting(setting: str) -> dict[str, Any]:
-    """Train in a setting, and generate in all ways; on rank 0 also in one process."""
+def generate_in_setting(setting: str, directory: str | None = None) -> dict[str, Any]:
+    """Train in a setting, and generate in all ways; on rank 0 also in one process.
+
+    Args:
+        directory: compare the steps that follow with those from a checkpoint of before the generation.
+    """
     _, name, change, changes = SETTINGS[setting]
     engine = engine_of(name, change, **copy.deepcopy(changes))
+    if directory is not None:
+        engine.save_checkpoint(directory)
     found = {}
     for way, options in ways(name).items():
         torch.manual_seed(5 + engine.global_rank)
         found[way] = engine.generate(**copy.deepcopy(prompts(name)), **options).tolist()
     report, state = engine.cache_report(), engine.gather_state_dict()
     expected = alone(name, state, change=change) if engine.global_rank == 0 else {}
-    train(engine, name, [9])
+    torch.manual_seed(7 + engine.global_rank)
+    after = without = train(engine, name, [9, 10])
+    if directory is not None:
+        engine.load_checkpoint(directory)
+        torch.manual_seed(7 + engine.global_rank)
+        without = train(engine, name, [9, 10])
     engine.destroy()
-    return {setting: {"found": found, "expected": expected, "report": report}}
+    answer = {"found": found, "expected": expected, "report": report, "after": after, "without": without}
+    return {setting: answer}
 
 
 class Kept:

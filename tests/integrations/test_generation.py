@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.integrations import generation_jobs as jobs
 from tests.ranks import run_kept_ranks
+from tests.tiers import some
 
 
 def check(answers: list[dict[str, Any]]) -> None:
@@ -65,3 +69,13 @@ def test_data_parallel_ranks_share_the_prompts_or_the_caches() -> None:
         assert max(parts) < max(alone) and min(parts) > 0
     # of one prompt's cache of 14 positions each rank of a stage has four blocks of two
     assert min(alone) == 0 and max(parts) == max(alone) * 8 // 14
+
+
+@pytest.mark.parametrize("setting", some([s for s in jobs.SETTINGS if "tensor ranks" in s], every=9))
+def test_tensor_ranks_share_the_prompts_and_train_on_as_if_nothing_were(setting: str, tmp_path: Path) -> None:
+    """Each has its stage's weights whole meanwhile; the losses behind it are those without a generation, to the bit."""
+    answers = run_kept_ranks(jobs.generate_in_setting, jobs.SETTINGS[setting][0], setting, str(tmp_path))
+    check(answers)
+    if setting == "tensor ranks":
+        assert [each.rows for each in answers[0][setting]["report"].ranks] == [2, 2]
+    assert all(answer[setting]["after"] == answer[setting]["without"] for answer in answers)

@@ -24,6 +24,8 @@ def test_caches_are_cut_only_where_whole_ones_have_no_room() -> None:
         is_cut("auto", [narrow], why_not="cannot")
     with pytest.raises(ConfigError, match="20 bytes are missing"):
         is_cut("sequence", [CacheNeed(data=100, cut=50, room=30)], why_not=None)
+    with pytest.raises(ConfigError, match="has 100 B for them and 7 B of weights .*: 7 bytes are missing"):
+        is_cut("auto", [CacheNeed(data=100, cut=50, room=100, weights=7)], why_not="cannot")
 
 
 @pytest.mark.parametrize(("name", "own", "across"), [("llama", 8 + 7 - 1, 0), ("t5", 7, 8), ("bart", 7, 8)])
@@ -34,7 +36,17 @@ def test_the_longest_caches_follow_from_the_arguments(name: str, own: int, acros
     assert longest is not None and (longest.each, longest.own, longest.across) == (3, own, across)
     held = [n for n, _ in model.named_parameters()]
     need = need_of(
-        model, longest, held=held, names={}, rows=2, prompts=4, ranks=2, block=2, itemsize=4, room=0
+        model,
+        longest,
+        held=held,
+        names={},
+        rows=2,
+        prompts=4,
+        ranks=2,
+        block=2,
+        itemsize=4,
+        room=0,
+        weights=0,
     )
     layers, width = (4, 16) if name == "llama" else (2, 32)
     assert need.data == 2 * layers * 2 * 3 * (own + across) * width * 4

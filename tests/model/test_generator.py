@@ -23,11 +23,14 @@ from gpp_plugin.runtime.ranks.meeting import Meeting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
 
 
-def plan_of(*ranks: tuple[int, ...]) -> PipelinePlan:
+def plan_of(*ranks: tuple[int, ...], tensor: int = 1) -> PipelinePlan:
     return PipelinePlan(
         model="toy", graph="0" * 16, planner="by hand", mini_batch=8, loss_unit=1, edges=(),
         stages=tuple(
-            Stage(name=f"s{i}", blocks=(f"b{i}",), ranks=own, micro_batch_size=len(own), in_flight=1)
+            Stage(
+                name=f"s{i}", blocks=(f"b{i}",), ranks=own, micro_batch_size=len(own), in_flight=1,
+                tensor=tensor,
+            )
             for i, own in enumerate(ranks)
         ),
     )  # fmt: skip
@@ -101,9 +104,7 @@ def test_adapters_lie_around_the_model_that_generates() -> None:
 
 def test_what_generate_or_a_module_refuses_is_one_line_and_breaks_nothing() -> None:
     generator = generator_of(generating("gpt2")[0], cache="sequence")
-    with pytest.raises(
-        ConfigError, match=r'"sequence": it is cut over the data-parallel ranks of each stage'
-    ):
+    with pytest.raises(ConfigError, match=r'"sequence": it is cut over the ranks of each stage'):
         generator.generate(prompts("gpt2"))
     generator = generator_of(generating("gpt2")[0])
     with pytest.raises(ConfigError, match="engine.generate: ValueError: .*max_new_tokns"):
@@ -119,6 +120,7 @@ def test_lanes_have_one_rank_of_each_stage() -> None:
     assert lanes_of(plan_of((0, 1), (2,))) == ((0, 2),)
     assert lanes_of(plan_of((0,), (1,), (0,))) == ((0, 1),), "two stages of one rank"
     assert lanes_of(plan_of((0, 1), (0, 1))) == ((0,), (1,))
+    assert lanes_of(plan_of((0, 1), (2, 3), tensor=2)) == ((0, 2), (1, 3)), "tensor ranks share the prompts"
     assert lanes_of(plan_of((0, 1), (1, 0))) == ((0, 1),), "of two lanes each rank would be in both"
 
 

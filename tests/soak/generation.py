@@ -12,6 +12,7 @@ from tests.integrations.test_generation import check
 from tests.ranks import run_kept_ranks
 
 ALL = ("gpt2", "llama", "t5", "bart", "whisper", "llava", "qwen2_5_vl")
+TENSOR = {"stages": 1, "data_parallel": 1, "tensor_parallel": 2}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
             wrong += _tried(f"{ranks} ranks, {name}", setting, jobs.generate_in_setting, ranks, setting)
     with tempfile.TemporaryDirectory() as directory:
         plain = jobs.predict(directory)
-        for block in ({"stages": 2}, {"stages": 1, "data_parallel": 2}):
+        for block in ({"stages": 2}, {"stages": 1, "data_parallel": 2}, TENSOR):
             for found in run_kept_ranks(jobs.predict, 2, directory, block):
                 is_same = found["predictions"] == plain["predictions"] and all(
                     abs(a - b) < 1e-5 for a, b in zip(found["metrics"], plain["metrics"], strict=True)

@@ -25,12 +25,18 @@ class CacheNeed:
 
     Args:
         data: where it has whole sequences; ``cut``: where they are cut over the ranks of its stages.
-        room: what is free for them.
+        room: what is free for them and, beside what is held already, for ``weights``: the whole of what tensor ranks
+            hold in parts.
     """
 
     data: int
     cut: int
     room: int
+    weights: int = 0
+
+    def missing(self, *, cut: bool) -> int:
+        """Return how many bytes there are too few; none or fewer: they have room."""
+        return (self.cut if cut else self.data) + self.weights - self.room
 
 
 def need_of(
@@ -45,6 +51,7 @@ def need_of(
     block: int,
     itemsize: int,
     room: int,
+    weights: int,
 ) -> CacheNeed:
     """Return what the caches of this rank's layers take.
 
@@ -61,7 +68,7 @@ def need_of(
         common = {"length": length, "kv_width": width, "itemsize": itemsize}
         data += cache_bytes(rows=rows * longest.each, **common)
         cut += cut_cache_bytes(rows=prompts * longest.each, block=block, ranks=ranks, **common)
-    return CacheNeed(data=data, cut=cut, room=room)
+    return CacheNeed(data=data, cut=cut, room=room, weights=weights)
 
 
 def is_cut(asked: str, needs: Sequence[CacheNeed], *, why_not: str | None) -> bool:
@@ -81,21 +88,17 @@ def is_cut(asked: str, needs: Sequence[CacheNeed], *, why_not: str | None) -> bo
     """
     # With cut caches a rank holds a part of every prompt, in whole blocks: hardly less than whole ones of its own
     # prompts where all ranks have as many, and the more less the fewer prompts there are.
-    fits_data = all(need.data <= need.room for need in needs)
+    fits_data = all(need.missing(cut=False) <= 0 for need in needs)
     chosen = asked == "sequence" or (asked == "auto" and not fits_data and why_not is None)
-    rank, worst = max(
-        enumerate(needs), key=lambda item: _bytes(item[1], chosen) - item[1].room, default=(0, None)
-    )
-    if worst is None or _bytes(worst, chosen) <= worst.room:
+    rank, worst = max(enumerate(needs), key=lambda item: item[1].missing(cut=chosen), default=(0, None))
+    missing = 0 if worst is None else worst.missing(cut=chosen)
+    if worst is None or missing <= 0:
         return chosen
-    takes = _bytes(worst, chosen)
+    takes = worst.cut if chosen else worst.data
+    beside = f" and {format_bytes(worst.weights)} of weights that tensor ranks join" if worst.weights else ""
     other = "" if chosen or why_not is not None or asked == "auto" else ', set generate.cache to "sequence"'
     raise ConfigError(
         f"engine.generate: the caches take {format_bytes(takes)} on rank {rank}, which has {format_bytes(worst.room)} "
-        f"for them: {takes - worst.room} bytes are missing; give fewer or shorter prompts, lower max_new_tokens or "
+        f"for them{beside}: {missing} bytes are missing; give fewer or shorter prompts, lower max_new_tokens or "
         f"num_beams{other}"
     )
-
-
-def _bytes(need: CacheNeed, cut: bool) -> int:
-    return need.cut if cut else need.data

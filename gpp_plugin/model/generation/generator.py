@@ -2,7 +2,7 @@
 
     micro-batch   a part of the prompts; a rank generates from several in turns (`micro_batches`)
     lane          one rank of each stage: together they have the whole model. Each lane generates from its part of a
-                  micro-batch; there are as many as the stage with the fewest data-parallel ranks has.
+                  micro-batch; there are as many as the stage with the fewest ranks has.
     rank          runs the whole of `generate`, really where its stages compute (`owned_modules`)
 
 Every rank of a lane chooses the next tokens itself, from the same logits and with rank 0's random state, so tokens are
@@ -77,6 +77,8 @@ class GeneratedModel:
         names: every name of a tensor in the module -> its name there.
         live: returns what this rank trains, by name.
         buffers: returns all buffers on the device, by name.
+        join: returns the whole of what this rank has parts of in ``live``, by name, in memory of their own of
+            ``joined_bytes``; collective over the tensor ranks of its stages.
     """
 
     module: nn.Module
@@ -84,6 +86,8 @@ class GeneratedModel:
     names: Mapping[str, str]
     live: Callable[[], Mapping[str, Tensor]]
     buffers: Callable[[], Mapping[str, Tensor]]
+    join: Callable[[], Mapping[str, Tensor]] = dict
+    joined_bytes: int = 0
 
 
 class Generator:
@@ -253,16 +257,18 @@ class Generator:
         """
         self._caches = None
         with self._same_streams():
+            self.is_broken = True  # until it has come to an end that other ranks come to as well
+            joined = self._model.join()  # by ranks that stand by too: the others need their parts
             if lane is None:
+                self.is_broken = False
                 return [_Outcome()]
-            weights = self._weights(generating_model(self._model.module), lane)
+            weights = self._weights(generating_model(self._model.module), lane, joined)
             turns = Turns(self._setting.device) if len(parts) > 1 else None
             calls = []
             for model, part in zip(models, parts, strict=True):
                 self._wires[part.number][lane].turns = turns
                 own = dataclasses.replace(part, lane=lane)
                 calls.append(functools.partial(self._attempt, model, arguments, own, weights))
-            self.is_broken = True  # until it has come to an end that the lane's other ranks come to as well
             try:
                 if turns is None:
                     outcomes = [calls[0]()]
@@ -393,9 +399,7 @@ class Generator:
         """Return whether caches are cut along the sequence; refuse what cannot be, and what has no room."""
         why_not = why_not_cut(model)
         if len(self._lanes) == 1:
-            why_not = (
-                "it is cut over the data-parallel ranks of each stage, and a stage has one (data_parallel)"
-            )
+            why_not = "it is cut over the ranks of each stage, and a stage has one (data_parallel)"
         elif samples is None:
             why_not = (
                 "prompts are decoded by themselves: not with several tensors of unlike rows, and not with "
@@ -424,6 +428,7 @@ class Generator:
                 block=self._config.block,
                 itemsize=self._setting.dtype.itemsize,
                 room=room,
+                weights=self._model.joined_bytes,
             )
             needs = self._meeting.gather(need, "a look at the room for caches")
         return is_cut(asked, needs, why_not=why_not)
@@ -456,18 +461,18 @@ class Generator:
         )
         return {name: known.get(prefix + name, prefix + name) for name, _ in tensors}
 
-    def _weights(self, model: nn.Module, lane: int) -> Weights:
-        """Return the weights as they lie in a lane, those of this rank as they are now."""
+    def _weights(self, model: nn.Module, lane: int, joined: Mapping[str, Tensor]) -> Weights:
+        """Return the weights as they lie in a lane, those of this rank as they are now, whole."""
         # Of stages 0 | 1 | 2 on ranks 0 | 1 | 0 the lane is (0, 1): position 0 holds what stages 0 and 2 hold. A tied
         # parameter has several positions, and each of these a copy in training.
         holders: dict[str, set[int]] = {}
         for stage, names in zip(self._plan.stages, self._model.held, strict=True):
-            position = self._lanes[lane].index(stage.data_ranks(0)[lane])
+            position = self._lanes[lane].index(stage.ranks[lane])
             for name in names:
                 holders.setdefault(name, set()).add(position)
         return Weights(
             holders={name: tuple(sorted(positions)) for name, positions in holders.items()},
-            live=self._model.live(),
+            live={**self._model.live(), **joined},
             buffers=self._model.buffers(),
             names=self._names_in(model),
         )

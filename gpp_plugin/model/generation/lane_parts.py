@@ -21,16 +21,15 @@ from gpp_plugin.ir.samples import even_ranges
 def lanes_of(plan: PipelinePlan) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each lane: one rank of every stage, each rank once.
 
-    Stages of two data-parallel ranks each make two lanes, ranks ``0 1 | 2 3`` the lanes ``(0, 2)`` and ``(1, 3)``; of
-    stages with two and one ranks there is one lane, and a rank stands by. Where stages share ranks so that two lanes
-    would meet on one, or be of unlike ranks, there is one lane.
+    Stages of two ranks each make two lanes, ranks ``0 1 | 2 3`` the lanes ``(0, 2)`` and ``(1, 3)``; of stages with two
+    and one ranks there is one lane, and a rank stands by. Where stages share ranks so that two lanes would meet on one,
+    or be of unlike ranks, there is one lane. Tensor ranks, which have their stage's weights whole meanwhile, are like
+    data-parallel ones.
     """
     # A rank that were in two lanes would have to run two generations at once; and ranks at one position of all lanes
     # must hold the same stages, for they share these stages' caches where caches are cut.
-    number = min(stage.degree for stage in plan.stages)
-    lanes = tuple(
-        tuple(dict.fromkeys(stage.data_ranks(0)[lane] for stage in plan.stages)) for lane in range(number)
-    )
+    number = min(len(stage.ranks) for stage in plan.stages)
+    lanes = tuple(tuple(dict.fromkeys(stage.ranks[lane] for stage in plan.stages)) for lane in range(number))
     used = [rank for lane in lanes for rank in lane]
     are_alike = len({len(lane) for lane in lanes}) == 1
     return lanes if are_alike and len(used) == len(set(used)) else lanes[:1]

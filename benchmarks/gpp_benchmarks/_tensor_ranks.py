@@ -45,7 +45,7 @@ class Contender:
     def step(self) -> float:
         """Run forward and backward; return the loss."""
         loss = self._loss()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for parameter in self.parameters:
             parameter.grad = None
         return float(loss)
@@ -93,7 +93,7 @@ def _over_ranks(times: list[tuple[float, float]]) -> list[list[float]]:
     together = slowest.clone()
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     dist.all_reduce(together)
-    return torch.stack([slowest[:, 0], together[:, 1]], dim=1).tolist()  # type: ignore[no-any-return]
+    return torch.stack([slowest[:, 0], together[:, 1]], dim=1).tolist()
 
 
 def _batch(settings: Mapping[str, int]) -> Batch:
@@ -158,7 +158,7 @@ def _captured(settings: Mapping[str, int], batch: Batch, *, attention: str) -> C
 
     def loss() -> Tensor:
         (found,) = function.call(*tensors, *inputs)
-        return found  # type: ignore[no-any-return]
+        return found
 
     return Contender(loss, [tensor for tensor in tensors if tensor.requires_grad])
 

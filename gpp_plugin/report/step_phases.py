@@ -85,8 +85,8 @@ def format_phases(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:
     >>> times = PhaseTimes()
     >>> times.add([Event(rank=0, stage=0, kind=EventKind.FORWARD, start_us=0.0, end_us=1500.0)], 2000.0)
     >>> print(format_phases({0: times}, plan))
-    rank  stage  forward  backward  waiting  sending  reduce   step  other  total ms
-    0     loss      1.50     0.000    0.000    0.000   0.000  0.000  0.500      2.00
+    rank  stage  forward  backward  waiting  sending  gather  reduce   step  other  total ms
+    0     loss      1.50     0.000    0.000    0.000   0.000   0.000  0.000  0.500      2.00
     """
     shown = sorted(ranks)
     left_out = ""

@@ -76,7 +76,7 @@ def test_a_stage_needs_the_same_however_its_blocks_are_summed_up(zero, degree, p
     ]
     plan = build_plan(request, drafts, planner="", costs=costs)
     for stage, part in zip(plan.stages, memory_breakdown(plan, profile, zero_stage=zero), strict=True):
-        assert part.total == stage.memory_bytes == _stage_bytes(stage, profile, zero, num_versions=1)
+        assert part.total == stage.memory_bytes == _stage_bytes(stage, graph, profile, zero, num_versions=1)
 
 
 def test_older_versions_of_what_is_trained_come_on_top():

@@ -599,7 +599,7 @@ class GraphPipelineEngine(PipelineSurface):
     def retain_gradients(self, retain: bool = True) -> None:
         """Keep each step's gradients for `gradients`; costs a copy of this rank's gradients.
 
-        Call it on every rank: under ZeRO 1 and 2 the ranks of a stage gather them together.
+        Call it on every rank: from ZeRO 1 on the ranks of a stage gather them together.
         """
         self._step.keeps_gradients = retain
 

@@ -47,10 +47,10 @@ def train(asked: Any, *, model: str, folder: str, dropout: float = 0.0) -> dict[
 def train_sharded(folder: str) -> list[dict[str, Any]]:
     """Train on weights that ranks hold in parts, on torch and compiled for what has values and lies as in training."""
 
+    wrong: list[tuple[int, ...]] = []  # shapes of weights without values or strides that were compiled for
+
     def compile(module: Any, tensors: Any) -> Any:
-        for tensor in tensors:
-            assert 0 not in tensor.stride(), f"a tensor of strides {tensor.stride()} is compiled for"
-            assert not tensor.isnan().any(), "a tensor without values is compiled for"
+        wrong.extend(tuple(t.shape) for t in tensors if t.dim() == 2 and (0 in t.stride() or t.isnan().any()))
         return compile_plainly(module, tensors)
 
     found = []
@@ -70,7 +70,7 @@ def train_sharded(folder: str) -> list[dict[str, Any]]:
             num = engine._backends.compiled.compiler.num_compiled
             losses = steps(engine, [make_batch(B, seed) for seed in range(2)])
             again = engine._backends.compiled.compiler.num_compiled - num
-            found.append({"losses": losses, "compiled": compiled, "again": again})
+            found.append({"losses": losses, "compiled": compiled, "again": again, "wrong": [*wrong]})
             engine.destroy()
     return found
 

@@ -83,7 +83,8 @@ def analysed(
         unpadded=tuple(sorted(of_masks.intersection(unpadded))),
         eager=eager,
         means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
-        sharding=_sharding(traced, shadow, notes),
+        # Where one sample is cut like many is not seen at one: [1, heads, ...] and [heads, ...] look alike.
+        sharding=_sharding(traced if pair is None else pair[0], shadow, notes),
     )
     return assemble(traced, op_graph, shadow, analysis, masks)
 

@@ -167,6 +167,8 @@ class GraphPipelineEngine(PipelineSurface):
         (sample_batch,) = source.complete_batches([sample_batch])
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
+        if source.is_plain:
+            framework.check_shared_out(plan)
         self._plan = plan = note_edge_transports(plan, config.p2p)
         self._rule = source.unit_rule(reference)
         if self._rule is not None:
@@ -354,9 +356,12 @@ class GraphPipelineEngine(PipelineSurface):
             [stage.weights for stage in stages.stages],
         )
         self._choose_backends(sample_batch)
-        compile_stages(
-            self._backends.compiled, self._lane, sample_batch, group=setting.group, device=setting.device
-        )
+        # compiled for weights as tasks read them: those that ranks hold in parts have neither values nor strides here
+        is_compiled = any(stage.compiled for stage in plan.stages)
+        with stages.gathered() if is_compiled else contextlib.nullcontext():
+            compile_stages(
+                self._backends.compiled, self._lane, sample_batch, group=setting.group, device=setting.device
+            )
         self._evaluator = Evaluator(
             source=self._source,
             setting=setting,
@@ -599,7 +604,7 @@ class GraphPipelineEngine(PipelineSurface):
     def retain_gradients(self, retain: bool = True) -> None:
         """Keep each step's gradients for `gradients`; costs a copy of this rank's gradients.
 
-        Call it on every rank: under ZeRO 1 and 2 the ranks of a stage gather them together.
+        Call it on every rank: from ZeRO 1 on the ranks of a stage gather them together.
         """
         self._step.keeps_gradients = retain
 

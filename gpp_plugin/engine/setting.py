@@ -200,6 +200,13 @@ class Framework(Protocol):
             ConfigError: the configuration asks for what a stage cannot do.
         """
 
+    def check_shared_out(self, plan: PipelinePlan) -> None:
+        """Refuse captured stages on tensor ranks where weights cannot be stepped in parts; the same on every rank.
+
+        Raises:
+            ConfigError: names what is in the way.
+        """
+
     def make_monitor(self) -> Monitor | None:
         """Return what writes events where the configuration asks for them; asked on rank 0."""
 

@@ -206,7 +206,7 @@ class StageEngine:
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the mini-batch's gradients, fp32 and unscaled, between reduction and step.
 
-        Parameters that no loss reached are left out. With tensor parallelism, and under ZeRO 1 and 2, collective
+        Parameters that no loss reached are left out. With tensor parallelism, and from ZeRO 1 on, collective
         over the stage's ranks.
         """
         self.reductions.sum_tensor()

@@ -456,7 +456,7 @@ class PipelineSurface:
         Needs the whole model's bytes in rank 0's memory; `save_pretrained` does not.
 
         Raises:
-            ConfigError: a stage is tensor-parallel: no rank knows how its shards make a whole.
+            ConfigError: a stage of a stage graph is tensor-parallel: no rank knows how its shards make a whole.
         """
         return self._files.gather()
 
@@ -471,7 +471,8 @@ class PipelineSurface:
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers under their HuggingFace names.
 
-        Collective in mode async, where the pipeline is emptied first.
+        Of what a stage's tensor ranks share out each has its own parts; `gather_state_dict` joins them. Collective
+        under ZeRO 3, and in mode async, where the pipeline is emptied first.
         """
         return self._files.stage_state(without_frozen=exclude_frozen_parameters)
 

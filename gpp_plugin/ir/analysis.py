@@ -133,6 +133,26 @@ def regions_in(regions: Iterable[ShardedRegion], operators: Iterable[str]) -> tu
     return tuple(region for region in regions if known.issuperset(region.operators))
 
 
+def without_half_cut(
+    regions: Iterable[ShardedRegion], kept: Iterable[ShardedRegion]
+) -> tuple[ShardedRegion, ...]:
+    """Return those of the kept regions whose parameters no other region cuts that is not kept too.
+
+    Args:
+        regions: all of a capture; whoever reads a parameter that one of them cuts is in one that cuts it.
+    """
+    # A weight is that of an embedding (region 0) and a head (1), which has a bias that region 2 reads too. Where 0 is
+    # not kept, its embedding reads the weight whole: so 1 cannot cut it, thus not the bias either, thus 2 cannot.
+    everything, kept = tuple(regions), tuple(kept)
+    while True:
+        own = frozenset(kept)
+        whole = {shard.name for region in everything if region not in own for shard in region.parameters}
+        fewer = tuple(r for r in kept if whole.isdisjoint(shard.name for shard in r.parameters))
+        if len(fewer) == len(kept):
+            return kept
+        kept = fewer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
     """A captured model without its torch graph.

@@ -114,6 +114,8 @@ class Odd(nn.Module):
             inner = inner.cumsum(-1)
         if self.kind == "softmax":
             inner = inner.softmax(-1)
+        if self.kind == "dropout":
+            inner = nn.functional.dropout1d(inner)
         if self.kind == "twice":
             inner = torch.relu(inner) + nn.functional.linear(x, self.down.weight.t())
         return ((self.down(torch.relu(inner)) - labels) ** 2).mean()
@@ -121,11 +123,16 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "operator"),
-    [("cumsum", "cumsum"), ("softmax", "softmax"), ("twice", "is read whole by others too")],
+    [
+        ("cumsum", "cumsum"),
+        ("softmax", "softmax"),
+        ("dropout", "drops as one what is cut"),
+        ("twice", "is read whole by others too"),
+    ],
 )
 def test_what_is_in_the_way_is_named(kind, operator):
     sharding = capture_model(
-        Odd(kind), {"x": torch.randn(4, 4), "labels": torch.randn(4, 4)}
+        Odd(kind), {"x": torch.randn(4, 3, 4), "labels": torch.randn(4, 3, 4)}
     ).analysis.sharding
     assert sharding.regions == ()
     assert operator in next(each for each in sharding.whole).reason
@@ -137,3 +144,34 @@ def test_a_plain_pair_is_shared_out():
     ).analysis.sharding
     (region,) = sharding.regions
     assert region.size == 8 and region.shared == ()  # nobody asks for the gradient of the batch
+
+
+class FoldedHeads(nn.Module):
+    """Attention by matrices, one a sample and head, with a bias by key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        samples, length, _ = x.shape
+
+        def heads(y: torch.Tensor) -> torch.Tensor:
+            return y.view(samples, length, 4, 2).transpose(1, 2).reshape(samples * 4, length, 2)
+
+        bias = mask.view(samples, 1, 1, length).expand(-1, 4, -1, -1).reshape(samples * 4, 1, length)
+        scores = torch.bmm(heads(self.q(x)), heads(self.k(x)).transpose(1, 2)) + bias
+        made = torch.bmm(scores.softmax(-1), heads(self.v(x)))
+        made = made.view(samples, 4, length, 2).transpose(1, 2).reshape(samples, length, 8)
+        return (self.o(made) ** 2).mean()
+
+
+def test_what_is_shared_out_is_the_same_from_a_batch_of_one_sample():
+    torch.manual_seed(0)
+    one, two = (
+        capture_model(FoldedHeads(), {"x": torch.randn(n, 5, 8), "mask": torch.randn(n, 5)}).analysis
+        for n in (1, 2)
+    )
+    assert one.means == two.means == ()  # both know where samples lie
+    assert one.sharding == two.sharding
+    assert not any(shard.name == "q.weight" for r in one.sharding.regions for shard in r.parameters)

@@ -19,6 +19,7 @@ from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     restore_optimizer,
     whole_fragment,
 )
+from gpp_plugin.ir.plan import PipelinePlan
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 
@@ -114,6 +115,8 @@ class PlainFramework:
 
     def make_optimizer(self, module: nn.Module, replica: Any) -> PlainOptimizer:
         return PlainOptimizer(module)
+
+    def check_shared_out(self, plan: PipelinePlan) -> None: ...
 
     def make_monitor(self) -> PlainFramework:
         return self

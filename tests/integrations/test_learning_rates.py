@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 from torch import nn
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.deepspeed.learning_rates import LearningRates, StageParameterGroups
+from gpp_plugin.integrations.deepspeed.dispatch import DeepSpeedFramework
+from gpp_plugin.integrations.deepspeed.learning_rates import (
+    LearningRates,
+    StageParameterGroups,
+    optimizer_of_whole_weights,
+)
 
 
 def make_parameters(*names: str) -> dict[str, nn.Parameter]:
@@ -125,3 +131,29 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], text: str) -> Non
     with pytest.raises(ConfigError) as caught:
         make_rates(StageParameterGroups({}, GROUPS), **options)
     assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "block", "found"),
+    [
+        (None, {"type": "Lamb"}, "Lamb"),
+        (None, ADAMW, None),
+        (None, None, None),
+        (torch.optim.Adafactor, None, "Adafactor"),
+        (lambda parameters: type("Mine", (torch.optim.Adafactor,), {})(parameters), None, "Mine"),
+        (torch.optim.AdamW, {"type": "Lamb"}, None),
+    ],
+)
+def test_optimizers_of_whole_weights_are_known(optimizer: Any, block: Any, found: str | None) -> None:
+    for groups in (None, GROUPS):
+        assert optimizer_of_whole_weights(optimizer, block, groups) == found
+
+
+def test_an_optimizer_of_whole_weights_is_refused_where_tensor_ranks_hold_parts() -> None:
+    framework = DeepSpeedFramework({"optimizer": {"type": "Lamb"}})
+    plan: Any = SimpleNamespace(stages=[SimpleNamespace(name="all", tensor=1)])
+    framework.check_shared_out(plan)
+    plan.stages.append(SimpleNamespace(name="tail", tensor=2))
+    DeepSpeedFramework({"optimizer": ADAMW}).check_shared_out(plan)
+    with pytest.raises(ConfigError, match="optimizer Lamb .* 2 tensor ranks of stage 'tail' .* to 1"):
+        framework.check_shared_out(plan)

@@ -166,7 +166,10 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: "),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled: "),
         ({"sparse_gradients": True}, "sparse_gradients: "),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: "),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            "tensor_parallel.autotp_size: stages are shared out among ranks by graph_pipeline.",
+        ),
         ({"optimizer": {"type": "Muon", "params": {}}}, "optimizer.type: Muon"),
         ({"elasticity": {"enabled": True}}, "elasticity.enabled: "),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal: "),

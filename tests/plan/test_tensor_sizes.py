@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 
 import pytest
 
@@ -17,12 +18,14 @@ from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Device, Link
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.batch_rules import tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.costs.long_context import AttentionShape, expert_exchange_us, ring_attention_us
 from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
+from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.make import StageDraft, assign_ranks, build_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
@@ -313,6 +316,19 @@ def test_a_planner_without_tensor_ranks_says_so() -> None:
     ):
         graph = dataclasses.replace(divisible(4), sharding=divisible(4).sharding[:1], undivided=why)
         make_plan("auto", request_of(graph, tensor_parallel={"layers.1": 2}))
+
+
+def test_a_saved_plan_is_refused_where_nothing_can_be_divided() -> None:
+    graph = divisible(4)
+    plan = make_plan("auto", request_of(graph, tensor_parallel=2))
+    spec = json.loads(dumps(plan))
+    assert explicit_plan(spec, request_of(graph)).stages == plan.stages
+    whole = request_of(dataclasses.replace(graph, sharding=()))
+    name = plan.stages[0].name
+    with pytest.raises(
+        PlanError, match=f"stage '{name}' has a tensor size of 2 and nothing of model .* divided"
+    ):
+        explicit_plan(spec, whole)
 
 
 def test_ranks_of_several_stages_have_no_tensor_ranks() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.ir.analysis import TensorShard
+from gpp_plugin.capture.sharding.block_shardings import regions_of_stage
+from gpp_plugin.ir.analysis import ShardedRegion, TensorShard
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.tensor_parallel import tensor_ranks
@@ -21,6 +25,9 @@ from gpp_plugin.runtime.tensor_parallel.shard_graph import shard_graph
 from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, joined, seeded
 from gpp_plugin.runtime.tensor_parallel.vocabulary import cross_entropy, embedded
 from tests.models import build
+from tests.nccl.fake_cuda import FakeCuda, recorded_cuda
+from tests.nccl.fake_groups import FakeDistributed, recorded_distributed
+from tests.nccl.operations import Tape
 
 
 class Threads:
@@ -56,9 +63,43 @@ def outcome(
 def test_ranks_together_are_the_whole(name, degree, monkeypatch):
     model, make_batch = build(name, layers=1, dtype=torch.float64)
     batch = make_batch(2)
-    captured: CapturedGraph = capture_model(model, batch)
+    captured = capture_model(model, batch)
+    assert captured.analysis.sharding.regions
+    check_ranks(captured, captured.analysis.sharding.regions, model, batch, degree, monkeypatch)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"lm_head": 1}])
+def test_a_tied_weight_is_whole_where_one_reader_is_in_several_blocks_or_stages(sizes, monkeypatch):
+    model, make_batch = build("gpt2", layers=1, dtype=torch.float64)
+    batch = make_batch(2)
+    captured = capture_model(model, batch)
+    blocks = coarsen(captured, granularity="layer" if sizes else "node")
+    own = [block.name for block in blocks.blocks]
+    head = [name for name in own if name in sizes]
+    stages = [SimpleNamespace(blocks=tuple(n for n in own if n not in head), tensor=2)]
+    stages += [SimpleNamespace(blocks=tuple(head), tensor=1)] if head else []
+    plan: Any = SimpleNamespace(stages=stages)
+    regions = regions_of_stage(blocks, captured.analysis.sharding.regions, plan, 0)
+    assert "transformer.wte.weight" not in {shard.name for region in regions for shard in region.parameters}
+    assert not sizes or regions
+    if not sizes:
+        held = {each.block: each.parameter_bytes for each in blocks.sharding}
+        assert not any(held.get(name) for name in blocks.tied["transformer.wte.weight"])
+    check_ranks(captured, regions, model, batch, 2, monkeypatch)
+
+
+def check_ranks(
+    captured: CapturedGraph,
+    regions: Sequence[ShardedRegion],
+    model: nn.Module,
+    batch: dict[str, Any],
+    degree: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compare loss and gradients of ranks that share these regions out with those of one that computes all."""
     nodes = [node.name for node in captured.op_graph.nodes]
     loss = captured.op_graph.loss
+    assert loss is not None
     whole = build_stage_function(captured, nodes, [loss])
     values = materialize_parameters(model, whole.tensors, device="cpu")
     tensors = {n: t.requires_grad_(model.get_parameter(n).requires_grad) if n in dict(model.named_parameters()) else t
@@ -68,9 +109,8 @@ def test_ranks_together_are_the_whole(name, degree, monkeypatch):
     threads, answers = Threads(degree), {}
     summed = dist.ReduceOp.SUM
     monkeypatch.setattr(TensorRanks, "sum", lambda r, t, what, op=summed: threads.sum(r.position, t, op))
-    regions = [r for r in captured.analysis.sharding.regions if r.is_divided_by(degree)]
+    regions = [r for r in regions if r.is_divided_by(degree)]
     cuts = {shard.name: shard for region in regions for shard in region.parameters}
-    assert cuts
 
     def run(position: int) -> None:
         ranks = TensorRanks(stage="all", position=position, size=degree)
@@ -162,6 +202,20 @@ def test_what_draws_is_seeded_by_its_forward_its_place_and_in_regions_by_the_ran
     assert not torch.equal(whole[0], drop(ranks[0], number, place=4, is_part=False))
     assert not torch.equal(whole[0], drop(ranks[0], torch.tensor(8), place=3, is_part=False))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_number_of_a_forward_is_told_where_its_group_takes_tensors(monkeypatch):
+    seen: list[str] = []
+    tape = Tape(0)
+    cuda = FakeCuda(tape, num_devices=2)
+    fake = FakeDistributed(cuda, 2)
+    monkeypatch.setattr(tensor_ranks, "all_reduce", lambda tensor, **given: seen.append(tensor.device.type))
+    with recorded_cuda(cuda), recorded_distributed(fake):
+        for backend in ("gloo", "nccl"):
+            group: Any = dist.new_group([0, 1], backend=backend)
+            ranks = TensorRanks(stage="all", position=1, size=2, group=group)
+            assert tensor_ranks.drawn(ranks)().device.type == "cpu"
+    assert seen == ["cpu", "meta"]  # what is recorded has no memory
 
 
 def test_a_joined_parameter_gives_each_rank_its_part_of_the_gradient(monkeypatch):

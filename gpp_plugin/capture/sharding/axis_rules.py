@@ -127,6 +127,14 @@ def same(node: fx.Node, reads: OperandReads) -> AxisCut:
     return _one(node, reads)[1]
 
 
+def feature_dropout(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """Whole features, those of the first two axes, dropped or kept: one draw for all that lies behind."""
+    _, found = _one(node, reads)
+    if found.axis > 1:
+        raise NotSharded("drops as one what is cut")
+    return found
+
+
 def view(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Axes split and joined: what is cut must be, or become, the outermost of those that are joined."""
     operand, found = _one(node, reads)
@@ -427,7 +435,8 @@ _RULES: Mapping[Any, Rule] = {
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default), permute),
     **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default), same),
     **dict.fromkeys((aten.contiguous.default, aten.alias.default, aten.detach.default), same),
-    **dict.fromkeys((aten.dropout.default, aten.feature_dropout.default), same),
+    aten.dropout.default: same,
+    aten.feature_dropout.default: feature_dropout,
     **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf), pointwise),
     aten.unsqueeze.default: unsqueeze,
     aten.squeeze.dim: squeeze,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpp_plugin.ir.analysis import ShardedRegion, Sharding, regions_in
+from gpp_plugin.ir.analysis import ShardedRegion, Sharding, regions_in, without_half_cut
 from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 from gpp_plugin.ir.plan import PipelinePlan
@@ -26,7 +26,9 @@ def block_shardings(
     Args:
         graph: its sizes are those of the result.
     """
-    owned = {block.name: found for block in blocks if (found := regions_in(regions, block.nodes))}
+    inside = [region for block in blocks for region in regions_in(regions, block.nodes)]
+    kept = without_half_cut(regions, inside)
+    owned = {block.name: found for block in blocks if (found := regions_in(kept, block.nodes))}
     sizes = _together(owned)
     return tuple(
         _sharding(graph, block, owned[block.name], sizes[block.name])
@@ -58,19 +60,17 @@ def regions_of_stage(
 ) -> tuple[ShardedRegion, ...]:
     """Return the regions that a stage's tensor ranks share out: all of a block, if its degrees have the stage's.
 
-    Not those with a parameter that a stage of another tensor size holds too: both hold it whole.
+    Not those with a parameter that others read whole, here or in a stage of another tensor size: all hold it whole.
     """
-    stage = plan.stages[index]
-    divided = {own.block for own in graph.sharding if stage.tensor in own.degrees}
-    names = divided.intersection(stage.blocks)
-    sizes = {block: own.tensor for own in plan.stages for block in own.blocks}
-    whole = {n for n, users in graph.tied.items() if any(sizes[user] != stage.tensor for user in users)}
+    # What stages of this size share out together, as they may hold the same parameter: each keeps what is its own.
+    size, nodes = plan.stages[index].tensor, {block.name: block.nodes for block in graph.blocks}
+    divided = {own.block for own in graph.sharding if size in own.degrees}
+    together = {name for stage in plan.stages if stage.tensor == size for name in stage.blocks}
+    inside = [region for name in together & divided for region in regions_in(regions, nodes[name])]
+    kept = without_half_cut(regions, inside)
+    own = divided.intersection(plan.stages[index].blocks)
     return tuple(
-        region
-        for block in graph.blocks
-        if block.name in names
-        for region in regions_in(regions, block.nodes)
-        if whole.isdisjoint(parameter.name for parameter in region.parameters)
+        region for block in graph.blocks if block.name in own for region in regions_in(kept, block.nodes)
     )
 
 

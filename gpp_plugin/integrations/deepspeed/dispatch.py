@@ -11,6 +11,7 @@ the function before gpp_plugin was imported (``from deepspeed import initialize`
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.import_hook import original_initialize
 from gpp_plugin.integrations.deepspeed.adam_build import with_usable_adam
+from gpp_plugin.integrations.deepspeed.learning_rates import optimizer_of_whole_weights
 from gpp_plugin.integrations.deepspeed.optimizer_bytes import optimizer_bytes
 from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
 from gpp_plugin.integrations.deepspeed.stage_optimizer import (
@@ -52,6 +54,7 @@ from gpp_plugin.integrations.deepspeed.stage_optimizer import (
     without_shared_memory_op,
 )
 from gpp_plugin.integrations.deepspeed.stock_training import make_stock_engine
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import STOCK
@@ -217,6 +220,12 @@ def _initialize(
     framework = DeepSpeedFramework(
         ds_config, optimizer=optimizer, lr_scheduler=_scheduler_of(given), parameter_groups=groups
     )
+    if block.tensor_parallel == "auto" and framework.of_whole_weights is not None:
+        if setting.rank == 0:
+            logger.info(
+                "tensor_parallel auto: 1, as optimizer %s needs whole weights", framework.of_whole_weights
+            )
+        block = block.model_copy(update={"tensor_parallel": 1})
     common: dict[str, Any] = {
         "ds_config": ds_config,
         "config": block,
@@ -358,6 +367,28 @@ class DeepSpeedFramework:
             "lr_scheduler": lr_scheduler,
             "parameter_groups": parameter_groups,
         }
+
+    @functools.cached_property
+    def of_whole_weights(self) -> str | None:
+        """Return the name of an optimizer that cannot step parts of weights; None of one that can."""
+        options = self.optimizer_options
+        return optimizer_of_whole_weights(
+            options["optimizer"], self._ds_config.get("optimizer"), options["parameter_groups"]
+        )
+
+    def check_shared_out(self, plan: PipelinePlan) -> None:
+        """Refuse a plan whose tensor ranks would step parts of weights otherwise than the whole.
+
+        Raises:
+            ConfigError: names the optimizer and a stage.
+        """
+        shared_out = [stage for stage in plan.stages if stage.tensor > 1]
+        if shared_out and self.of_whole_weights is not None:
+            raise ConfigError(
+                f"optimizer {self.of_whole_weights} steps a weight by norms or factors of the whole of it, and the "
+                f"{shared_out[0].tensor} tensor ranks of stage {shared_out[0].name!r} would step parts by themselves; "
+                f"set {BLOCK}.tensor_parallel to 1 (and plan again), or use AdamW"
+            )
 
     def make_optimizer(self, module: nn.Module, replica: StageReplica) -> DeepSpeedOptimizer:
         """Return a stage's optimizer, with a stock engine behind it where the stage trains anything."""

@@ -29,6 +29,8 @@ SchedulerFactory = Callable[[Optimizer], Any]
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _SCHEDULED_KEYS = ("lr", "momentum", "betas")
 _DEEPSPEED_NAMES = ("Adam", "AdamW", "Lamb", "Lion", "Adagrad")
+_OF_WHOLE_WEIGHTS = ("lamb", "lars", "adafactor", "muon", "shampoo", "novograd")
+"""In names of optimizers whose step of an element depends on others of its weight: by norms, or by rows and columns."""
 _MIRROR_CLASSES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Adam", "lion": "Adam", "adagrad": "Adagrad"}
 
 
@@ -225,6 +227,26 @@ class LossScale:
         """Restore what `state_dict` returned."""
         if self._scaler.dynamic:
             vars(self._scaler).update(state)
+
+
+def optimizer_of_whole_weights(
+    optimizer: OptimizerFactory | None,
+    block: Mapping[str, Any] | None,
+    groups: Sequence[Mapping[str, Any]] | None,
+) -> str | None:
+    """Return the name of an optimizer that steps a part of a weight otherwise than the whole; None of any other.
+
+    Args:
+        optimizer, block, groups: as of `LearningRates` and `StageParameterGroups`.
+    """
+    # LAMB scales the step of a weight by the weight's norm: a tensor rank would take that of its own rows.
+    if optimizer is None:
+        names = [str((block or {}).get("type", ""))]
+    else:
+        mirror = _mirror_optimizer(StageParameterGroups({}, groups), optimizer, block)
+        names = [kind.__name__ for kind in type(mirror).__mro__]
+    is_found = any(known in name.lower() for known in _OF_WHOLE_WEIGHTS for name in names)
+    return names[0] if is_found else None
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -189,7 +189,10 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             "managed_gradient_accumulation: false is not supported: train_batch ends every step"
         )
     if int(_block(config, "tensor_parallel").get("autotp_size", 0) or 0) > 1:
-        raise ConfigError("tensor_parallel.autotp_size: captured stages are not tensor-parallel; use 1")
+        raise ConfigError(
+            "tensor_parallel.autotp_size: stages are shared out among ranks by graph_pipeline.tensor_parallel; set "
+            "that, and remove this or set it to 1"
+        )
     held = _block(_block(config, "zero_optimization"), "offload_param").get("device", "none")
     if str(held) != "none":
         raise ConfigError(

@@ -259,7 +259,7 @@ class DeepSpeedOptimizer:
             self._masters.publish_to(parts)
 
     def master(self, name: str) -> Tensor:
-        """Return an fp32 copy of a trained parameter's master; collective over the stage's ranks under ZeRO 1 and 2."""
+        """Return an fp32 copy of a trained parameter's master; collective over the stage's ranks from ZeRO 1 on."""
         assert self._masters is not None, f"{name} is trained"
         return self._masters.full(name)
 
@@ -278,7 +278,7 @@ class DeepSpeedOptimizer:
         return [*stepped, *state]
 
     def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
-        """Return optimizer state and masters by parameter, this rank's part under ZeRO 1 and 2."""
+        """Return optimizer state and masters by parameter, this rank's part from ZeRO 1 on."""
         return self._trained_masters.pieces(foreign, group_numbers=self._rates.local_groups)
 
     def spans(self) -> dict[str, list[tuple[int, int]]]:

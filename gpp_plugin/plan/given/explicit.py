@@ -14,6 +14,7 @@ from gpp_plugin.plan.batch_rules import BatchRules, batch_rules, coupled_blocks,
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
+from gpp_plugin.plan.given.fixed_stages import GIVEN
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan, stage_edges
 from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees
@@ -117,6 +118,14 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             raise PlanError(
                 f"plan: stage {stage.name!r} needs {refused[0]}, which this run does not do; plan again without"
             )
+    shared_out = [stage for stage in plan.stages if stage.tensor > 1]
+    if (
+        shared_out and not request.graph.sharding and plan.planner != GIVEN
+    ):  # a user's modules know their sizes
+        raise PlanError(
+            f"plan: stage {shared_out[0].name!r} has a tensor size of {shared_out[0].tensor} and nothing of model "
+            f"{request.graph.model!r} can be divided among tensor ranks; plan again with tensor_parallel 1"
+        )
     validate_for(plan, request)
     return plan
 

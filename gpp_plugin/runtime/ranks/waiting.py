@@ -247,7 +247,7 @@ def gather_bytes(
         CommTimeout: as `wait_for`.
     """
     # How long each one is, then all of them, each as long as the longest; nobody is through the first before all came.
-    device = _device_of(group)
+    device = device_of(group)
     sizes = _sizes(len(own), group, **wait)
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
     if own:
@@ -265,7 +265,7 @@ def gather_bytes(
     return [part[:size].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
-def _device_of(group: dist.ProcessGroup) -> str:
+def device_of(group: dist.ProcessGroup) -> str:
     """Return where a group's tensors must be: of NCCL's on the device."""
     return "cpu" if "gloo" in str(dist.get_backend(group)) else "cuda"
 
@@ -280,7 +280,7 @@ def gather_objects(value: Any, *, group: dist.ProcessGroup, **wait: Any) -> list
 def tell_bytes(own: bytes, *, source: int, group: dist.ProcessGroup, **wait: Any) -> bytes:
     """Return, on every rank, what the rank ``source`` of the job has; arguments as of `gather_bytes`."""
     is_source = dist.get_rank() == source
-    device = _device_of(group)
+    device = device_of(group)
     sizes = _sizes(len(own) if is_source else 0, group, **wait)
     body = torch.empty(sizes[dist.get_group_rank(group, source)], dtype=torch.uint8)
     if is_source and own:
@@ -292,7 +292,7 @@ def tell_bytes(own: bytes, *, source: int, group: dist.ProcessGroup, **wait: Any
 
 
 def _sizes(own: int, group: dist.ProcessGroup, **wait: Any) -> list[int]:
-    device = _device_of(group)
+    device = device_of(group)
     found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     told = torch.tensor([own], dtype=torch.int64, device=device)
     work = dist.all_gather(found, told, group=group, async_op=True)

@@ -29,7 +29,7 @@ from gpp_plugin.capture.layout.layouts import is_random
 from gpp_plugin.capture.sharding.axis_rules import argument
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.ir.analysis import ShardedRegion, TensorShard
+from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, without_half_cut
 from gpp_plugin.ir.op_graph import OpNode
 from gpp_plugin.runtime.tensor_parallel.tensor_ranks import (
     TensorRanks,
@@ -83,7 +83,8 @@ def shard_graph(
     """
     if ranks.parts is not None:
         held = ranks.parts
-        regions = [r for r in regions if all(held.get(shard.name) == shard for shard in r.parameters)]
+        fit = [r for r in regions if all(held.get(shard.name) == shard for shard in r.parameters)]
+        regions = without_half_cut(regions, fit)
     writer = _Writer(captured, regions, ranks, frozenset(own))
     graph = writer.write()
     op_graph = dataclasses.replace(captured.op_graph, nodes=(*captured.op_graph.nodes, *writer.added_nodes()))

@@ -27,7 +27,7 @@ from torch import Tensor
 from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
-from gpp_plugin.runtime.ranks.waiting import all_reduce, finish
+from gpp_plugin.runtime.ranks.waiting import all_reduce, device_of, finish
 
 RESULT, GRADIENT = "the result of a region", "the gradient of what a region reads"
 """What is summed."""
@@ -190,9 +190,10 @@ def drawn(ranks: TensorRanks) -> TensorOperator:
         number = torch.empty((), dtype=torch.int64).random_(_SEEDS)
         if ranks.position > 0:
             number.zero_()
-        assert ranks.group is not None, "the groups of a job are made before it runs"
+        assert isinstance(ranks.group, dist.ProcessGroup), "the groups of a job are made before it runs"
+        number = number.to(device_of(ranks.group))
         all_reduce(number, group=ranks.group, what=f"the seed of a forward of stage {ranks.stage!r}")
-        return number
+        return number.cpu()
 
     return TensorOperator("tensor_drawn", draw, is_random=True)
 

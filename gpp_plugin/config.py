@@ -433,6 +433,11 @@ def _with_compile(config: GraphPipelineConfig) -> GraphPipelineConfig:
         "lengths": ("given", config.lengths is not None, "what is compiled is for one length"),
         "units": (config.units, config.units is not None, "each shape of a unit would be compiled"),
         "locate_nan": (True, config.locate_nan, "operators of compiled code are out of sight"),
+        "tensor_parallel": (
+            config.tensor_parallel,
+            _asks_for_tensor_ranks(config.tensor_parallel),
+            "what tensor ranks share out is not compiled",
+        ),
         "granularity": ("node", config.granularity == "node", "compiling single operators gains nothing"),
     }
     for key, (value, is_wrong, reason) in refused.items():
@@ -443,6 +448,11 @@ def _with_compile(config: GraphPipelineConfig) -> GraphPipelineConfig:
             )
     alone = memory.model_copy(update={"recompute": "off", "swap": "off"})
     return config.model_copy(update={"memory": alone, "slicing": "off"})
+
+
+def _asks_for_tensor_ranks(asked: str | int | Mapping[str, int]) -> bool:
+    sizes = asked.values() if isinstance(asked, Mapping) else (asked,)
+    return any(size != 1 for size in sizes)
 
 
 def _check_lengths(lengths: LengthsConfig) -> None:

@@ -467,6 +467,12 @@ def test_compile_is_kept_and_leaves_tasks_whole(asked):
         ({"lengths": {"max": 8}}, 'lengths "given": what is compiled is for one length'),
         ({"units": 4}, "units 4: each shape of a unit would be compiled"),
         ({"locate_nan": True}, "locate_nan true: operators of compiled code are out of sight"),
+        ({"tensor_parallel": "auto"}, 'tensor_parallel "auto": what tensor ranks share out is not compiled'),
+        ({"tensor_parallel": 2}, "tensor_parallel 2: what tensor ranks share out is not compiled"),
+        (
+            {"tensor_parallel": {"vision": 2}},
+            'tensor_parallel {"vision": 2}: what tensor ranks share out is not compiled',
+        ),
         ({"granularity": "node"}, 'granularity "node": compiling single operators gains nothing'),
     ],
 )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from gpp_benchmarks._attention_models import Size, build_family
 from gpp_benchmarks._backend_ranks import MINI_BATCH, train, train_alone
+from gpp_plugin.compare.loss_difference import error_or_inf
 from gpp_plugin.launch import emit_event, end_rank
 
 WAYS: dict[str, Any] = {"torch": False, "compiled": True, "auto": "auto"}
@@ -41,13 +43,16 @@ def main() -> None:
         for way in settings["ways"]:
             block = {"compile": WAYS[way], "profile_dir": settings["folder"], "comm_timeout_s": 300}
             block |= {"stages": settings["stages"]} if settings["stages"] else {}
-            found, _ = train(
+            found, plan = train(
                 copy.deepcopy(model), batches, block, settling=settings["settling"], keeps_gradients=True
             )
             rank = found.pop("rank")
             error, name = _worst(found.pop("gradients"), right)
             if rank == 0:
-                emit_event(way=way, turn=number, gradient_error=error, worst=name, **found)
+                compiled = sum(len(stage.compiled) for stage in plan.stages)
+                emit_event(
+                    way=way, turn=number, gradient_error=error, worst=name, num_compiled=compiled, **found
+                )
     if rank == 0:
         emit_event(way="eager", losses=losses)
     end_rank()
@@ -55,15 +60,27 @@ def main() -> None:
 
 def _worst(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return the largest error of a gradient of any rank by its norm, and which parameter's it is; collective."""
-    least = LEAST_SCALE * max(float(gradient.norm()) for gradient in right.values())
-    errors = [
-        (float((gradient - right[name]).norm()) / max(float(right[name].norm()), least), name)
-        for name, gradient in own.items()
-    ]
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, max(errors, default=(0.0, "")))
-    found: tuple[float, str] = max(of_ranks)
-    return found
+    dist.all_gather_object(of_ranks, gradient_errors(own, right))
+    return worst_of(of_ranks, right)
+
+
+def gradient_errors(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the error of each gradient by its norm; inf for what is no number, or is not to be there."""
+    least = LEAST_SCALE * max(float(gradient.norm()) for gradient in right.values())
+    return {
+        name: error_or_inf(float((gradient - right[name]).norm()) / max(float(right[name].norm()), least))
+        if name in right
+        else math.inf
+        for name, gradient in own.items()
+    }
+
+
+def worst_of(of_ranks: Sequence[Mapping[str, float]], names: Iterable[str]) -> tuple[float, str]:
+    """Return the largest error of all ranks, and whose it is; inf for a name that no rank has a gradient of."""
+    found = [(error, name) for errors in of_ranks for name, error in errors.items()]
+    there = {name for _, name in found}
+    return max([*found, *((math.inf, name) for name in names if name not in there)])
 
 
 if __name__ == "__main__":

@@ -107,17 +107,17 @@ class CompiledStage:
         if self._is_refused:
             return None
         if id(module) not in self._cuts:
+            if len(self._cuts) >= MOST_VERSIONS:  # and nothing is kept of further ones
+                self.leave(
+                    f"further shapes run on torch's operators: {MOST_VERSIONS} are compiled; pad to a few lengths"
+                )
+                return None
             self._cuts[id(module)] = module, self._cut(module, blocks)
         return self._cuts[id(module)][1]
 
     def _cut(
         self, module: fx.GraphModule, blocks: Mapping[str, Sequence[str]]
     ) -> Callable[..., tuple[Tensor, ...]] | None:
-        if len(self._cuts) >= MOST_VERSIONS:
-            self.leave(
-                f"further shapes run on torch's operators: {MOST_VERSIONS} are compiled; pad to a few lengths"
-            )
-            return None
         try:
             cut = CutCode(module, blocks, self._compiler)
         except BackendRefused as error:
@@ -198,6 +198,8 @@ def compare_results(own: Results, right: Results) -> float:
     Raises:
         BackendRefused: says which.
     """
+    if any(bool(tensor.isnan().any()) for tensor in (*right[0], *right[1])):
+        raise BackendRefused("torch's own results are not numbers, so nothing is compared")
     worst = compare_outputs(own[0], right[0])
     # the gradient of a key's bias is rounding around zero: of less than this of the largest nothing can be said
     least = LEAST_SCALE * max((float(gradient.norm()) for gradient in right[1]), default=0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ def compile_stages(
     lane: RankLane,
     batch: Batch,
     *,
+    whole: AbstractContextManager[None],
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
@@ -107,6 +109,7 @@ def compile_stages(
     Args:
         lane: this rank's, bound.
         batch: the sample batch.
+        whole: entered where anything is compiled, by all ranks: holds the weights that ranks keep in parts.
     """
     # Stages 0 and 1 on ranks 0 and 1: both compile at the same time, rank 0 finds its blocks on disk, rank 1 those that
     # are like rank 0's. A stage that turns out wrong stays on torch on its own rank alone: plans and programs are the
@@ -132,7 +135,8 @@ def compile_stages(
             try_code(call, weights, tensors)
 
     if any(stage.compiled for stage in plan.stages):
-        with step("compile"):
+        # a weight between mini-batches has another stride, and no numbers to compare
+        with step("compile"), whole:
             exchange(compile_own, what="compiling stages", group=group)
     compiled.start()
 

@@ -356,12 +356,14 @@ class GraphPipelineEngine(PipelineSurface):
             [stage.weights for stage in stages.stages],
         )
         self._choose_backends(sample_batch)
-        # compiled for weights as tasks read them: those that ranks hold in parts have neither values nor strides here
-        is_compiled = any(stage.compiled for stage in plan.stages)
-        with stages.gathered() if is_compiled else contextlib.nullcontext():
-            compile_stages(
-                self._backends.compiled, self._lane, sample_batch, group=setting.group, device=setting.device
-            )
+        compile_stages(
+            self._backends.compiled,
+            self._lane,
+            sample_batch,
+            whole=stages.gathered(),
+            group=setting.group,
+            device=setting.device,
+        )
         self._evaluator = Evaluator(
             source=self._source,
             setting=setting,
@@ -455,6 +457,7 @@ class GraphPipelineEngine(PipelineSurface):
         start = time.perf_counter()
         self._runner.refuse_after_failure()
         self.rank_engine.require_optimizer()
+        self.rank_engine.refuse_while_gathered()
         batch = self._data.next(data_iter, step=self.global_steps + 1)
         self._memory.check(batch)
         following = self._data.peek(data_iter) if self._steps.looks_ahead else None
@@ -558,6 +561,7 @@ class GraphPipelineEngine(PipelineSurface):
             several were asked for; of units a list of tensors in place of each); with ``compute_loss=False`` the
             outputs.
         """
+        self.rank_engine.refuse_while_gathered()
         self._steps.drain()
         # The other arguments of DeepSpeed's have one value that means something here.
         if reduce_output not in ("avg", None) or num_micro_batches is not None or not bcast_loss:

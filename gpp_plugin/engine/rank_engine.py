@@ -13,8 +13,9 @@ Tests: tests/integrations/test_shared_ranks.py
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -73,6 +74,7 @@ class RankEngine:
         self._tied = tuple(tied)
         self._counters = StepCounters()
         self.whole_bytes = GatheredBytes()
+        self._readers = 0
         made: list[StageEngine] = []
 
         def build() -> None:
@@ -233,9 +235,28 @@ class RankEngine:
         """Let programs gather and free the stages' parameters while the context lasts."""
         return attached(self.weights)
 
-    def gathered(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
         """Hold the parameters of all stages whole while the context lasts; collective over all ranks."""
-        return gathered(self.weights)
+        self._readers += 1
+        try:
+            with gathered(self.weights):
+                yield
+        finally:
+            self._readers -= 1
+
+    def refuse_while_gathered(self) -> None:
+        """Refuse a mini-batch within `gathered`, on all ranks alike: also on those that hold all their weights.
+
+        Raises:
+            ConfigError: parameters of some rank are gathered for somebody else.
+        """
+        is_in_parts = any(stage.config.zero_stage >= 3 for stage in self.stages)
+        if self._readers and is_in_parts and any(stage.degree > 1 for stage in self.plan.stages):
+            raise ConfigError(
+                "a mini-batch within engine.gathered_parameters(): leave it before the next train_batch() or "
+                "eval_batch()"
+            )
 
     # ---- what users are told -------------------------------------------------------------------------------
 

@@ -126,6 +126,8 @@ class _Sharded:
     @torch.no_grad()
     def free(self) -> None:
         storage = self._whole.untyped_storage()
+        if not storage.nbytes():  # another buffer of the stage failed on its way
+            return
         if not storage.resizable():
             raise RuntimeFailure(
                 "a stage's weights cannot be let go of behind its task: the model calls numpy() of a parameter in its "
@@ -224,12 +226,14 @@ class ShardedWeights:
 
     def detach(self) -> None:
         """Let go of what is gathered, and let the parameters have shapes alone."""
-        if self.is_whole:  # a mini-batch failed on its way
-            self._free()
-            self._count.now = 0
-        for flat in self._flats:
-            for parameter, view in flat.views:
-                parameter.data = flat.placeholder.expand(view.shape)
+        try:
+            if self.is_whole:  # a mini-batch failed on its way
+                self._count.now = 0
+                self._free()
+        finally:
+            for flat in self._flats:
+                for parameter, view in flat.views:
+                    parameter.data = flat.placeholder.expand(view.shape)
 
     def begin_reading(self) -> None:
         """Let the parameters have their values, outside of programs; collective over the stage's ranks."""
@@ -251,8 +255,12 @@ class ShardedWeights:
         self.detach()
 
     def _gather(self) -> None:
-        for flat in self._flats:
-            flat.gather()
+        try:
+            for flat in self._flats:
+                flat.gather()
+        except BaseException:
+            self._free()  # those before the one that failed
+            raise
         self.is_whole = True
 
     def _free(self) -> None:
@@ -266,19 +274,32 @@ def attached(weights: Sequence[ShardedWeights]) -> Iterator[None]:
     """Let programs gather and free these weights while the context lasts.
 
     Raises:
-        ConfigError: they are gathered for somebody else.
+        RuntimeFailure: weights of a stage cannot be let go of, and nothing else has failed; all others are.
     """
-    if any(of_stage.is_read for of_stage in weights):
-        raise ConfigError(
-            "a mini-batch within engine.gathered_parameters(): leave it before the next train_batch() or eval_batch()"
-        )
+    assert not any(of_stage.is_read for of_stage in weights), (
+        "an engine refuses mini-batches while weights are read"
+    )
     try:
         for of_stage in weights:
             of_stage.attach()
         yield
-    finally:
-        for of_stage in weights:
+    except BaseException:
+        _detach_all(weights)  # what failed first says more than what failed because of it
+        raise
+    errors = _detach_all(weights)
+    if errors:
+        raise errors[0]
+
+
+def _detach_all(weights: Sequence[ShardedWeights]) -> list[RuntimeFailure]:
+    """Detach all stages, and return what some of them could not let go of."""
+    errors = []
+    for of_stage in weights:
+        try:
             of_stage.detach()
+        except RuntimeFailure as error:
+            errors.append(error)
+    return errors
 
 
 @contextlib.contextmanager

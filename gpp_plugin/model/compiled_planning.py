@@ -34,7 +34,7 @@ from gpp_plugin.errors import BackendRefused, ConfigError, PlanError, first_line
 from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.backend_costs import CompiledCost
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.profile.block_code import BlockCode
 from gpp_plugin.profile.block_survey import BlockSurvey
@@ -87,26 +87,29 @@ class CompiledBlocks:
         """Return a plan whose stages say which of their blocks are compiled.
 
         Raises:
-            PlanError: a stage with compiled blocks cuts its forwards or backwards.
+            PlanError: a stage with compiled blocks cuts its forwards or backwards, or is on tensor ranks.
         """
         stages = []
         for stage in plan.stages:
             compiled = tuple(block for block in stage.blocks if block in self.taken)
             if compiled:
-                _check_stage(
-                    stage.name, stage.schedule, cuts=stage.memory is not None or stage.num_sliced > 0
-                )
+                _check_stage(stage)
             stages.append(dataclasses.replace(stage, compiled=compiled))
         return dataclasses.replace(plan, stages=tuple(stages), notes=(*plan.notes, *self.lines()))
 
 
-def _check_stage(name: str, schedule: str, *, cuts: bool) -> None:
-    splits = find_schedule(schedule).splits_backward
-    if splits or cuts:
-        what = f"schedule {schedule!r} makes its backwards in two parts" if splits else ""
+def _check_stage(stage: Stage) -> None:
+    reasons = {
+        f"schedule {stage.schedule!r} makes its backwards in two parts": find_schedule(
+            stage.schedule
+        ).splits_backward,
+        "it swaps, recomputes or slices forwards": stage.memory is not None or stage.num_sliced > 0,
+        f"{stage.tensor} tensor ranks share it out": stage.tensor > 1,
+    }
+    what = next((reason for reason, holds in reasons.items() if holds), "")
+    if what:
         raise PlanError(
-            f"stage {name!r}: its blocks are compiled, and {what or 'it swaps, recomputes or slices forwards'}; plan "
-            'again, or set "compile" to false'
+            f'stage {stage.name!r}: its blocks are compiled, and {what}; plan again, or set "compile" to false'
         )
 
 

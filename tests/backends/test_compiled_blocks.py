@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,13 @@ import torch
 from torch import Tensor, fx
 
 from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode, compile_with_inductor
-from gpp_plugin.backends.compiled_stage import CompiledStages, compare_results, run_both, try_code
+from gpp_plugin.backends.compiled_stage import (
+    MOST_VERSIONS,
+    CompiledStages,
+    compare_results,
+    run_both,
+    try_code,
+)
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
@@ -158,6 +165,22 @@ def test_a_shape_that_is_new_in_training_is_said_and_code_for_all_lengths_is_lef
     )
 
 
+def test_of_shapes_beyond_the_limit_nothing_is_kept() -> None:
+    whole = Whole("gpt2")
+    stage = whole.code(stages_with(compile_plainly)).stage
+    assert whole.function.module is not None
+    modules = [copy.deepcopy(whole.function.module) for _ in range(MOST_VERSIONS + 2)]
+    found = [stage.forward_of(module, {}) is not None for module in modules]
+    assert found == [True] * MOST_VERSIONS + [False] * 2
+    assert len(stage._cuts) == MOST_VERSIONS
+
+
+def test_results_that_are_no_numbers_are_not_compared() -> None:
+    nothing = torch.full((2,), float("nan"))
+    with pytest.raises(BackendRefused, match="torch's own results are not numbers"):
+        compare_results(((nothing,), ()), ((nothing,), ()))
+
+
 def test_a_block_that_reads_what_is_made_of_itself_is_refused() -> None:
     graph = fx.Graph()
     given = graph.placeholder("given")
@@ -258,9 +281,14 @@ def test_inductor_is_what_compiles_unless_asked_otherwise(monkeypatch: pytest.Mo
 def test_the_function_of_a_stage_is_kept() -> None:
     whole = Whole("gpt2")
     assert isinstance(whole.code(CompiledStages()).function, StageFunction)
+    stage: Any = {"name": "a", "blocks": ("b",), "micro_batch_size": 4, "in_flight": 1}
     with pytest.raises(
         PlanError, match="stage 'a': its blocks are compiled, and schedule 'zero_bubble' makes"
     ):
         from gpp_plugin.model.compiled_planning import _check_stage
 
-        _check_stage("a", "zero_bubble", cuts=False)
+        _check_stage(Stage(**stage, ranks=(0,), schedule="zero_bubble"))
+    with pytest.raises(
+        PlanError, match="stage 'a': its blocks are compiled, and 2 tensor ranks share it out; plan"
+    ):
+        _check_stage(Stage(**stage, ranks=(0, 1), tensor=2))

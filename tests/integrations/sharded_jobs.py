@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
+from gpp_plugin.backends import compiled_blocks
 from gpp_plugin.ir.program import InstructionKind
 from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
 from tests.models import build
@@ -68,11 +71,25 @@ def train(case: str, zero: int, more: dict[str, Any]) -> dict[str, Any]:
         "evaluated": [float(engine.eval_batch(iter([make_batch(n, n)]))) for n in (B, 5)],
         "memory": engine.memory_report().ranks[engine.global_rank],
         "state": engine.module_state_dict(),
+        "compiled": [stage.compiled for stage in engine.plan.stages],
+        "num_compiled": engine._backends.compiled.compiler.num_compiled,
         "gathers": [i.stage for i in engine._lane._program.instructions if i.kind is InstructionKind.GATHER],
         "stages": [stage.stage for stage in stages],
     }
     engine.destroy()
     return answer
+
+
+def train_compiled(case: str, compiler: Callable[..., Any], folder: str) -> dict[str, Any]:
+    """Train a case under ZeRO 3 with all its blocks compiled."""
+    more = {"compile": True, "slicing": "off", "profile_dir": folder}
+    name, stages, given = PLACED[case]
+    placed = {case: (name, stages, {**given, "block": {**given.get("block", {}), **more}})}
+    with (
+        mock.patch.dict(PLACED, placed),
+        mock.patch.object(compiled_blocks, "compile_with_inductor", compiler),
+    ):
+        return train(case, 3, {})
 
 
 def overflow(zero: int) -> dict[str, Any]:
@@ -107,13 +124,13 @@ def use_weights(directory: str) -> dict[str, Any]:
         engine.save_pretrained(f"{directory}/export{zero}")
         tokens = engine.generate(batch["input_ids"][:2, :4], max_new_tokens=4, do_sample=False)
         with engine.gathered_parameters():
-            refusal = _refusal_of(engine, batch) if zero == 3 else ""
+            refusals = _refusals_of(engine, [make_batch(n, n) for n in (B, 5)]) if zero == 3 else []
             for parameter in engine.parameters():
                 parameter.data.mul_(0.5)
         engine.load_module_state_dict(engine.module_state_dict())  # masters of what was written
         answers[str(zero)] = {
             "tokens": tokens,
-            "refusal": refusal,
+            "refusals": refusals,
             "losses": steps(engine, [batch, batch]),
             "whole": engine.gather_state_dict(),
         }
@@ -121,14 +138,21 @@ def use_weights(directory: str) -> dict[str, Any]:
     return answers
 
 
-def _refusal_of(engine: Any, batch: dict[str, Any]) -> str:
+def _refusals_of(engine: Any, batches: list[dict[str, Any]]) -> list[str]:
+    """Return what is said of training on the first and evaluating each, none of which may be taken."""
     from gpp_plugin.errors import ConfigError
 
-    try:
-        steps(engine, [batch])
-    except ConfigError as error:
-        return str(error)
-    return ""
+    calls = [(engine.train_batch, batches[0]), *((engine.eval_batch, batch) for batch in batches)]
+    said = []
+    for call, batch in calls:
+        left = iter([batch])
+        try:
+            call(left)
+        except ConfigError as error:
+            said.append(str(error) if next(left, None) is batch else "the batch is gone")
+        else:
+            said.append("")
+    return said
 
 
 def refusals() -> dict[str, str]:

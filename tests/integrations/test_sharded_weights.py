@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from gpp_plugin.engine import sharded_weights
+from gpp_plugin.errors import CommTimeout, RuntimeFailure
+from tests.compilers import compile_plainly
 from tests.integrations import sharded_jobs as jobs
 from tests.integrations.engine_jobs import B, U
 from tests.models import build
@@ -20,7 +24,18 @@ CASES = [(case, max(max(stage["ranks"]) for stage in jobs.PLACED[case][1]) + 1) 
 
 @pytest.mark.parametrize(("case", "num_ranks"), CASES)
 def test_training_equals_one_process(case: str, num_ranks: int) -> None:
-    answers = run_kept_ranks(jobs.train, num_ranks, case, 3, {})
+    check_training(case, run_kept_ranks(jobs.train, num_ranks, case, 3, {}))
+
+
+def test_compiled_training_equals_one_process(tmp_path: Path) -> None:
+    case = "gpt2, two stages on both ranks"
+    answers = run_kept_ranks(jobs.train_compiled, 2, case, compile_plainly, str(tmp_path))
+    check_training(case, answers)
+    assert all(all(answer["compiled"]) and answer["num_compiled"] for answer in answers)
+
+
+def check_training(case: str, answers: list[dict[str, Any]]) -> None:
+    """Hold losses, gradients and memory of three steps against one process and the plan."""
     model, make_batch = build(jobs.PLACED[case][0])
     batches = [make_batch(B, seed) for seed in range(3)]
     reference = train_reference(model, batches, unit=U)
@@ -82,7 +97,7 @@ def test_weights_are_there_for_whoever_needs_them(tmp_path: Path) -> None:
         two, three = answer["2"], answer["3"]
         assert torch.equal(two["tokens"], three["tokens"])
         assert two["losses"] == three["losses"]
-        assert "leave it before" in three["refusal"]
+        assert len(three["refusals"]) == 3 and all("leave it before" in said for said in three["refusals"])
     two, three = answers[0]["2"]["whole"], answers[0]["3"]["whole"]
     assert two.keys() == three.keys() and all(torch.equal(two[name], three[name]) for name in two)
     model, _ = build("gpt2")
@@ -97,3 +112,57 @@ def test_what_cannot_be_done_is_said() -> None:
         assert "offload_param.device: 'cpu' is not supported" in said["offload"]
         assert "deepspeed.zero.Init" in said["in parts"]
         assert all("\n" not in line for line in said.values())
+
+
+def weights_without_ranks(monkeypatch: pytest.MonkeyPatch, gathers: Any) -> tuple[nn.Module, Any]:
+    """Return a module of two types, so of two flat buffers, and its weights on the one rank of its stage."""
+    monkeypatch.setattr(sharded_weights, "all_gather", gathers)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    count = sharded_weights.GatheredBytes()
+    given: dict[str, Any] = {"group": None, "position": 0, "degree": 1, "count": count}
+    return module, sharded_weights.ShardedWeights(module.parameters(), [], **given)
+
+
+def copy_part(whole: torch.Tensor, part: torch.Tensor, **_: Any) -> None:
+    whole.copy_(part)
+
+
+def sizes(weights: Any) -> list[tuple[int, int]]:
+    """Return the bytes of each flat buffer and of its part."""
+    held = [tensor.untyped_storage().nbytes() for tensor in weights.tensors]
+    return list(zip(held[::2], held[1::2], strict=True))
+
+
+def test_a_gather_that_breaks_off_leaves_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fail_second(whole: torch.Tensor, part: torch.Tensor, **_: Any) -> None:
+        calls.append(whole)
+        if len(calls) == 2:
+            raise CommTimeout("the gather of a stage's parameters")
+        copy_part(whole, part)
+
+    module, weights = weights_without_ranks(monkeypatch, fail_second)
+    parts = sizes(weights)
+    with pytest.raises(CommTimeout), sharded_weights.attached([weights]):
+        weights.gather()
+    assert sizes(weights) == parts == [(0, 24), (0, 48)]
+    with sharded_weights.gathered([weights]):
+        assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_what_failed_first_is_said_and_all_stages_are_detached(monkeypatch: pytest.MonkeyPatch) -> None:
+    (held, first), (other, second) = (weights_without_ranks(monkeypatch, copy_part) for _ in range(2))
+    with pytest.raises(ZeroDivisionError), sharded_weights.attached([first, second]):
+        first.gather()
+        second.gather()
+        array = held[1].weight.detach().numpy()
+        raise ZeroDivisionError
+    assert sizes(second) == [(0, 24), (0, 48)] and len(array) == 2
+    assert all(parameter.isnan().all() for module in (held, other) for parameter in module.parameters())
+    with (
+        pytest.raises(RuntimeFailure, match="numpy"),
+        sharded_weights.attached([second]),
+    ):
+        second.gather()
+        array = other[0].weight.detach().numpy()

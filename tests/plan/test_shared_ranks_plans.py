@@ -195,7 +195,9 @@ def test_a_budget_spent_on_starts_leaves_a_plan(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_spent_budget_is_not_told_as_missing_memory(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(share_ranks_module, "BUDGET", 0)
-    with pytest.raises(PlanInfeasible, match="not all of .* were searched, for want of time: 0 simulated tasks"):
+    with pytest.raises(
+        PlanInfeasible, match="not all of .* were searched, for want of time: 0 simulated tasks"
+    ):
         shared(interleaved(2, blocks=4))
 
 

@@ -183,9 +183,7 @@ def _may_be_sizes(tensor: Tensor) -> bool:
     return is_whole and not tensor.is_meta and tensor.numel() <= _VALUES_KEPT
 
 
-def _describe(
-    values: Any, key: list[Any], state: list[Any], caches: list[Any], plain: list[Tensor]
-) -> None:
+def _describe(values: Any, key: list[Any], state: list[Any], caches: list[Any], plain: list[Tensor]) -> None:
     """Add to a call's key, state, caches and ordinary tensors what its arguments say."""
     if isinstance(values, StageTensor):
         key.append(_Shape(tuple(values.shape), values.dtype))

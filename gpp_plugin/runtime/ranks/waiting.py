@@ -183,7 +183,9 @@ class _MessageWatch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._going_on: set[_Waiting] = set()  # several: micro-batches of a generation wait in threads of their own
+        self._going_on: set[_Waiting] = (
+            set()
+        )  # several: micro-batches of a generation wait in threads of their own
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager

@@ -174,7 +174,9 @@ def test_parts_of_a_graph_are_captured_once_for_all_lengths(monkeypatch: pytest.
     blocks = [block.name for block in reference.block_graph.blocks]
     (made,) = views["first"].outputs
     stages = tuple(
-        SimpleNamespace(name=name, blocks=tuple(b for b in blocks if b.startswith(name)), memory=None)
+        SimpleNamespace(
+            name=name, blocks=tuple(b for b in blocks if b.startswith(name)), memory=None, tensor=1
+        )
         for name in views
     )
     plan: Any = SimpleNamespace(edges=(_edge(made),), stages=stages)

@@ -95,7 +95,7 @@ def _some_samples(dataset: Any) -> list[Any]:
     if isinstance(dataset, IterableDataset):
         return first_items(dataset, TRIED_SAMPLES)
     count = len(dataset)
-    return [dataset[index] for index in range(0, count, max(count // TRIED_SAMPLES, 1))][:TRIED_SAMPLES]
+    return [dataset[index] for index in range(0, count, max(count // TRIED_SAMPLES, 1))[:TRIED_SAMPLES]]
 
 
 class StreamLoader:

@@ -7,9 +7,9 @@ them and nothing that would hold a rank back. Gradients in fp64 must equal those
 norm of each tensor, in fp32 to 1e-5, or, where that is more, to four times what one process in fp32 is off itself in
 fp64 in the same tensor: some draws take differences of large numbers, which fp32 knows to fewer digits however they are
 added up. A share of draws runs once more with a random delay of 0 to 50 ms before every task and must give the same
-bits. As many draws again put several stages on a rank (--shared): round and round, or anywhere. Of both kinds some are in mode async,
-against PipeDream's rule in one process, and some run a frozen branch a mini-batch ahead. More draws go through the
-validator only, without processes.
+bits. As many draws again put several stages on a rank (--shared): round and round, or anywhere. Of both kinds some are
+in mode async, against PipeDream's rule in one process, and some run a frozen branch a mini-batch ahead. More draws go
+through the validator only, without processes.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class GraphPipelineTrainer(Trainer):
         count = self.args.per_device_train_batch_size
         sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
         counts_tokens = _divides_by_items(self.model) and "labels" in sample
-        told = {
+        told: dict[str, Any] = {
             "mini_batch": self._mini_batch,
             "counts_tokens": counts_tokens,
             "max_steps": max(max_steps, 1),  # where nothing is trained no schedule is stepped

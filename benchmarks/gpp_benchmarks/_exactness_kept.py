@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from gpp_benchmarks._linear_ranks import Delayed, LinearHooks, Trained, stage_rows, stepped
 from gpp_benchmarks._linear_stages import (
+    GradientError,
     LinearNetwork,
     Parameters,
-    gradients_error,
     in_double,
-    rounding_error,
     single_process_gradients,
     stage_compute,
+    worst_error,
 )
 from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_benchmarks._random_schedules import with_family
@@ -297,31 +297,24 @@ def stale_gradients(
     return found
 
 
-def stale_error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]) -> float:
-    """Return the largest error of a gradient tensor of any update of this rank's stages against one process."""
+def stale_error(
+    run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]
+) -> GradientError:
+    """Return the worst error of a gradient tensor of any update of this rank's stages against one process.
+
+    Its rounding is that process's own against itself in fp64, steps included.
+    """
     expected = stale_gradients(network, batches)
-    worst = 0.0
-    for number in range(len(expected[0])):
-        wanted = [of_stage[number] for of_stage in expected]
-        ours = {
-            stage: own.gradients[number] for stage, own in run.items() if stage not in network.forward_only
-        }
-        worst = max(worst, gradients_error(ours, wanted))
+    exactly = dataclasses.replace(network, starts=tuple(in_double(start) for start in network.starts))
+    exact = stale_gradients(exactly, [data.double() for data in batches])
     for stage, own in run.items():
         due = 0 if stage in network.forward_only else len(expected[stage])
         assert len(own.gradients) == due, f"stage {stage} made {len(own.gradients)} of {due} updates"
-    return worst
-
-
-def stale_rounding(network: LinearNetwork, batches: Sequence[Tensor]) -> float:
-    """Return the largest error of a gradient tensor of that one process against itself in fp64, steps included."""
-    exactly = dataclasses.replace(network, starts=tuple(in_double(start) for start in network.starts))
-    plain = stale_gradients(network, batches)
-    exact = stale_gradients(exactly, [data.double() for data in batches])
-    return max(
-        (
-            rounding_error([one[number] for one in plain], [one[number] for one in exact])
-            for number in range(len(plain[0]))
-        ),
-        default=0.0,
-    )
+    found = [GradientError(0.0, 0.0)]
+    for number in range(len(expected[0])):
+        ours = {
+            stage: own.gradients[number] for stage, own in run.items() if stage not in network.forward_only
+        }
+        plain, in_fp64 = ([of_stage[number] for of_stage in each] for each in (expected, exact))
+        found.append(worst_error(ours, plain, in_fp64))
+    return max(found, key=GradientError.excess)

@@ -22,20 +22,20 @@ from gpp_benchmarks._exactness_kept import (
     KeptDraw,
     kept_draw,
     stale_error,
-    stale_rounding,
     train_kept,
 )
 from gpp_benchmarks._linear_ranks import Delayed, LinearHooks, Trained, stage_rows
 from gpp_benchmarks._linear_stages import (
     DATA_WIDTH,
+    GradientError,
     LinearNetwork,
     Parameters,
     gradients_error,
     in_double,
     linear_network,
-    rounding_error,
     single_process_gradients,
     stage_compute,
+    worst_error,
 )
 from gpp_benchmarks._random_schedules import FAMILIES, Draw, random_draw
 from gpp_plugin.doors import Transport
@@ -76,8 +76,9 @@ class CaseResult:
     """What came of a case on all ranks.
 
     Args:
-        fp64_error, fp32_error: largest error of any gradient tensor of any mini-batch.
-        fp32_rounding: the same of one process in fp32, against itself in fp64 from the same fp32 numbers.
+        fp64_error: largest error of any gradient tensor of any mini-batch.
+        fp32_error: of the tensor that is furthest off what is allowed of it (`worst_error`).
+        fp32_rounding: of that tensor of one process in fp32, against itself in fp64 from the same fp32 numbers.
         is_equal_delayed: the delayed run has the same bits; None where there was none.
     """
 
@@ -173,8 +174,7 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
     else:
         draw = random_draw(case.seed, case.family, **options)
         validate_programs(draw.plan, draw.schedules, draw.programs)
-    errors = {}
-    rounding = 0.0
+    errors: dict[torch.dtype, GradientError] = {}
     is_equal: bool | None = None
     for dtype in (torch.float64, torch.float32):
         network = linear_network(draw.plan, draw.forward_only, seed=case.seed, dtype=dtype)
@@ -182,9 +182,8 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
         run = _train(draw, network, batches, groups, longest_delay_s=0.0)
         if isinstance(draw, KeptDraw) and draw.windows is not None:
             errors[dtype] = stale_error(run, network, batches)
-            rounding = stale_rounding(network, batches)
         else:
-            errors[dtype], rounding = _error(run, network, batches)
+            errors[dtype] = _error(run, network, batches)
         if case.has_delays and dtype is torch.float32:
             delayed = _train(draw, network, batches, groups, longest_delay_s=LONGEST_DELAY_S)
             is_equal = all(
@@ -192,17 +191,19 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
                 for stage, own in run.items()
                 for one, other in zip(own.gradients, delayed[stage].gradients, strict=True)
             )
-    told: list[tuple[float, float, float, bool | None]] = [(0.0, 0.0, 0.0, None)] * len(groups.ranks)
-    dist.all_gather_object(told, (errors[torch.float64], errors[torch.float32], rounding, is_equal))
+    told: list[tuple[GradientError, GradientError, bool | None]]
+    told = [(GradientError(0.0, 0.0), GradientError(0.0, 0.0), None)] * len(groups.ranks)
+    dist.all_gather_object(told, (errors[torch.float64], errors[torch.float32], is_equal))
+    worst = max((one[1] for one in told), key=GradientError.excess)
     return CaseResult(
         seed=case.seed,
         family=case.family,
         shares_ranks=case.shares_ranks,
         stages=len(draw.plan.stages),
-        fp64_error=max(one[0] for one in told),
-        fp32_error=max(one[1] for one in told),
-        fp32_rounding=max(one[2] for one in told),
-        is_equal_delayed=all(one[3] for one in told) if case.has_delays else None,
+        fp64_error=max(one[0].error for one in told),
+        fp32_error=worst.error,
+        fp32_rounding=worst.rounding,
+        is_equal_delayed=all(one[2] for one in told) if case.has_delays else None,
     )
 
 
@@ -298,26 +299,22 @@ def rank_executor(
     return RankExecutor(program, parts, hand_overs=hand_overs, step=step)
 
 
-def _error(
-    run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]
-) -> tuple[float, float]:
-    """Return the largest error of a gradient tensor of this rank against one process with the same parameters, and that
-    process's own against itself in fp64.
+def _error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]) -> GradientError:
+    """Return the worst error of a gradient tensor of this rank against one process with the same parameters.
 
     Collective: every stage tells its parameters.
     """
     plan = network.plan
     told: list[dict[int, list[Parameters]]] = [{} for _ in range(plan.num_ranks)]
     dist.all_gather_object(told, {stage: own.parameters for stage, own in run.items()})
-    error = rounding = 0.0
+    found = []
     for number, data in enumerate(batches):
         ours = {stage: own.gradients[number] for stage, own in run.items()}
         parameters = [told[stage.ranks[0]][index][number] for index, stage in enumerate(plan.stages)]
         plain = single_process_gradients(network, parameters, data)
         exact = single_process_gradients(network, [in_double(each) for each in parameters], data.double())
-        error = max(error, gradients_error(ours, plain))
-        rounding = max(rounding, rounding_error(plain, exact))
-    return error, rounding
+        found.append(worst_error(ours, plain, exact))
+    return max(found, key=GradientError.excess)
 
 
 def gradient_error(

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ LOSS = "loss"
 
 SCALE_FLOOR = 1e-3
 """A gradient's error is relative to its norm, or to this share of the largest gradient tensor's."""
+
+FP32_LIMIT = 1e-5
+ROUNDINGS = 4.0
+"""Times the rounding of one process in fp32 that ours may be off it: its own, and three times as much of ours, which is
+of the same operations, summed in another order."""
+MOST_ROUNDING = 1e-4
+"""What rounding of one process excuses at most: beyond, fp32 says nothing of a tensor, and it fails."""
 
 Parameters = dict[str, Tensor]
 
@@ -273,7 +281,14 @@ def single_process_gradients(
 def gradients_error(
     ours: Mapping[int, Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor | None]]
 ) -> float:
-    """Return the largest error of a gradient tensor of some stages, by name; one that is missing is 0.
+    """Return the largest of `tensor_errors`."""
+    return max(tensor_errors(ours, expected).values(), default=0.0)
+
+
+def tensor_errors(
+    ours: Mapping[int, Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor | None]]
+) -> dict[tuple[int, str], float]:
+    """Return the error of each gradient tensor of some stages, by stage and name; one that is missing is 0.
 
     What is not finite, on either side, is no agreement: inf.
 
@@ -282,15 +297,15 @@ def gradients_error(
     """
     everything = [g for of_stage in expected for g in of_stage.values() if g is not None]
     floor = SCALE_FLOOR * (max((float(g.norm()) for g in everything), default=0.0) or 1.0)
-    zero, worst = torch.zeros(()), 0.0
+    zero, errors = torch.zeros(()), {}
     for stage, gradients in ours.items():
         known = {n: g for n, g in expected[stage].items() if g is not None}
         for name in gradients.keys() | known.keys():
             wanted = known.get(name, zero)
             found = gradients.get(name, zero)
             error = float((found - wanted).norm()) / max(float(wanted.norm()), floor)
-            worst = max(worst, error_or_inf(error))
-    return worst
+            errors[stage, name] = error_or_inf(error)
+    return errors
 
 
 def in_double(parameters: Parameters) -> Parameters:
@@ -298,12 +313,44 @@ def in_double(parameters: Parameters) -> Parameters:
     return {name: parameter.double() for name, parameter in parameters.items()}
 
 
-def rounding_error(
-    plain: Sequence[Mapping[str, Tensor | None]], exact: Sequence[Mapping[str, Tensor | None]]
-) -> float:
-    """Return the largest error of a gradient tensor of one process against the same process in fp64."""
-    found = {
-        stage: {name: g for name, g in gradients.items() if g is not None}
-        for stage, gradients in enumerate(plain)
+def worst_error(
+    ours: Mapping[int, Mapping[str, Tensor]],
+    plain: Sequence[Mapping[str, Tensor | None]],
+    exact: Sequence[Mapping[str, Tensor | None]],
+) -> GradientError:
+    """Return how far some stages' gradients are off one process, where they are furthest beyond what is allowed.
+
+    Each tensor is judged by its own rounding.
+
+    Args:
+        plain: of every stage, of one process; ``exact``: of the same in fp64.
+    """
+    errors = tensor_errors(ours, plain)
+    own = {
+        stage: {name: g for name, g in of_stage.items() if g is not None}
+        for stage, of_stage in enumerate(plain)
+        if stage in ours
     }
-    return gradients_error(found, exact)
+    roundings = tensor_errors(own, exact)
+    found = [GradientError(error, roundings.get(key, 0.0)) for key, error in errors.items()]
+    return max(found, key=GradientError.excess, default=GradientError(0.0, 0.0))
+
+
+class GradientError(NamedTuple):
+    """The error of one gradient tensor, and what one process in fp32 is off itself there in fp64."""
+
+    error: float
+    rounding: float
+
+    def excess(self) -> tuple[float, float]:
+        """Return the share of what is allowed in fp32, by which the worst of several is found, and the error."""
+        return self.error / fp32_limit(self.rounding), self.error
+
+
+def fp32_limit(rounding: float) -> float:
+    """Return the largest error in fp32 that is allowed, where one process's own rounding is so much.
+
+    >>> fp32_limit(1e-7), fp32_limit(1e-5), fp32_limit(float("inf"))
+    (1e-05, 4e-05, 1e-05)
+    """
+    return max(FP32_LIMIT, ROUNDINGS * rounding) if rounding <= MOST_ROUNDING else FP32_LIMIT

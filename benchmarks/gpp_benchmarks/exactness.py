@@ -5,11 +5,11 @@ GPipe, kFkB, greedy, sliced or zero-bubble schedules (or a mixture), which goes 
 schedules, lowering, validator, executor, gloo. Three mini-batches run one behind the other, with a step between
 them and nothing that would hold a rank back. Gradients in fp64 must equal those of one process to 1e-12 by the
 norm of each tensor, in fp32 to 1e-5, or, where that is more, to four times what one process in fp32 is off itself in
-fp64: some draws take differences of large numbers, which fp32 knows to fewer digits however they are added up. A share
-of draws runs once more with a random delay of 0 to 50 ms before every task and must give the same bits. As many draws
-again put several stages on a rank (--shared): round and round, or anywhere. Of both kinds some are in mode async,
-against PipeDream's rule in one process, and some run a frozen branch a mini-batch ahead. More draws go through the
-validator only, without processes.
+fp64 in the same tensor: some draws take differences of large numbers, which fp32 knows to fewer digits however they are
+added up. A share of draws runs once more with a random delay of 0 to 50 ms before every task and must give the same
+bits. As many draws again put several stages on a rank (--shared): round and round, or anywhere. Of both kinds some are
+in mode async, against PipeDream's rule in one process, and some run a frozen branch a mini-batch ahead. More draws go
+through the validator only, without processes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ from dataclasses import asdict
 from typing import Any
 
 from gpp_benchmarks._exactness_ranks import ALL_FAMILIES, FAMILIES, MINI_BATCHES, Case, CaseResult, draw_cases
+from gpp_benchmarks._linear_stages import FP32_LIMIT, fp32_limit
 from gpp_benchmarks._random_schedules import check_schedule_draws
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 
 FP64_LIMIT = 1e-12
-FP32_LIMIT = 1e-5
-ROUNDINGS = 4.0
-"""Times the rounding of one process in fp32 that ours may be off it: its own, and three times as much of ours, which is
-of the same operations, summed in another order."""
-MOST_ROUNDING = 1e-4
-"""What rounding of one process excuses at most: beyond, fp32 says nothing of a draw, and it fails."""
 START_S = 60.0
 CASE_S = 30.0
 """Seconds allowed for one case; a hang ends much earlier, by the time limit of messages."""
@@ -159,15 +154,6 @@ def _failure(result: CaseResult) -> str | None:
     if result.is_equal_delayed is False:
         return f"{where}: with delays the gradients have other bits"
     return None
-
-
-def fp32_limit(rounding: float) -> float:
-    """Return the largest error in fp32 that is allowed, where one process's own rounding is so much.
-
-    >>> fp32_limit(1e-7), fp32_limit(1e-5), fp32_limit(float("inf"))
-    (1e-05, 4e-05, 1e-05)
-    """
-    return max(FP32_LIMIT, ROUNDINGS * rounding) if rounding <= MOST_ROUNDING else FP32_LIMIT
 
 
 def _over_rounding(result: CaseResult) -> float:

@@ -9,8 +9,8 @@ import torch
 
 from gpp_benchmarks import _exactness_ranks
 from gpp_benchmarks._exactness_ranks import Case, CaseResult, draw_cases, run_cases_here
-from gpp_benchmarks._linear_stages import gradients_error
-from gpp_benchmarks.exactness import FP32_LIMIT, FP64_LIMIT, _failure
+from gpp_benchmarks._linear_stages import FP32_LIMIT, GradientError, gradients_error, worst_error
+from gpp_benchmarks.exactness import FP64_LIMIT, _failure
 from gpp_plugin.cli import main
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors
@@ -97,6 +97,16 @@ def test_single_precision_is_judged_by_one_process_own_rounding(
         is_equal_delayed=None,
     )
     assert (_failure(result) is not None) is is_wrong
+
+
+def test_a_wider_limit_is_of_the_tensor_that_needs_it() -> None:
+    """Rounding of one tensor does not excuse an error of another."""
+    exact = [{"rounded": torch.ones(1).double(), "wrong": torch.ones(1).double()}]
+    plain = [{"rounded": torch.full((1,), 1 + 2e-5), "wrong": torch.ones(1)}]
+    found = {0: {"rounded": torch.full((1,), 1 + 6e-5), "wrong": torch.full((1,), 1 + 3e-5)}}
+    worst = worst_error(found, plain, exact)
+    assert worst.error == pytest.approx(3e-5, rel=0.01) and worst.rounding == 0.0
+    assert max(worst, GradientError(4e-5, 2e-5), key=GradientError.excess) == worst
 
 
 @pytest.mark.parametrize("ours", [float("nan"), float("inf"), 1.0])

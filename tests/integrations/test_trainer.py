@@ -13,7 +13,7 @@ from transformers import default_data_collator
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface import trainer
-from gpp_plugin.integrations.huggingface.trainer_config import engine_config
+from gpp_plugin.integrations.huggingface.trainer_config import engine_config, why_no_units
 from gpp_plugin.integrations.huggingface.trainer_data import TRIED_SAMPLES, pads_to_longest
 from tests.integrations import trainer_jobs as jobs
 from tests.ranks import run_kept_ranks
@@ -188,6 +188,49 @@ def test_configurations_are_settled() -> None:
     for wrong in ({"train_batch_size": 8}, {"gradient_clipping": 1.0}, {"graph_pipeline": {"units": 2}}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             engine_config(wrong, args, mini_batch=12, units=6, counts_tokens=False, max_steps=50)
+
+
+def units_asked(block: dict[str, Any], collator: Any) -> int | None:
+    """Return the units that a Trainer with this block finds for samples of unlike lengths."""
+    args = SimpleNamespace(
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_grad_norm=1.0,
+        bf16=False,
+        fp16=False,
+    )
+    own = SimpleNamespace(
+        args=args, data_collator=collator, _given_config={"graph_pipeline": block}, _given_args=args
+    )
+    loader = DataLoader(Texts(5, 7), batch_size=2, collate_fn=collator)
+    told = {"mini_batch": 8, "counts_tokens": False, "max_steps": 1}
+    return trainer.GraphPipelineTrainer._units_of(own, loader, told)  # type: ignore[arg-type]
+
+
+def test_units_by_trial_leave_a_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    def pad(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+        return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
+
+    with caplog.at_level("INFO"):
+        assert units_asked({}, pad) == 4
+    assert "graph_pipeline.units is set to 4" in caplog.text
+    caplog.clear()
+    for refusing in ({"compile": True}, {"mode": "async"}, {"micro_batch_sizes": 2}, {"slicing": 2}):
+        assert units_asked(refusing, pad) is None
+        assert next(iter(refusing)) in caplog.records[-1].getMessage()
+    assert len(caplog.records) == 4
+    for known in (None, 4):
+        assert units_asked({"units": known}, pad) is None and len(caplog.records) == 4
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "graph_pipeline": {"units": 4, "stages": -1},
+    }
+    assert why_no_units(config) == "", "what is wrong without them too is the engine's to say"
+    null = {"graph_pipeline": {"units": None}}
+    args = SimpleNamespace(per_device_train_batch_size=2, max_grad_norm=1.0, bf16=False, fp16=False)
+    told = {"mini_batch": 8, "counts_tokens": False, "max_steps": 1}
+    assert engine_config(null, args, units=4, **told)["graph_pipeline"] == {"units": None}
 
 
 @pytest.mark.parametrize(

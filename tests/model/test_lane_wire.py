@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_kept_ranks
+from tests.ranks import open_test_board, run_kept_ranks
 
 LIMIT_S = 60.0
 
@@ -81,3 +81,40 @@ def test_a_rank_that_gives_up_ends_the_waits_of_the_others() -> None:
     for seconds, said in run_kept_ranks(hang_up, 3):
         assert seconds < LIMIT_S / 2
         assert not said or "the next tensor of a generation" in said
+
+
+def wait_past_the_limit(is_at_work: bool) -> tuple[float, str]:
+    """One rank tells something three times later than silent ranks are waited for, at work or outside of any call."""
+    from gpp_plugin.errors import CommTimeout
+    from gpp_plugin.runtime.ranks.calls import engine_call
+
+    wire = make_wire()
+    open_test_board(limit_s=1.0)
+    start, said = time.monotonic(), ""
+    shape = torch.empty(3, device="meta")
+    try:
+        if wire.position == 0 and not is_at_work:
+            time.sleep(6.0)
+            return 0.0, ""
+        with engine_call("generate", is_fatal=lambda: False):
+            if wire.position == 0:
+                time.sleep(3.5)
+                shape = torch.ones(3)
+            wire.tell(shape, source=0, readers=(1, 2), has_failed=False)
+            wire.finish()
+    except CommTimeout as error:
+        said = str(error)
+    return time.monotonic() - start, said
+
+
+def test_a_rank_at_work_is_waited_for_past_the_limit() -> None:
+    for seconds, said in run_kept_ranks(wait_past_the_limit, 3, True):
+        assert said == "" and 3.0 < seconds < LIMIT_S / 2
+
+
+def test_a_rank_that_is_elsewhere_ends_the_wait_soon_after_the_limit() -> None:
+    answers = [answer for answer in run_kept_ranks(wait_past_the_limit, 3, False) if answer[0]]
+    assert len(answers) == 2
+    for seconds, said in answers:
+        assert seconds < LIMIT_S / 4
+        assert "rank 2 failed first, outside of the engine's calls" in said

@@ -67,3 +67,33 @@ def test_a_module_whose_result_grows_with_the_cache_runs_each_time() -> None:
     layer = Layer(scores=True)
     made = decode(layer, 6, DynamicCache(), ShapeMemory(), run)
     assert layer.calls == 6 and [scores.shape[2] for _, scores in made] == [5, 6, 7, 8, 9, 10]
+
+
+def test_a_module_whose_result_depends_on_the_numbers_in_a_tensor_is_run_for_others() -> None:
+    """Pixtral's tower cuts as many patches out of its pixels as the sizes of the images say."""
+    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    memory, calls = ShapeMemory(), []
+
+    def tower(pixels: Tensor, sizes: Tensor) -> Any:
+        calls.append(sizes)
+        rows = sum(high * wide for high, wide in sizes.tolist())
+        return StageTensor(torch.empty(rows, 4, device="meta"), (0,), run)
+
+    def rows_of(*sizes: tuple[int, int]) -> int:
+        return len(memory.call(run, tower, 0, (torch.ones(2, 3, 20, 20), torch.tensor(sizes)), {}))
+
+    assert [rows_of((10, 10), (4, 4)), rows_of((10, 10), (10, 5)), rows_of((5, 5), (5, 5))] == [116, 150, 50]
+    assert rows_of((10, 10), (4, 4)) == 116 and len(calls) == 3, "the same sizes are known"
+
+
+def test_token_ids_alone_are_known_by_their_shape() -> None:
+    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    memory, calls = ShapeMemory(), []
+
+    def embed(ids: Tensor) -> Any:
+        calls.append(ids)
+        return StageTensor(torch.empty(*ids.shape, 4, device="meta"), (0,), run)
+
+    for token in range(5):
+        assert memory.call(run, embed, 0, (torch.tensor([[token]]),), {}).shape == (1, 1, 4)
+    assert len(calls) == 1

@@ -186,6 +186,21 @@ def test_a_spent_budget_is_taken_down():
     assert judge.judged(drafts) == first  # what is known costs nothing
 
 
+def test_a_budget_spent_on_starts_leaves_a_plan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(share_ranks_module, "BUDGET", 100)
+    _, plan = shared(interleaved(2, blocks=4, mini_batch=64))
+    assert {len(plan.stages_of_rank(rank)) for rank in range(2)} == {2}
+    assert any("some ways to share ranks" in note for note in plan.notes)
+
+
+def test_a_spent_budget_is_not_told_as_missing_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(share_ranks_module, "BUDGET", 0)
+    with pytest.raises(
+        PlanInfeasible, match="not all of .* were searched, for want of time: 0 simulated tasks"
+    ):
+        shared(interleaved(2, blocks=4))
+
+
 def test_the_same_request_gives_the_same_plan():
     request = interleaved(2, blocks=5)
     assert shared(request)[1] == shared(request)[1]

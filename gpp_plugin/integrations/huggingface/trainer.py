@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import logging
 import os
 import random
 import textwrap
@@ -37,13 +38,15 @@ from gpp_plugin.config import BLOCK, load_deepspeed_json
 from gpp_plugin.engine.feed import sample_from_dataset
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
-from gpp_plugin.integrations.huggingface.trainer_config import engine_config
+from gpp_plugin.integrations.huggingface.trainer_config import engine_config, why_no_units
 from gpp_plugin.integrations.huggingface.trainer_data import (
     StreamLoader,
     WholeSteps,
     as_one_process,
     pads_to_longest,
 )
+
+logger = logging.getLogger(__name__)
 
 _REFUSED = {
     "label_smoothing_factor": (0, 0.0),
@@ -218,16 +221,14 @@ class GraphPipelineTrainer(Trainer):
         count = self.args.per_device_train_batch_size
         sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
         counts_tokens = _divides_by_items(self.model) and "labels" in sample
-        if max_steps and self._units is None and pads_to_longest(self.data_collator, loader):
-            self._units = int(self.args.gradient_accumulation_steps)
-        config = engine_config(
-            self._given_config,
-            self._given_args,
-            mini_batch=self._mini_batch,
-            units=self._units,
-            counts_tokens=counts_tokens,
-            max_steps=max(max_steps, 1),  # where nothing is trained no schedule is stepped
-        )
+        told: dict[str, Any] = {
+            "mini_batch": self._mini_batch,
+            "counts_tokens": counts_tokens,
+            "max_steps": max(max_steps, 1),  # where nothing is trained no schedule is stepped
+        }
+        if max_steps and self._units is None:
+            self._units = self._units_of(loader, told)
+        config = engine_config(self._given_config, self._given_args, units=self._units, **told)
         self._units = config[BLOCK].get("units")
         more: dict[str, Any] = {}
         self._has_schedule = max_steps > 0
@@ -238,6 +239,38 @@ class GraphPipelineTrainer(Trainer):
             model=GraphPipelineModule(self.model, sample_batch=sample), config=config, **more
         )[0]
         return self._engine
+
+    def _units_of(self, loader: Any, told: Mapping[str, Any]) -> int | None:
+        """Return the loss units of a step whose batches have lengths of their own; None where they are alike.
+
+        A collator that says that it pads to the longest asks for them. One whose batches were tried does so only where
+        the user's block leaves ``units`` open, and has nothing that refuses them.
+
+        Args:
+            told: to `engine_config`.
+        """
+        units = int(self.args.gradient_accumulation_steps)
+        is_tried = getattr(self.data_collator, "padding", None) is None
+        if "units" in (self._given_config.get(BLOCK) or {}) and is_tried:
+            return None
+        if not pads_to_longest(self.data_collator, loader):
+            return None
+        if not is_tried:
+            return units
+        why_not = why_no_units(engine_config(self._given_config, self._given_args, units=units, **told))
+        if why_not:
+            logger.warning(
+                "the data collator makes batches of unlike shapes, and %s.units is not set for them: %s",
+                BLOCK,
+                why_not,
+            )
+            return None
+        logger.info(
+            "%s.units is set to %d: the data collator makes batches of unlike shapes; null leaves it off",
+            BLOCK,
+            units,
+        )
+        return units
 
     def _recipes(self, config: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
         """Return what makes every stage's optimizer and schedule, where the configuration has none."""

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from gpp_plugin.config import BLOCK
+from gpp_plugin.config import BLOCK, read_config
 from gpp_plugin.errors import ConfigError
 
 AUTO = "auto"
@@ -111,7 +111,7 @@ def _settle_optimizer(config: dict[str, Any], args: Any, max_steps: int) -> None
 
 
 def _settle_units(block: dict[str, Any], units: int | None) -> None:
-    if units is None:
+    if units is None or (block.get("units", units) is None):
         return
     if block.get("units", units) != units:
         raise ConfigError(
@@ -119,6 +119,20 @@ def _settle_units(block: dict[str, Any], units: int | None) -> None:
             "x ranks); remove the key"
         )
     block["units"] = units
+
+
+def why_no_units(config: Mapping[str, Any]) -> str:
+    """Return what refuses the ``units`` of a configuration that is well without them; empty where nothing does."""
+    block = config[BLOCK]
+    try:
+        read_config(config)
+    except ConfigError as error:
+        try:
+            read_config({**config, BLOCK: {key: value for key, value in block.items() if key != "units"}})
+        except ConfigError:
+            return ""  # it is wrong in another way, which the engine says
+        return str(error)
+    return ""
 
 
 def _settle(config: dict[str, Any], key: str, value: Any, name: str, *, where: str = "") -> None:

@@ -46,7 +46,7 @@ class LaneWire:
         ranks: global ranks by their position in the lane; ``position`` is this rank's.
         group: gloo's, of these ranks; None where this rank is not in the lane, or alone.
         device: where tensors live.
-        timeout_s: how long a rank is waited for.
+        timeout_s: how long a rank at work is waited for; one that is not, as long as the job says.
         micro_batch: whose tensors these are; ``turns``: with others on this rank, None where it is the only one.
         messages, sent_bytes: how many tensors were told so far on the lane, and bytes of them by this rank.
     """
@@ -139,7 +139,8 @@ class LaneWire:
                 what="the next tensor of a generation" + in_micro_batch(turns, self.micro_batch),
                 who=own_name(),
                 group=self.group,
-                limit_s=self.timeout_s,
+                most_s=self.timeout_s,
+                hang_up=self.hang_up,
             )
 
 

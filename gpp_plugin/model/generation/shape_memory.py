@@ -4,10 +4,12 @@ A module that another rank runs returns shapes here and lets caches grow. Both w
 they depend on how long the sequences are; so a call is looked up:
 
     key      shapes of the stage tensors, and what else is no number        decides about the result
-    state    shapes of ordinary tensors, numbers, lengths of the caches     differs from token to token
+    state    shapes of ordinary tensors, numbers, lengths of the caches;    differs from token to token
+             without a cache also the numbers in small tensors of integers
 
     known    the same key and state; or two states of the same key that gave the same, with caches as full or empty
 
+Where there are no stage tensors (a tower is given pixels, and the sizes of its images), the state belongs to the key.
 It is remembered beyond a generation, and for all its micro-batches: to run forty layers of other ranks on shapes three
 times takes as long as many tokens. Where a module keeps notes in a cache of which lengths say nothing (sliding windows,
 linear attention), another cache is met anew.
@@ -34,6 +36,9 @@ _Place = tuple[int, int]
 
 _KEYS_KEPT = 64
 """Kinds of calls of a module that are remembered, the last ones."""
+
+_VALUES_KEPT = 256
+"""Elements up to which a tensor of integers (sizes of images, lengths) may decide about the shape of a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,12 @@ class ShapeMemory:
         key: list[Any] = []
         state: list[Any] = []
         caches: list[Any] = []
-        _describe((args, kwargs), key, state, caches)
+        plain: list[Tensor] = []
+        _describe((args, kwargs), key, state, caches, plain)
+        # A layer with a cache runs for each token, and its tensors are masks and positions. Token ids that are all that
+        # a module is given choose rows.
+        if not caches and len(plain) + sum(isinstance(part, _Shape) for part in key) > 1:
+            state += [tuple(t.flatten().tolist()) for t in plain if _may_be_sizes(t)]
         if not any(isinstance(part, _Shape) for part in key):  # of token ids, say, the shape is all there is
             key.append(tuple(state))
         if not self._are_lengths_all:
@@ -168,20 +178,26 @@ def _find(seen: list[_Seen], now: tuple[Any, ...], were_empty: tuple[bool, ...])
     return None
 
 
-def _describe(values: Any, key: list[Any], state: list[Any], caches: list[Any]) -> None:
-    """Add to a call's key, state and caches what its arguments say."""
+def _may_be_sizes(tensor: Tensor) -> bool:
+    is_whole = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+    return is_whole and not tensor.is_meta and tensor.numel() <= _VALUES_KEPT
+
+
+def _describe(values: Any, key: list[Any], state: list[Any], caches: list[Any], plain: list[Tensor]) -> None:
+    """Add to a call's key, state, caches and ordinary tensors what its arguments say."""
     if isinstance(values, StageTensor):
         key.append(_Shape(tuple(values.shape), values.dtype))
     elif isinstance(values, Tensor):
         state.append((tuple(values.shape), values.dtype))
+        plain.append(values)
     elif isinstance(values, (tuple, list)):
         key.append(len(values))
         for each in values:
-            _describe(each, key, state, caches)
+            _describe(each, key, state, caches, plain)
     elif isinstance(values, dict):
         key.append(tuple(values))
         for each in values.values():
-            _describe(each, key, state, caches)
+            _describe(each, key, state, caches, plain)
     elif isinstance(values, (int, float)) and not isinstance(values, bool):
         state.append(values)
     elif hasattr(values, "layers") or hasattr(values, "self_attention_cache"):

@@ -44,7 +44,7 @@ from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
 from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.shared.maps import exchanged_stages, moved_stages
 from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner
-from gpp_plugin.plan.shared.shared_judge import BUDGET, Drafts, SharedJudge
+from gpp_plugin.plan.shared.shared_judge import BUDGET, LEFT_OUT, Drafts, SharedJudge
 from gpp_plugin.plan.shared.shared_schedules import SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
 from gpp_plugin.plan.validate_request import validate_for
@@ -105,8 +105,9 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
         found += [] if best is None else [best]
     if not found:
         if request.must_share_ranks:
-            raise PlanInfeasible(_why_none(request, searches[0].num_starts))
-        return dataclasses.replace(plan, notes=(*plan.notes, "no way to share ranks fits", *report.notes))
+            raise PlanInfeasible(_why_none(request, searches[0].num_starts, report))
+        note = f"no way to share ranks {'was found' if report.has_left_out(LEFT_OUT) else 'fits'}"
+        return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
     num_tried = setting.judge.num_simulated
     report.begin("schedules of the best way to share ranks")
     shared, how = min(found, key=lambda each: each[0].iteration_us)
@@ -205,7 +206,7 @@ def _requests(request: PlanRequest) -> list[PlanRequest]:
     return requests
 
 
-def _why_none(request: PlanRequest, num_starts: int) -> str:
+def _why_none(request: PlanRequest, num_starts: int, report: SearchReport) -> str:
     asked = (
         f"virtual_stages {request.virtual_stages}"
         if (request.virtual_stages or 1) > 1
@@ -217,6 +218,12 @@ def _why_none(request: PlanRequest, num_starts: int) -> str:
             f"{asked}: no way to put them on {request.num_ranks} ranks{degree} divides the mini-batch of "
             f"{request.mini_batch} in loss units of {request.loss_unit}; change stages, virtual_stages, data_parallel "
             "or micro_batch_sizes"
+        )
+    if report.has_left_out(LEFT_OUT):
+        return (
+            f"{asked}: none was found that fits, and not all of {num_starts} ways to put them on {request.num_ranks} "
+            f"ranks were searched, for want of time: {BUDGET} simulated tasks; raise micro_batch_sizes, lower "
+            "virtual_stages, or add ranks"
         )
     return (
         f"{asked}: none of {num_starts} ways to put them on {request.num_ranks} ranks fits their memory; lower "
@@ -288,13 +295,19 @@ class _Search:
         """Return the shortest plan found, named, and what to call it; None where none fits."""
         _, num_exact, num_improved, num_refined = self._numbers
         found = self._simulated_starts()
-        exact = [(self._judge.judged(start.drafts, is_exact=True), start) for _, start in found[:num_exact]]
-        best = _shortest_first((plan, start) for plan, start in exact if plan is not None)
+        best: list[_Found] = []
+        for _, start in found[:num_exact]:
+            if not best:  # one of those that fit is taken, also where finding them has spent the budget
+                self._judge.budget = max(self._judge.budget, 1)
+            plan = self._judge.judged(start.drafts, is_exact=True)
+            if plan is not None:
+                best.append((plan, start))
         if not best:
             return None
-        for plan, start in [*found, *best]:
+        best = _shortest_first(best)
+        for timed, start in [*found, *best]:
             size = max(draft.micro_batch_size for draft in start.drafts)
-            self.best_of_sizes[size] = min(self.best_of_sizes.get(size, math.inf), plan.iteration_us)
+            self.best_of_sizes[size] = min(self.best_of_sizes.get(size, math.inf), timed.iteration_us)
         share = self._judge.budget // num_improved
         improved = [self._improved(plan, start, share) for plan, start in best[:num_improved]]
         # of few tasks all were simulated exactly, and what is not shortest with the usual counts may be with others

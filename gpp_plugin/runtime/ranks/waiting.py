@@ -7,14 +7,18 @@
 In a step only on gloo: what NCCL's streams wait for, no host does.
 
 Source: this project
-Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py
+Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py, tests/model/test_lane_wire.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import pickle
+import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +37,9 @@ EVERY_RANK = ", which every rank calls"
 
 GRACE_S = 2.0
 """How long a wait goes on when a rank has failed: what it had sent before may still come."""
+
+IDLE_S = 30.0
+"""How long the thread that looks at messages stays when none is waited for."""
 
 
 def wait_for(
@@ -101,36 +108,124 @@ def wait_for(
         HERE.waits_for = ""
 
 
-def wait_for_message(work: Any, *, what: str, who: str, group: dist.ProcessGroup, limit_s: float) -> None:
-    """Wait for a message of another rank over gloo, or until one that was sent is taken; as `wait_for`.
+def wait_for_message(
+    work: Any, *, what: str, who: str, group: dist.ProcessGroup, most_s: float, hang_up: Callable[[], None]
+) -> None:
+    """Wait for a message of another rank over gloo, or until one that was sent is taken; by the rule of `wait_for`.
 
-    Once, up to the limit: gloo closes the connections of a group in which a message is late. A rank that fails ends
-    the wait by closing them.
+    Once, not in slices: gloo closes the connections of a group in which a message is late. So a thread looks at the
+    board meanwhile, and closes them where nobody will come; a rank that fails ends the wait by closing them itself.
+
+    Args:
+        most_s: how long ranks at work are waited for; those that show no sign of it, as long as the job says.
+        hang_up: closes the connections that the message would come on.
 
     Raises:
         CommTimeout: as `wait_for`.
     """
     board = job_board()
-    if board is not None:
-        limit_s = min(limit_s, board.limit_s)
-    started = time.monotonic()
+    limit_s = most_s if board is None else min(most_s, board.limit_s)
+    waiting = _Waiting(what=what, group=group, limit_s=limit_s, hang_up=hang_up)
     HERE.waits_for = what
     try:
-        work.wait(datetime.timedelta(seconds=limit_s))
+        with contextlib.nullcontext() if board is None else _WATCH.over(waiting):
+            work.wait(datetime.timedelta(seconds=most_s))
     except RuntimeError as error:
-        waited = time.monotonic() - started
-        is_late = waited >= 0.9 * limit_s
-        first = None
-        if board is not None:
-            first = board.find() or _reason_to_stop(board, group, what)
+        waited = time.monotonic() - waiting.started
+        reason = waiting.reason
+        if reason is None and board is not None:
+            reason = board.find() or _reason_to_stop(board, group, what)
         other = (
             "nothing came; look for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
-            if is_late
+            if waited >= 0.9 * most_s
             else f"the connection to another rank broke off ({first_line(error)[:120]})"
         )
-        raise _lost(what, who, waited, limit_s, first or other) from error
+        raise _lost(what, who, waited, limit_s, reason or other) from error
     finally:
         HERE.waits_for = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Waiting:
+    """A wait for a message that goes on.
+
+    Args:
+        limit_s: after how long it matters whether the others are at work.
+        reason: why it was ended from here.
+    """
+
+    what: str
+    group: dist.ProcessGroup
+    limit_s: float
+    hang_up: Callable[[], None]
+    started: float = field(default_factory=time.monotonic)
+    failed_at: float | None = None
+    reason: FirstFailure | str | None = None
+
+    def is_over(self, board: FailureBoard) -> bool:
+        """Return whether nobody will come, and take down why; takes two beats past the limit."""
+        now = time.monotonic()
+        if board.first is not None:
+            self.failed_at = self.failed_at or now
+            if now - self.failed_at >= min(GRACE_S, self.limit_s):
+                self.reason = board.first
+        elif now - self.started >= self.limit_s:
+            self.reason = _reason_to_stop(board, self.group, self.what)
+        return self.reason is not None
+
+
+class _MessageWatch:
+    """Looks every `SLICE_S` at the messages that this process waits for; a message that comes costs an entry in a set.
+
+    wait       |-- message ---|       |-- message ------------------------------ closed |
+    looks        .      .      .      .      .      .(limit: board)  .(at work)  .(stopped: hang up)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._going_on: set[_Waiting] = (
+            set()
+        )  # several: micro-batches of a generation wait in threads of their own
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def over(self, waiting: _Waiting) -> Iterator[None]:
+        """Look at a wait while the block lasts."""
+        with self._lock:
+            self._going_on.add(waiting)
+            if self._thread is None or not self._thread.is_alive():  # a forked process has none
+                self._thread = threading.Thread(target=self._run, name="gpp_plugin messages", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._going_on.discard(waiting)
+
+    def _run(self) -> None:
+        idle_since = time.monotonic()
+        while True:
+            time.sleep(SLICE_S)
+            with self._lock:
+                now = tuple(self._going_on)
+                if now:
+                    idle_since = time.monotonic()
+                elif time.monotonic() - idle_since > IDLE_S:
+                    self._thread = None
+                    return
+            board = job_board()
+            for waiting in () if board is None else now:
+                if board is not None and waiting.is_over(board):
+                    self._end(waiting)
+
+    def _end(self, waiting: _Waiting) -> None:
+        with self._lock:
+            if waiting not in self._going_on:  # the message has come meanwhile
+                return
+            waiting.hang_up()
+
+
+_WATCH = _MessageWatch()
 
 
 def _poll(work: Any, seconds: float) -> None:

@@ -39,8 +39,8 @@ from gpp_plugin.config import (
 )
 from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
-from gpp_plugin.engine.feed import sample_from_dataset
 from gpp_plugin.engine.guards.agreement import agree_on_job
+from gpp_plugin.engine.loading.feed import sample_from_dataset
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.import_hook import original_initialize

@@ -34,7 +34,7 @@ from gpp_plugin.backends.job_backends import choose_backends, compile_stages, wi
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import StageBackends, check_asked
 from gpp_plugin.capture.tracing.sample_batches import is_counted, resize_batch
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.ahead_steps import LookAheadSteps
 from gpp_plugin.engine.async_steps import AsynchronousSteps
 from gpp_plugin.engine.engine_files import PipelineFiles

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.config import CheckpointConfig
+from gpp_plugin.config.block import CheckpointConfig
 from gpp_plugin.engine.checkpoints.load_checkpoint import has_checkpoint, load_checkpoint
 from gpp_plugin.engine.checkpoints.rank_files import place_of
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint

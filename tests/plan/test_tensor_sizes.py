@@ -13,7 +13,7 @@ from gpp_benchmarks._tensor_oracle import grid_plan
 from gpp_benchmarks.plan_quality import check_tensor
 from gpp_plugin import api
 from gpp_plugin.commands import plan_command
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Device, Link

@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
 from gpp_plugin.engine.loading.data_position import SAMPLES, STREAM, EpochPoint, StreamPoint
 from gpp_plugin.engine.loading.mini_batch_loader import (

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.loading.feed import LOADING_TIMEOUT_S, Feed
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.engine.loading.training_data import TrainingData

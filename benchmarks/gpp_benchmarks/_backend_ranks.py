@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_benchmarks._backend_towers import FROZEN_TOWERS, llava_batch
-from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.report.plan_text import format_ranks
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 def _block(way: str, settings: Mapping[str, Any], plan: dict[str, Any] | None) -> dict[str, Any]:
     """Return the configuration of a way; ``plan`` is that of the first one."""
-    common = {"profile_dir": settings["folder"], "comm_timeout_s": 300}
+    common = {"profile_dir": settings["folder"], "comm_timeout_s": 300, "stages": settings["stages"]}
     if way == "torch":
         return {**common, "backends": "off"}
     if way == "same stages":
@@ -121,7 +121,7 @@ def train(
         "notes": [n for n in plan.notes if "backends" in n or "runs on" in n or n.startswith("compile")],
     }
     engine.destroy()
-    return found, to_plain(plan)
+    return found, json.loads(dumps(plan))
 
 
 def train_alone(

@@ -222,8 +222,8 @@ def _meet_successors(plan: PipelinePlan, counts: list[int]) -> None:
     #     n b  >=  i_y + b - gcd(b, b_y)
     #
     # Of b = 2 and b_y = 4 with 15 in flight: 60 samples, n = 30; one less, and x's first backward would wait for y's,
-    # y's for its forward 14, and that for x's forward 29, behind the backward. At equal sizes more in flight towards the
-    # sources is enough, and nothing is raised.
+    # y's for its forward 14, and that for x's forward 29, behind the backward. At equal sizes more in flight towards
+    # the sources is enough, and nothing is raised.
     for index in sinks_first(plan):
         size = plan.stages[index].micro_batch_size
         for edge in plan.edges:

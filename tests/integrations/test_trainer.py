@@ -50,7 +50,24 @@ def test_batches_padded_to_their_longest_are_units(tmp_path: Path) -> None:
     found = run_kept_ranks(jobs.train_on_ranks, 2, "gpt2", str(tmp_path), configs, COUNT, jobs.Longest())
     plain = jobs.train_plain("gpt2", str(tmp_path), total=total, count=COUNT, collator=jobs.Longest())
     for (losses,) in found:
-        check_alike(losses, jobs.logged(plain))
+        *trained, evaluated = losses
+        check_alike(trained, jobs.logged(plain))
+        assert evaluated[0] == pytest.approx(plain.evaluated[0][0], abs=1e-6)
+
+
+def test_zero_steps_trainers_optimizers_where_each_element_is_by_itself() -> None:
+    from transformers import Adafactor
+
+    weights = [torch.nn.Parameter(torch.ones(2, 2))]
+    for zero, optimizer in ((0, Adafactor), (1, torch.optim.SGD), (1, torch.optim.AdamW)):
+        config: dict[str, Any] = {"zero_optimization": {"stage": zero}}
+        own = SimpleNamespace(create_optimizer=lambda kind=optimizer: kind(weights), lr_scheduler=None)
+        own.args = SimpleNamespace(lr_scheduler_type="linear")
+        own.create_scheduler = None
+        trainer.GraphPipelineTrainer._recipes(own, config, 1)  # type: ignore[arg-type]
+        assert config.get("zero_allow_untested_optimizer", False) == (optimizer is torch.optim.SGD)
+    with pytest.raises(ConfigError, match="Adafactor has factors of whole matrices, and zero_optimization.stage 2"):
+        trainer._check_optimizer(Adafactor(weights), {"zero_optimization": {"stage": 2}})
 
 
 class Texts(Dataset[dict[str, list[int]]]):

@@ -141,6 +141,7 @@ def train_plain(
         model_of(name), args, train_dataset=data_of(name, count), data_collator=collator or stack
     )
     trainer.train()
+    trainer.evaluated = evaluated(trainer, name, collator)
     return trainer
 
 
@@ -164,9 +165,16 @@ def train_on_ranks(
             data_collator=collator or stack,
         )
         trainer.train()
-        answers.append(logged(trainer))
+        answers.append([*logged(trainer), *evaluated(trainer, name, collator)])
         trainer.engine.destroy()
     return answers
+
+
+def evaluated(trainer: Any, name: str, collator: Any) -> list[tuple[float, float, float]]:
+    """Return a loss of batches of other sizes than those trained on, one of them short, where these are padded."""
+    if collator is None:
+        return []
+    return [(trainer.evaluate(data_of(name, 13))["eval_loss"], 0.0, 0.0)]
 
 
 def config_of(zero: int = 0, **block: Any) -> dict[str, Any]:

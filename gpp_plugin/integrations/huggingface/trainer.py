@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer
+from transformers import Adafactor, Trainer
 from transformers.training_args import ParallelMode
 
 from gpp_plugin.config import BLOCK, load_deepspeed_json
@@ -60,6 +60,11 @@ _REFUSED = {
 """Arguments that change the model or its loss outside of what is captured, and the values that do not."""
 _UNCALLED = ("compute_loss", "create_optimizer_and_scheduler")
 """What a subclass of Trainer may override, and this one does not call."""
+_BY_ELEMENT = (
+    torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adadelta,
+)  # fmt: skip
+"""Optimizers that ZeRO may step in flat parts, as each element is by itself, though DeepSpeed's list is without them."""
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -272,12 +277,19 @@ class GraphPipelineTrainer(Trainer):
         )
         return units
 
-    def _recipes(self, config: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
-        """Return what makes every stage's optimizer and schedule, where the configuration has none."""
+    def _recipes(self, config: dict[str, Any], max_steps: int) -> dict[str, Any]:
+        """Return what makes every stage's optimizer and schedule, where the configuration has none.
+
+        Args:
+            config: is told to allow an optimizer that ZeRO may step though DeepSpeed does not know it.
+        """
         more: dict[str, Any] = {}
         if not isinstance(config.get("optimizer"), Mapping):
-            more["optimizer"] = self.create_optimizer()
+            optimizer = more["optimizer"] = self.create_optimizer()
             self.optimizer = None
+            if type(optimizer) in _BY_ELEMENT:
+                config.setdefault("zero_allow_untested_optimizer", True)
+            _check_optimizer(optimizer, config)
         if not isinstance(config.get("scheduler"), Mapping):
             if self.args.lr_scheduler_type in _METRIC_SCHEDULES:
                 raise ConfigError(
@@ -538,6 +550,20 @@ def _check_arguments(args: Any, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             "GraphPipelineTrainer: load_best_model_at_end loads the engine's checkpoint, which save_only_model leaves "
             "out; remove one of them"
+        )
+
+
+def _check_optimizer(optimizer: Any, config: Mapping[str, Any]) -> None:
+    """Refuse what would step something else in ZeRO's flat parts than in whole parameters.
+
+    Raises:
+        ConfigError: names both keys.
+    """
+    zero = (config.get("zero_optimization") or {}).get("stage", 0)
+    if zero and isinstance(optimizer, Adafactor) and not config.get("zero_allow_untested_optimizer"):
+        raise ConfigError(
+            f"TrainingArguments.optim: Adafactor has factors of whole matrices, and zero_optimization.stage {zero} steps "
+            "flat parts of them; set the stage to 0, or choose another optim, e.g. 'adamw_torch'"
         )
 
 

@@ -123,11 +123,14 @@ def test_resumed_in_the_middle_it_is_bit_equal_on_the_same_data(streams: bool, t
         jobs.check_resumed(found)
 
 
-def test_evaluation_metrics_and_the_best_model_are_trainers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config", some([jobs.config_of(0, stages=2), jobs.config_of(3, stages=1, data_parallel=2)], every=2)
+)
+def test_evaluation_metrics_and_the_best_model_are_trainers(config: dict[str, Any], tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel, Trainer
 
     plain = jobs.evaluating(Trainer, str(tmp_path / "plain"), ranks=1)
-    for found in run_kept_ranks(jobs.evaluate_on_ranks, 2, str(tmp_path / "ranks")):
+    for found in run_kept_ranks(jobs.evaluate_on_ranks, 2, str(tmp_path / "ranks"), config):
         assert found["best"] == plain["best"] and found["flos"] == plain["flos"]
         check_alike(found["losses"], plain["losses"])
         for key in ("before", "during", "metrics"):

@@ -306,10 +306,9 @@ def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) 
     return answer
 
 
-def evaluate_on_ranks(directory: str) -> dict[str, Any]:
+def evaluate_on_ranks(directory: str, config: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from gpp_plugin import GraphPipelineTrainer
 
-    config = config_of(0, stages=2)
     return evaluating(GraphPipelineTrainer, directory, ranks=dist.get_world_size(), config=config)

@@ -149,6 +149,20 @@ def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str
         ) from error
 
 
+def check_has_text(model: Any, batch: Mapping[str, Any]) -> None:
+    """Refuse a length of texts for a model without any: it would change nothing.
+
+    Args:
+        batch: as `make_example_batch` makes it.
+
+    Raises:
+        ConfigError: says what the model takes.
+    """
+    labels = batch.get("labels")
+    if "input_ids" not in batch and (labels is None or labels.ndim < 2):
+        raise ConfigError(f"length: {type(model).__name__} takes no text ({', '.join(batch)}); leave it out")
+
+
 def _example_batch(model: Any, num_samples: int, length: int) -> dict[str, Any]:
     # What the forward takes says what kind of model it is; sizes come from its configuration. For
     # 4 samples, length 32:

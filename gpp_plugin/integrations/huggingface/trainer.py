@@ -191,6 +191,7 @@ class GraphPipelineTrainer(Trainer):
             whole = WholeSteps(sampler, batch_size, step=step)
             loader = DataLoader(dataset, batch_sampler=whole, collate_fn=collate, **options)
         else:
+            options["drop_last"] = args.dataloader_drop_last
             loader = DataLoader(
                 dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, **options
             )

@@ -55,6 +55,15 @@ def test_batches_padded_to_their_longest_are_units(tmp_path: Path) -> None:
         assert evaluated[0] == pytest.approx(plain.evaluated[0][0], abs=1e-6)
 
 
+def test_arguments_that_know_one_rank_of_several_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TrainingArguments without use_cpu where there is no GPU."""
+    monkeypatch.setattr(trainer.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
+    trainer._check_ranks(SimpleNamespace(world_size=2))
+    with pytest.raises(ConfigError, match="know 1 process where the job has 2 ranks.*pass use_cpu=True"):
+        trainer._check_ranks(SimpleNamespace(world_size=1))
+
+
 def test_zero_steps_trainers_optimizers_where_each_element_is_by_itself() -> None:
     from transformers import Adafactor
 

@@ -201,7 +201,8 @@ def _example_batch(model: Any, num_samples: int, length: int) -> dict[str, Any]:
 
 
 def _pixels(config: Any, num_samples: int) -> Tensor:
-    vision = getattr(config, "vision_config", config)
+    # of an encoder and a decoder, as TrOCR, the encoder sees
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", config)
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     patch = getattr(vision, "patch_size", 1)

@@ -29,6 +29,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Adafactor, Trainer
@@ -104,6 +105,7 @@ class GraphPipelineTrainer(Trainer):
                 "GraphPipelineTrainer: args is missing; pass transformers.TrainingArguments(...)"
             )
         _check_arguments(args, given)
+        _check_ranks(args)
         self._given_config = load_deepspeed_json(config or args.deepspeed or {BLOCK: {}})
         self._num_ranks = max(int(args.world_size), 1)
         self._given_args = args
@@ -551,6 +553,21 @@ def _check_arguments(args: Any, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             "GraphPipelineTrainer: load_best_model_at_end loads the engine's checkpoint, which save_only_model leaves "
             "out; remove one of them"
+        )
+
+
+def _check_ranks(args: Any) -> None:
+    """Refuse arguments that know one process of a job of several: all of them would save.
+
+    Raises:
+        ConfigError: says both numbers.
+    """
+    known = max(int(args.world_size), 1)  # of accelerate, which is asked first: it joins the ranks
+    ranks = dist.get_world_size() if dist.is_initialized() else known
+    if known != ranks:
+        raise ConfigError(
+            f"TrainingArguments: know {known} process where the job has {ranks} ranks, as accelerate found no GPU; pass "
+            "use_cpu=True"
         )
 
 

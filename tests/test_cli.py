@@ -436,9 +436,13 @@ def test_plan_of_an_encoder_that_sees_and_a_decoder(tmp_path, capsys):
         "encoder": {"model_type": "deit", **vision}, "decoder": {**text, **start},
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["plan", str(tmp_path), "--devices", "2", "--length", "8", "--against", "none", "--json"]) == 0
+    assert (
+        main(["plan", str(tmp_path), "--devices", "2", "--length", "8", "--against", "none", "--json"]) == 0
+    )
     blocks = [block for row in last_json(capsys.readouterr().out)["rows"] for block in row["blocks"]]
-    assert any(block.startswith("encoder") for block in blocks) and any("decoder" in block for block in blocks)
+    assert any(block.startswith("encoder") for block in blocks) and any(
+        "decoder" in block for block in blocks
+    )
     seeing = {"model_type": "vit", "architectures": ["ViTForImageClassification"], **vision}
     (tmp_path / "config.json").write_text(json.dumps(seeing))
     for command in (["plan"], ["compare", "--cluster", "dgx_h100"]):

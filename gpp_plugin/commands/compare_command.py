@@ -459,8 +459,8 @@ def remarks(rows: list[dict[str, Any]], *, cores: int) -> list[str]:
             )
     if any(row.get("draws") for row in ran) and sum("losses" in row for row in ran) > 1:
         lines.append(
-            "loss difference: the model draws random numbers in training, each mode its own (dropout, most often); with "
-            "dropout 0 losses can be compared"
+            "loss difference: the model draws random numbers in training, each mode its own (dropout, most often); "
+            "with dropout 0 losses can be compared"
         )
     # Only where compute is real and on the CPU: emulated rows have no memory_measure, and CUDA's is another.
     most = max((row["ranks"] for row in measured), default=1)

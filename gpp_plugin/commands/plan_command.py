@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.api import USUAL_LENGTH, format_plan, make_request, plan_for, save
+from gpp_plugin.api import format_plan, make_request, plan_for, save
 from gpp_plugin.commands.command_parser import list_of, list_of_numbers
 from gpp_plugin.commands.width import add_width, columns_of
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK

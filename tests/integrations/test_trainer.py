@@ -75,7 +75,9 @@ def test_zero_steps_trainers_optimizers_where_each_element_is_by_itself() -> Non
         own.create_scheduler = None
         trainer.GraphPipelineTrainer._recipes(own, config, 1)  # type: ignore[arg-type]
         assert config.get("zero_allow_untested_optimizer", False) == (optimizer is torch.optim.SGD)
-    with pytest.raises(ConfigError, match="Adafactor has factors of whole matrices, and zero_optimization.stage 2"):
+    with pytest.raises(
+        ConfigError, match="Adafactor has factors of whole matrices, and zero_optimization.stage 2"
+    ):
         trainer._check_optimizer(Adafactor(weights), {"zero_optimization": {"stage": 2}})
 
 

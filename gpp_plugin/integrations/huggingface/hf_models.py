@@ -6,6 +6,7 @@ For planning a model without its weights; training takes the user's own model an
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 

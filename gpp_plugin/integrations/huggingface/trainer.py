@@ -66,7 +66,7 @@ _BY_ELEMENT = (
     torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.Adadelta,
 )  # fmt: skip
-"""Optimizers that ZeRO may step in flat parts, as each element is by itself, though DeepSpeed's list is without them."""
+"""Optimizers that ZeRO may step in flat parts, each element by itself, though DeepSpeed's list is without them."""
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -567,8 +567,8 @@ def _check_ranks(args: Any) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else known
     if known != ranks:
         raise ConfigError(
-            f"TrainingArguments: know {known} process where the job has {ranks} ranks, as accelerate found no GPU; pass "
-            "use_cpu=True"
+            f"TrainingArguments: know {known} process where the job has {ranks} ranks, as accelerate found no GPU; "
+            "pass use_cpu=True"
         )
 
 
@@ -581,8 +581,8 @@ def _check_optimizer(optimizer: Any, config: Mapping[str, Any]) -> None:
     zero = (config.get("zero_optimization") or {}).get("stage", 0)
     if zero and isinstance(optimizer, Adafactor) and not config.get("zero_allow_untested_optimizer"):
         raise ConfigError(
-            f"TrainingArguments.optim: Adafactor has factors of whole matrices, and zero_optimization.stage {zero} steps "
-            "flat parts of them; set the stage to 0, or choose another optim, e.g. 'adamw_torch'"
+            f"TrainingArguments.optim: Adafactor has factors of whole matrices, and zero_optimization.stage {zero} "
+            "steps flat parts of them; set the stage to 0, or choose another optim, e.g. 'adamw_torch'"
         )
 
 

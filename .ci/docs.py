@@ -63,7 +63,7 @@ def _put(path: Path, text: str, *, write: bool) -> bool:
 
 def configuration_page() -> str:
     """Return the reference of the ``graph_pipeline`` block."""
-    from gpp_plugin.config import (
+    from gpp_plugin.config.block import (
         CheckpointConfig,
         GenerateConfig,
         GraphPipelineConfig,

@@ -6,7 +6,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from gpp_plugin.config import GraphPipelineConfig, batch_arithmetic, check_ranks, read_config
+from gpp_plugin.config.batch_sizes import batch_arithmetic
+from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.config.reader import check_ranks, read_config
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.schedule.names import schedule_names

@@ -70,7 +70,7 @@ def test_the_configuration_and_the_commands_list_them(folders: tuple[Path, Path]
     _, target = folders
     code = """
 import sys
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError
 try:
     read_config({"graph_pipeline": {"planner": "halfs", "schedule": "last", "p2p": "post"}})

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from transformers import CLIPModel
 
-from gpp_plugin.config import batch_arithmetic, read_config
+from gpp_plugin.config.batch_sizes import batch_arithmetic
+from gpp_plugin.config.reader import read_config
 from tests.ranks import run_kept_ranks
 from tests.tiers import long, some
 

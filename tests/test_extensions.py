@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.doors import Schedule, TransportFactory
 from gpp_plugin.errors import ConfigError, ExtensionError
 from gpp_plugin.extensions import (

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpp_plugin.config import batch_arithmetic, read_config
+from gpp_plugin.config.batch_sizes import batch_arithmetic
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import GppError
 from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gpp_plugin.config import BatchSizes, GenerateConfig
+from gpp_plugin.config.batch_sizes import BatchSizes
+from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from gpp_benchmarks._topology_models import DTYPE, Topology, TopologyStage, input_names, output_names
 from gpp_benchmarks._topology_peers import Step
-from gpp_plugin.config import BatchSizes, GraphPipelineConfig
+from gpp_plugin.config.batch_sizes import BatchSizes
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.graph.stage_context import StageContext
 from gpp_plugin.model.graph.stage_graph import StageGraph

@@ -3,8 +3,11 @@
 Every row is one number of devices and one mini-batch on nodes of 8 (the cluster's own): the simulated step with tensor
 size 1 everywhere, over that of the best size forced on all stages that can be divided, and over that of the plan in
 which each stage has its own (``auto``). Beside them what was modelled when tensor parallelism was asked for, with a
-tensor group as one larger device. ``--slower`` plans the same again with slower links between nodes. ``--context`` adds
-what is not built: ring attention over so many tokens, and experts on ranks of their own (`plan.costs.long_context`).
+tensor group as one larger device, and why ours differs: the same sizes planned again under that assumption (all of a
+stage divided, sums without latency), then with the sums' latency; the rest is what stays whole on every rank. ``most``
+is what no sums, reductions, messages or idle devices at all would win over size 1. ``--slower`` plans the same again
+with slower links between nodes. ``--context`` adds what is not built: ring attention over so many tokens, and experts
+on ranks of their own (`plan.costs.long_context`).
 
 ``--against-megatron`` measures instead: one GPT-2 on two gloo ranks of this machine, one core each, captured and in
 parts, and of Megatron-core's own layers; forward and backward, in turn.
@@ -22,13 +25,15 @@ from typing import Any
 from gpp_plugin.api import make_request, plan_for
 from gpp_plugin.commands.command_parser import list_of_numbers
 from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.ir.block_graph import BlockSharding
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import element_bytes
 from gpp_plugin.launch import require_modules, run_ranks
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.costs.cost_model import ring_us
+from gpp_plugin.plan.costs.cost_model import CostModel, ring_us
 from gpp_plugin.plan.costs.long_context import AttentionShape, expert_exchange_us, ring_attention_us
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.plan_text import draw_stages
@@ -122,9 +127,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(format_table(HEADER, [_line(args, row) for row in rows], left=0))
     print(
         fill_text(
-            "modelled: a tensor group taken for one larger device; batches are told for 8 and 64 devices alone. Ours "
-            "divides what each block's sharding says (norms and residuals are whole), counts every all-reduce with its "
-            "latency, and lets data-parallel degree, micro-batches, stages and schedule be others at every size."
+            "modelled: a tensor group taken for one larger device; batches are told for 8 and 64 devices alone. most: "
+            "with nothing sent and no device idle. why: the best of these sizes planned by us under that assumption, "
+            "degrees, micro-batches, stages and schedule chosen anew at each; then with each sum's latency; then with "
+            "what every rank computes and holds whole (norms, residuals)."
         )
     )
     on_paper = _on_paper(args, base) if args.context else []
@@ -230,6 +236,8 @@ HEADER = [
     "x",
     "ours",
     "x",
+    "most",
+    "why",
     "auto",
     "x",
     "ms at 1",
@@ -279,6 +287,10 @@ def _row(args: argparse.Namespace, request: PlanRequest, slower: int) -> dict[st
         if forced is not None:
             steps[size] = forced.iteration_us
     chosen, seconds = _planned(args, request, None)
+    larger = {
+        with_latency: _larger_device(args, request, with_latency=with_latency)
+        for with_latency in (False, True)
+    }
     best = min(steps, key=steps.__getitem__, default=None)
     if args.draw and chosen is not None:
         print(f"{request.num_ranks} devices, {request.mini_batch} samples\n{draw_stages(chosen)}\n")
@@ -292,12 +304,56 @@ def _row(args: argparse.Namespace, request: PlanRequest, slower: int) -> dict[st
         "forced_us": steps,
         "best": best,
         "gain": _gain(steps.get(1), steps.get(best or 1)),
+        "most_gain": _gain(steps.get(1), _work_us(request)),
+        "larger_device_gain": _gain(steps.get(1), larger[False]),
+        "with_latency_gain": _gain(steps.get(1), larger[True]),
         "auto": [] if chosen is None else [(stage.degree, stage.tensor) for stage in chosen.stages],
         "auto_us": None if chosen is None else chosen.iteration_us,
         "auto_gain": _gain(steps.get(1), None if chosen is None else chosen.iteration_us),
         "seconds": seconds,
         "seconds_at_1": whole_s,
     }
+
+
+def _work_us(request: PlanRequest) -> float:
+    """Return the microseconds of a step if all devices had the same share of the operations and nothing else to do."""
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    local = max(request.mini_batch / request.num_ranks, 1.0)
+    forward, backward = costs.block_times(local)
+    return float((forward + backward).sum()) / local * request.mini_batch / request.num_ranks
+
+
+def _larger_device(args: argparse.Namespace, request: PlanRequest, *, with_latency: bool) -> float | None:
+    """Return the shortest step of all sizes, 1 among them, where t tensor ranks are one device of t times everything.
+
+    Args:
+        with_latency: each sum takes its latency as well, not its bytes alone.
+    """
+    graph = request.graph
+    own = {each.block: each for each in graph.sharding}
+    degrees = tuple(sorted({n for each in graph.sharding for n in each.degrees}))
+    sharding = []
+    for block in graph.blocks:
+        sums = own.get(block.name)
+        sharding.append(
+            BlockSharding(
+                block=block.name,
+                degrees=degrees,
+                flop_share=1.0,
+                parameter_bytes=block.parameter_bytes,
+                trainable_bytes=block.trainable_bytes,
+                saved_share=1.0,
+                forward_sums=sums.forward_sums if sums and with_latency else 0,
+                forward_sum_bytes=sums.forward_sum_bytes if sums else 0,
+                backward_sums=sums.backward_sums if sums and with_latency else 0,
+                backward_sum_bytes=sums.backward_sum_bytes if sums else 0,
+            )
+        )
+    divided = dataclasses.replace(graph, sharding=tuple(sharding))
+    profile = dataclasses.replace(request.profile, graph=fingerprint(divided))
+    ideal = dataclasses.replace(request, graph=divided, profile=profile)
+    plans = [_planned(args, ideal, size)[0] for size in (1, *args.sizes)]
+    return min((plan.iteration_us for plan in plans if plan is not None), default=None)
 
 
 def _planned(
@@ -329,12 +385,31 @@ def _line(args: argparse.Namespace, row: dict[str, Any]) -> list[str]:
         _times(times),
         str(row["best"] or "-"),
         _times(row["gain"]),
+        _times(row["most_gain"]),
+        _why(row, times),
         grids,
         _times(row["auto_gain"]),
         "-" if whole is None else f"{whole / 1e3:.1f}",
         f"{row['seconds']:.2f}",
         f"{row['seconds_at_1']:.2f}",
     ]
+
+
+def _why(row: dict[str, Any], modelled: float | None) -> str:
+    """Return how the gain that was modelled becomes ours, a cause a step: those that change it."""
+    causes = (
+        ("as one larger device", row["larger_device_gain"]),
+        ("with latency", row["with_latency_gain"]),
+        ("with what is whole", row["gain"]),
+    )
+    parts, before = [], modelled
+    for cause, gain in causes:
+        if gain is None:
+            parts.append(f"{cause} none fits")
+        elif before is None or abs(gain - before) >= 0.005:
+            parts.append(f"{cause} {gain:.2f}")
+        before = gain or before
+    return ", ".join(parts) or "as modelled"
 
 
 def _times(value: float | None) -> str:

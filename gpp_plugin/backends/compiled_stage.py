@@ -2,8 +2,8 @@
 
     at start    each rank runs a forward and a backward of its stages on both, one rank after the other: results and
                 gradients must be torch's to rounding, or the stage stays on torch with one warning
-    training    code for another shape, or without attention's masks, is compiled where it first runs, and the log
-                says so; code for all lengths stays on torch
+    training    code for another shape, or without attention's masks, is compiled where it first runs, held against
+                torch there on copies of what it is given, and the log says so; code for all lengths stays on torch
 
 Source: this project
 Tests: tests/backends/test_compiled_blocks.py, tests/integrations/test_compiled_training.py
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,10 @@ class CompiledCode:
         function = self.function
         module = function.module if function.choice is None else function.choice.module
         assert module is not None, "only generated code is compiled"
+        if self.stage.meets(module):
+            count = len(function.tensors)
+            with self.stage.telling():
+                try_code(self, args[:count], args[count:])
         forward = self.stage.forward_of(module, self.blocks)
         if forward is None:
             return function.call(*args)
@@ -84,6 +89,7 @@ class CompiledStage:
         self._compiler = compiler
         # the module is kept: another one made later may have its number
         self._cuts: dict[int, tuple[fx.GraphModule, Callable[..., tuple[Tensor, ...]] | None]] = {}
+        self._met: set[tuple[int, bool]] = set()
         self.is_under_way = False
         """Whether training has begun: what is compiled from now on keeps other ranks waiting."""
         self._is_refused = self._has_said = False
@@ -123,30 +129,30 @@ class CompiledStage:
         except BackendRefused as error:
             self.refuse(str(error))
             return None
-        return self._told(cut.forward) if self.is_under_way else cut.forward
+        return cut.forward
 
-    def _told(self, forward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-        """Return what says in the log how long compiling took, where its first run did."""
-        waiting = [True]
+    def meets(self, module: fx.GraphModule) -> bool:
+        """Return, once, whether training has begun and this version, with or without gradients, was not run before."""
+        version = id(module), torch.is_grad_enabled()
+        is_left = self._is_refused or (id(module) not in self._cuts and len(self._cuts) >= MOST_VERSIONS)
+        if is_left or version in self._met:
+            return False
+        self._met.add(version)
+        return self.is_under_way
 
-        def run(*args: Tensor) -> tuple[Tensor, ...]:
-            if not waiting:
-                return forward(*args)
-            waiting.clear()
-            start, before = time.perf_counter(), self._compiler.num_compiled
-            outputs = forward(*args)
-            number = self._compiler.num_compiled - before
-            if number:
-                logger.warning(
-                    "stage %s met a new shape: %d blocks compiled in %.1f s; pad to a few lengths, or set compile to "
-                    "false",
-                    self._name,
-                    number,
-                    time.perf_counter() - start,
-                )
-            return outputs
-
-        return run
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Say in the log how long compiling took, where it is done in here."""
+        start, before = time.perf_counter(), self._compiler.num_compiled
+        yield
+        number = self._compiler.num_compiled - before
+        if number:
+            logger.warning(
+                "stage %s met a new shape: %d blocks compiled in %.1f s; pad to a few lengths, or set compile to false",
+                self._name,
+                number,
+                time.perf_counter() - start,
+            )
 
 
 class CompiledStages:

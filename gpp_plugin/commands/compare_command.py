@@ -22,7 +22,8 @@ from gpp_plugin.compare.compare_settings import (
 )
 from gpp_plugin.compare.model_names import TINY, check_model_name, planned_names, trained_names
 from gpp_plugin.compare.simulated import simulate_modes
-from gpp_plugin.config import BLOCK, load_deepspeed_json
+from gpp_plugin.config.block import BLOCK
+from gpp_plugin.config.deepspeed_json import load_deepspeed_json
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.ir.serialize import write_text_whole

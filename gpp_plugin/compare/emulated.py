@@ -20,7 +20,7 @@ from gpp_plugin.compare.chains import Chain
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK, CompareSettings
 from gpp_plugin.compare.compared_models import BuiltModel, build_model
 from gpp_plugin.compare.contests import Contest, run_contests
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of

@@ -34,25 +34,21 @@ from gpp_plugin.backends.job_backends import choose_backends, compile_stages, wi
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import StageBackends, check_asked
 from gpp_plugin.capture.tracing.sample_batches import is_counted, resize_batch
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.ahead_steps import LookAheadSteps
 from gpp_plugin.engine.async_steps import AsynchronousSteps
 from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.evaluator import Evaluator
-from gpp_plugin.engine.feed import (
-    LOADING_TIMEOUT_S,
-    Feed,
-    TrainingData,
-    inputs_read,
-    ranks_that_read,
-)
 from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.guards.repetition import Repetition
 from gpp_plugin.engine.guards.task_digests import TaskDigests
+from gpp_plugin.engine.loading.batch_keys import inputs_of
+from gpp_plugin.engine.loading.feed import LOADING_TIMEOUT_S, Feed, inputs_read, ranks_that_read
+from gpp_plugin.engine.loading.row_loader import make_row_loader
+from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.row_loader import inputs_of, make_row_loader
 from gpp_plugin.engine.setting import (
     NOTHING_GENERATED,
     EngineModel,

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.config import CheckpointConfig
+from gpp_plugin.config.block import CheckpointConfig
 from gpp_plugin.engine.checkpoints.load_checkpoint import has_checkpoint, load_checkpoint
 from gpp_plugin.engine.checkpoints.rank_files import place_of
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
 from gpp_plugin.engine.checkpoints.saved_tensors import cut_shard, join_shards
-from gpp_plugin.engine.feed import TrainingData
 from gpp_plugin.engine.guards.agreement import agree_on_state
+from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.stage_engine import StageEngine

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.tracing.batch_lengths import length_entries, length_of
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.gradients.gradient_store import StageGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import Setting

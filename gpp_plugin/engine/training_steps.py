@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.doors import Channel, Transport, TransportRequest
 from gpp_plugin.engine.guards.agreement import agree, fingerprint_of
 from gpp_plugin.engine.guards.repetition import Repetition

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.backends.measured_backends import BackendLog
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import find_schedule
 from gpp_plugin.integrations.huggingface import pretrained_files

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ReadError
 from gpp_plugin.ir.block_graph import BlockGraph

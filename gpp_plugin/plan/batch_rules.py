@@ -36,6 +36,11 @@ class TensorRules:
     divided: dict[int, frozenset[str]] = field(default_factory=dict)
     ways: tuple[int, ...] = (1,)
 
+    @property
+    def are_given(self) -> bool:
+        """Return whether the user says which blocks have which size, so that not all may share a stage."""
+        return bool(self.refused.get(1))
+
     def allowed(self, blocks: Iterable[str]) -> list[int]:
         """Return the tensor sizes of a stage with these blocks, increasing."""
         if self.sizes == (1,):
@@ -259,14 +264,23 @@ def coupled_blocks(graph: BlockGraph) -> frozenset[str]:
 
 
 def blocks_under(graph: BlockGraph, key: str) -> list[str]:
-    """Return the blocks a key of the configuration means: a module path prefix, or ``loss``.
+    """Return the blocks a key of the configuration means: those of a module, by its path or the end of it, or ``loss``.
 
     Raises:
-        PlanError: no block is under it; the message has the nearest names.
+        PlanError: no block is under it, or blocks of several modules are; the message has the nearest names.
     """
+    # "language_model" is "model.language_model" where no other module's path ends so; "0" would be many.
     found = [block.name for block in graph.blocks if is_under(block.name, key)]
     if not found and key == LOSS_KEY and graph.loss_block is not None:
         return [graph.loss_block]
+    if not found:
+        ends = [path for path in _module_paths(graph) if path.endswith(f".{key}")]
+        outermost = [path for path in ends if not any(path.startswith(f"{other}.") for other in ends)]
+        if len(outermost) > 1:
+            raise PlanError(
+                f"{key!r} is the end of {len(outermost)} modules' paths, {', '.join(outermost[:3])}; give one"
+            )
+        found = [block.name for block in graph.blocks for path in outermost if is_under(block.name, path)]
     if not found:
         raise PlanError(f"no module {key!r} in the model{nearest_names(graph, key)}")
     return found
@@ -279,10 +293,16 @@ def is_under(block: str, path: str) -> bool:
 
 def nearest_names(graph: BlockGraph, key: str) -> str:
     """Return ``; the nearest are ...`` with the module paths closest to ``key``."""
+    paths = _module_paths(graph)
+    close = difflib.get_close_matches(key, paths, n=3, cutoff=0.4) or paths[:3]
+    return f"; the nearest are {', '.join(close)}"
+
+
+def _module_paths(graph: BlockGraph) -> list[str]:
+    """Return the paths of all modules that blocks are in, and the blocks' names."""
     paths: dict[str, None] = {}
     for block in graph.blocks:
         parts = block.name.split("#")[0].split(".")
         paths.update(dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts) + 1)))
         paths[block.name] = None
-    close = difflib.get_close_matches(key, paths, n=3, cutoff=0.4) or list(paths)[:3]
-    return f"; the nearest are {', '.join(close)}"
+    return list(paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -163,6 +164,32 @@ def test_a_shape_that_is_new_in_training_is_said_and_code_for_all_lengths_is_lef
     assert left.startswith(
         "stage all: lengths change: at others than the sample batch's it runs on torch's operators"
     )
+
+
+def test_a_version_that_training_meets_first_is_held_against_torch(caplog: pytest.LogCaptureFixture) -> None:
+    def wrong(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+        made = compile_plainly(module, tensors)
+        return lambda *given: tuple(each * 1.001 for each in made(*given))
+
+    whole, stages = Whole("gpt2"), stages_with(compile_plainly)
+    code = whole.code(stages)
+    try_code(code, whole.parameters, whole.inputs)
+    stages.start()
+    code.stage._compiler = BlockCompiler(wrong)
+    # the same code in a module of its own, as another shape's is
+    function = whole.function
+    module = copy.deepcopy(function.module if function.choice is None else function.choice.module)
+    other = dataclasses.replace(code, function=dataclasses.replace(function, module=module, choice=None))
+    right = function.call(*whole.parameters, *whole.inputs)[0]
+    state = torch.random.get_rng_state()
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(code(*whole.parameters, *whole.inputs)[0], right) and not ours(caplog)
+        for _ in range(2):
+            assert torch.equal(other(*whole.parameters, *whole.inputs)[0], right)
+    assert torch.equal(state, torch.random.get_rng_state())
+    line, met = ours(caplog)
+    assert "stage all stays on torch instead of compiled code: output 0 differs by" in line
+    assert "stage all met a new shape: " in met
 
 
 def test_of_shapes_beyond_the_limit_nothing_is_kept() -> None:

@@ -144,7 +144,7 @@ def train_from_dataset(config: dict[str, Any]) -> tuple[list[float], list[float]
     """Return losses of the engine's own loader, and of the same batches given by hand."""
     import deepspeed
 
-    from gpp_plugin.engine.row_loader import make_loader
+    from gpp_plugin.engine.loading.mini_batch_loader import make_loader
 
     model, make_batch = build("two_branch")
     whole = make_batch(24, 0)

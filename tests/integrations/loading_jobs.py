@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from gpp_plugin.engine.row_loader import make_loader, repeat
+from gpp_plugin.engine.loading.mini_batch_loader import make_loader, repeat
 from gpp_plugin.errors import GppError
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.feed import Feed, TrainingData
-from gpp_plugin.engine.row_loader import RowLoader, Share, count_workers, make_loader
+from gpp_plugin.engine.loading.feed import Feed
+from gpp_plugin.engine.loading.mini_batch_loader import count_workers, make_loader
+from gpp_plugin.engine.loading.row_loader import RowLoader
+from gpp_plugin.engine.loading.share import Share
+from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.model.graph.stage_graph import prepare_batch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron.p2p import check_megatron_p2p
 from tests.integrations import megatron_p2p_jobs as jobs

@@ -10,7 +10,7 @@ import torch
 
 from gpp_plugin.capture.tracing import traced
 from gpp_plugin.capture.tracing.sample_batches import count_samples
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import load

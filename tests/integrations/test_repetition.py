@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.guards.spikes import LEAST, Spikes
 from gpp_plugin.engine.guards.task_digests import _is_close
 from gpp_plugin.errors import ConfigError

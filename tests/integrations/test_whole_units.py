@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.engine.row_loader import make_loader
+from gpp_plugin.engine.loading.mini_batch_loader import make_loader
 from tests.integrations import whole_unit_jobs
 from tests.integrations.unit_jobs import losses_of, one_process, with_weights
 from tests.ranks import run_kept_ranks

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.config import BatchSizes, GenerateConfig
+from gpp_plugin.config.batch_sizes import BatchSizes
+from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens

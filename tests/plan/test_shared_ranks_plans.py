@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpp_plugin.api import plan as plan_model
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan

@@ -13,14 +13,14 @@ from gpp_benchmarks._tensor_oracle import grid_plan
 from gpp_benchmarks.plan_quality import check_tensor
 from gpp_plugin import api
 from gpp_plugin.commands import plan_command
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Device, Link
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.library.paper_graphs import build_model
-from gpp_plugin.plan.batch_rules import tensor_rules
+from gpp_plugin.plan.batch_rules import blocks_under, tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.costs.long_context import AttentionShape, expert_exchange_us, ring_attention_us
@@ -240,6 +240,20 @@ def test_sizes_by_module_are_of_those_stages_alone() -> None:
         assert {asked[block] for block in stage.blocks} == {stage.tensor}
 
 
+def test_a_module_may_be_given_by_the_end_of_its_path() -> None:
+    graph = chain(4)
+    names = {block.name: f"model.tower.{block.name}" for block in graph.blocks}
+    blocks = tuple(dataclasses.replace(block, name=names[block.name]) for block in graph.blocks)
+    graph = dataclasses.replace(graph, blocks=blocks, edges=())
+    assert blocks_under(graph, "tower") == blocks_under(graph, "model") == list(names.values())
+    assert blocks_under(graph, "layers.1") == ["model.tower.layers.1"]
+    two = (*blocks, dataclasses.replace(blocks[0], name="other.layers.0"))
+    with pytest.raises(
+        PlanError, match=r"'layers' is the end of 2 modules' paths, model.tower.layers, other.layers"
+    ):
+        blocks_under(dataclasses.replace(graph, blocks=two), "layers")
+
+
 @pytest.mark.parametrize("planner", ["auto", "graphpipe", "piper"])
 @pytest.mark.parametrize(
     ("asked", "sizes"),
@@ -266,6 +280,40 @@ def test_what_is_not_listed_goes_with_its_stage(
         listed = {asked[block] for block in stage.blocks if block in asked}
         assert listed == ({stage.tensor} if stage.tensor > 1 else set())
     validate_plan(plan, graph, profile=request.profile)
+
+
+@pytest.mark.parametrize(("stages", "ranks", "sizes"), [(2, 3, [1, 2]), (3, 4, [1, 1, 2]), (3, 5, [1, 2, 2])])
+def test_a_number_of_stages_is_met_where_the_map_leaves_few_cuts(
+    stages: int, ranks: int, sizes: list[int]
+) -> None:
+    # Two even stages of six layers would both hold listed ones, and need four ranks.
+    graph = divisible(6)
+    asked = {f"layers.{n}": 2 for n in range(2, 6)}
+    plan = make_plan("auto", request_of(graph, ranks=ranks, num_stages=stages, tensor_parallel=asked))
+    assert sorted(stage.tensor for stage in plan.stages) == sizes
+    validate_plan(plan, graph, profile=profile_of(graph))
+
+
+def test_what_lies_between_blocks_of_a_size_goes_with_them() -> None:
+    # embed (2) and a tower of two blocks (1) -> merge -> layers (2): on three ranks the tower is the one stage of size 1.
+    graph = divisible(6)
+    names = ("embed", "tower.0", "tower.1", "merge", "layers.0", "layers.1")
+    ends = [(0, 3), (1, 2), (2, 3), (3, 4), (4, 5)]
+    renamed = dict(zip((block.name for block in graph.blocks), names, strict=True))
+    graph = dataclasses.replace(
+        graph,
+        blocks=tuple(dataclasses.replace(block, name=renamed[block.name]) for block in graph.blocks),
+        sharding=tuple(
+            dataclasses.replace(each, block=renamed[each.block])
+            for each in graph.sharding
+            if renamed[each.block] != "merge"
+        ),
+        edges=tuple(dataclasses.replace(graph.edges[0], src=names[a], dst=names[b]) for a, b in ends),
+    )
+    asked = {"embed": 2, "layers": 2}
+    plan = make_plan("auto", request_of(graph, ranks=3, num_stages=2, tensor_parallel=asked, data_parallel=1))
+    by_size = {stage.tensor: set(stage.blocks) for stage in plan.stages}
+    assert by_size == {1: {"tower.0", "tower.1"}, 2: {"embed", "merge", "layers.0", "layers.1"}}
 
 
 def test_blocks_of_unlike_sizes_share_no_stage() -> None:

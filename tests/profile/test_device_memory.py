@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.model.preparation import with_memory_explained

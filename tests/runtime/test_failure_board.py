@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 
 import torch.distributed as dist
@@ -60,6 +61,49 @@ def test_a_store_that_is_gone_means_its_rank_is() -> None:
     assert "its process is gone without a word" in str(boards[1].first)
     boards[0]._lose_store()
     assert boards[0].first is None
+
+
+class GoingStore:
+    """A store that goes while it is asked: the question ends late, and with it comes a page of torch's."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+        self.is_gone = threading.Event()
+        self.pages = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.is_asked.set()
+        self.is_gone.wait(5)
+        time.sleep(0.2)
+        self.pages += 1
+        raise RuntimeError("Connection reset by peer")
+
+    set = get = compare_set = check
+
+
+def test_nothing_is_written_of_a_lost_store_once_the_board_is_closed() -> None:
+    holder = multiprocessing.get_context("fork").Process(target=_sleep)
+    holder.start()
+    boards = make_boards(2)
+    close(boards)
+    found = rank_process.stat_of(holder.pid or 0)
+    assert found is not None
+    board, store = boards[1], GoingStore()
+    own = rank_process.RankProcess.own()
+    board._processes[0] = rank_process.RankProcess(own.space, holder.pid or 0, found[1])
+    board._store = store
+    asking = threading.Thread(target=board.find)
+    asking.start()
+    assert store.is_asked.wait(5)
+    holder.kill()
+    holder.join()
+    store.is_gone.set()
+    asking.join(5)
+    assert board.first is not None and board.first.rank == 0
+    board.close()
+    assert store.pages == 1
+    time.sleep(0.5)
+    assert store.pages == 1
 
 
 def _sleep() -> None:

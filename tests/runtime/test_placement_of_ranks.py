@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.runtime.ranks import placement_of_ranks

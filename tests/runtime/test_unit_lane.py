@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge

@@ -100,7 +100,8 @@ def mutate(draw: random.Random, valid: Any, *, fixed: tuple[str, ...] = ()) -> b
     """
     value = copy.deepcopy(valid)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        root = value[draw.choice(fixed)] if fixed and draw.random() < 0.9 else value
+        kept = [key for key in fixed if key in value]  # a change before this one may have taken one away
+        root = value[draw.choice(kept)] if kept and draw.random() < 0.9 else value
         places = _places(root)
         if not places:
             break

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.config import read_config
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.profile import BlockCost

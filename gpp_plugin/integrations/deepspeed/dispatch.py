@@ -29,18 +29,14 @@ from torch import nn
 
 from gpp_plugin.capture.tracing.batch_lengths import sample_with_lengths
 from gpp_plugin.capture.tracing.sample_batches import count_samples, is_counted
-from gpp_plugin.config import (
-    BLOCK,
-    GraphPipelineConfig,
-    batch_arithmetic,
-    check_ranks,
-    load_deepspeed_json,
-    read_config,
-)
+from gpp_plugin.config.batch_sizes import batch_arithmetic
+from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
+from gpp_plugin.config.deepspeed_json import load_deepspeed_json
+from gpp_plugin.config.reader import check_ranks, read_config
 from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
-from gpp_plugin.engine.feed import sample_from_dataset
 from gpp_plugin.engine.guards.agreement import agree_on_job
+from gpp_plugin.engine.loading.feed import sample_from_dataset
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.import_hook import original_initialize

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
-from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.engine.feed import LOADING_TIMEOUT_S, Feed, TrainingData
+from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.engine.loading.feed import LOADING_TIMEOUT_S, Feed
+from gpp_plugin.engine.loading.row_loader import RowLoader
+from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.metrics import keep_timeline
-from gpp_plugin.engine.row_loader import RowLoader
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.stage_config import NO_OPTIMIZER
 from gpp_plugin.integrations.deepspeed.stock_layer import ChainCode, ChainLayer

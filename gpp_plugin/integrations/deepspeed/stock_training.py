@@ -24,8 +24,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
-from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.engine.row_loader import make_row_loader
+from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.engine.loading.row_loader import make_row_loader
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.deepspeed.learning_rates import StageParameterGroups
 from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config

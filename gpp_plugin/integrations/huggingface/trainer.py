@@ -34,8 +34,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.training_args import ParallelMode
 
-from gpp_plugin.config import BLOCK, load_deepspeed_json
-from gpp_plugin.engine.feed import sample_from_dataset
+from gpp_plugin.config.block import BLOCK
+from gpp_plugin.config.deepspeed_json import load_deepspeed_json
+from gpp_plugin.engine.loading.feed import sample_from_dataset
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.huggingface.trainer_config import engine_config, why_no_units

@@ -13,7 +13,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from gpp_plugin.config import BLOCK, read_config
+from gpp_plugin.config.block import BLOCK
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError
 
 AUTO = "auto"

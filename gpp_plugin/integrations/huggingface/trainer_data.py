@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from transformers import DefaultDataCollator, default_data_collator
 
-from gpp_plugin.engine.row_loader import first_items, stream_state
+from gpp_plugin.engine.loading.mini_batch_loader import first_items, stream_state
 
 logger = logging.getLogger(__name__)
 

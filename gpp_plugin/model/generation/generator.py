@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.config import GenerateConfig
+from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.engine.guards.agreement import agree, describe_tensor
 from gpp_plugin.engine.setting import NOTHING_GENERATED, Setting
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure

@@ -251,6 +251,9 @@ def _stage_counts(request: PlanRequest, rules: BatchRules) -> list[int] | None:
         return [request.num_stages]
     if request.data_parallel is not None:
         grids = [request.data_parallel * tensor for tensor in rules.tensors.sizes]
+        if rules.tensors.are_given:  # of sizes 1 and 2 six ranks of degree 1 are in 3 to 6 stages
+            most = min(request.num_ranks // grids[0], len(request.graph.blocks))
+            return list(range(max(request.num_ranks // grids[-1], 1), most + 1))
         return [request.num_ranks // ranks for ranks in grids if request.num_ranks % ranks == 0]
     return None
 
@@ -284,8 +287,10 @@ def _with_counts(
         partitions = find_partitions(smaller, costs, batch_rules(smaller), trees, fitter=refiner.fitter)
         groupings = {partition.groups for partition in sorted(partitions, key=lambda p: p.score)[:6]}
         groupings.add((tuple(block.name for block in request.graph.blocks),))
-        for groups in sorted(groupings):
-            masks = refiner.reshape(groups, count)
+        shapes = [refiner.reshape(groups, count) for groups in sorted(groupings)]
+        if rules.tensors.are_given:  # one rank a stage knows of no sizes, and few of its cuts may be
+            shapes.extend(refiner.shared_out(count))
+        for masks in shapes:
             for wish, way in itertools.product(sizes, rules.tensors.ways) if masks is not None else ():
                 assert masks is not None
                 found = refiner.with_masks(masks, wish, way=way)

@@ -193,6 +193,15 @@ class BlockSets:
             frontier |= fresh
         return reached
 
+    def between(self, mask: Mask) -> Mask:
+        """Return the blocks outside a set that come after some of it and before some of it."""
+        everything = (1 << len(self.names)) - 1
+        before = after = 0
+        for block in bits(mask):
+            before |= self.reach(block, everything, self.before)
+            after |= self.reach(block, everything, self.after)
+        return before & after & ~mask
+
     def parts(self, mask: Mask) -> list[Mask]:
         """Return the parts of a set that nothing inside it connects."""
         parts, rest = [], mask

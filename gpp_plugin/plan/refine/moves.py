@@ -13,6 +13,9 @@ from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
 
 MAX_CROSS_BLOCKS = 40
 """Up to so many blocks a block may move to any stage; beyond, to stages next to it."""
+MAX_WAYS = 4096
+MAX_SHARED_OUT = 32
+"""Ways to share stages out among parts that may not be merged: so many are thought of, and so many made."""
 
 
 def regroupings(sets: BlockSets, masks: list[Mask], order: Sequence[int]) -> Iterator[list[Mask]]:
@@ -88,9 +91,16 @@ def cuts(sets: BlockSets, mask: Mask) -> list[Mask]:
 
 
 def reshape(
-    sets: BlockSets, masks: Sequence[Mask], count: int, weight: Callable[[Mask], float]
+    sets: BlockSets,
+    masks: Sequence[Mask],
+    count: int,
+    weight: Callable[[Mask], float],
+    may_merge: Callable[[Mask, Mask], bool] = lambda one, other: True,
 ) -> list[Mask] | None:
-    """Cut the heaviest stages evenly, or merge the lightest, until there are ``count``; None: impossible."""
+    """Cut the heaviest stages evenly, or merge the lightest that may be one, until there are ``count``.
+
+    None: impossible.
+    """
     masks = list(masks)
     while len(masks) < count:
         for i in sorted(range(len(masks)), key=lambda i: -weight(masks[i])):
@@ -106,13 +116,55 @@ def reshape(
         pairs = [
             (weight(masks[i] | masks[j]), i, j)
             for i, j in itertools.combinations(range(len(masks)), 2)
-            if sets.is_acyclic(_merged(masks, i, j))
+            if may_merge(masks[i], masks[j]) and sets.is_acyclic(_merged(masks, i, j))
         ]
         if not pairs:
             return None
         _, i, j = min(pairs)
         masks = _merged(masks, i, j)
     return masks
+
+
+def shared_out(
+    sets: BlockSets,
+    masks: Sequence[Mask],
+    count: int,
+    weight: Callable[[Mask], float],
+    may_merge: Callable[[Mask, Mask], bool],
+) -> Iterator[list[Mask]]:
+    """Yield partitions into ``count`` stages, each of them a part of one of ``masks``, or of some merged.
+
+    Args:
+        masks: parts of the graph that are unlike, so that they should not share a stage.
+        may_merge: whether two of them may, where there are too few stages for all.
+    """
+    # A tower and a decoder in five stages: the tower in 1 and the decoder in 4, or 2 and 3, 3 and 2, 4 and 1; those
+    # first that share the stages out as the work is. Then the same of the two merged, if they may be.
+    parts: list[Mask] | None = list(masks)
+    while parts:
+        if len(parts) <= count:
+            yield from _in_ways(sets, parts, count, weight)
+        parts = reshape(sets, parts, len(parts) - 1, weight, may_merge) if len(parts) > 1 else None
+
+
+def _in_ways(
+    sets: BlockSets, parts: Sequence[Mask], count: int, weight: Callable[[Mask], float]
+) -> Iterator[list[Mask]]:
+    """Yield partitions of these parts into ``count`` stages, the evenest first."""
+    total = sum(map(weight, parts)) or 1.0
+
+    def unlike_work(nums: Sequence[int]) -> float:
+        return sum(abs(weight(part) / total - num / count) for part, num in zip(parts, nums, strict=True))
+
+    ends = itertools.combinations(range(1, count), len(parts) - 1)
+    ways = [
+        tuple(end - start for start, end in itertools.pairwise((0, *inner, count)))
+        for inner in itertools.islice(ends, MAX_WAYS)
+    ]
+    for nums in sorted(ways, key=unlike_work)[:MAX_SHARED_OUT]:
+        cut = [reshape(sets, [part], num, weight) for part, num in zip(parts, nums, strict=True)]
+        if all(cut):
+            yield [mask for masks in cut if masks is not None for mask in masks]
 
 
 def _merged(masks: Sequence[Mask], i: int, j: int) -> list[Mask]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -40,6 +40,8 @@ OVERHEAD = 200
 """Simulated tasks that cost as much as building a candidate does; ``GLANCE`` as looking at one's bound."""
 GLANCE = 40
 ROUNDING = 1e-9
+MAX_UNLIKE_PARTS = 24
+"""Parts of a model of unlike tensor sizes up to which stages are shared out among them."""
 MOVES = "some plans a move away from the best ones"
 """What the refinement leaves out when its budget is spent."""
 
@@ -360,6 +362,33 @@ class Refiner:
 
     def reshape(self, groups: Sequence[Sequence[str]], count: int) -> list[Mask] | None:
         """Cut the heaviest stages evenly, or merge the lightest, until there are ``count``."""
+        masks = [self.sets.mask_of(group) for group in groups]
+        return moves.reshape(self.sets, masks, count, self._weight())
+
+    def shared_out(self, count: int) -> Iterator[list[Mask]]:
+        """Yield partitions into ``count`` stages along the lines of blocks that have tensor sizes of their own."""
+        # embed (2) -> merge -> layers (2), and tower -> merge, where only embed and layers have a size: with merge
+        # beside the tower, embed is a stage for itself; with merge beside embed and layers, between which it lies, not.
+        sizes, sets = self.chooser.tensor_sizes, self.sets
+        classes: dict[tuple[int, ...], Mask] = {}
+        for block in range(len(sets.names)):
+            own = tuple(sizes(1 << block))
+            classes[own] = classes.get(own, 0) | 1 << block
+        filled = dict(classes)
+        for own, mask in classes.items():
+            inner = sets.between(mask) & filled.get((1,), 0) if own != (1,) else 0
+            if inner and sizes(mask | inner):
+                filled[own] |= inner
+                filled[1,] &= ~inner
+        for each in (classes, filled)[: 1 + (filled != classes)]:
+            parts = [part for mask in each.values() for part in sets.parts(mask)]
+            if len(parts) <= MAX_UNLIKE_PARTS and sets.is_acyclic(parts):
+                yield from moves.shared_out(
+                    sets, parts, count, self._weight(), lambda one, other: bool(sizes(one | other))
+                )
+
+    def _weight(self) -> Callable[[Mask], float]:
+        """Return what sums a stage's work up."""
         forward, backward = self.costs.block_times(self.request.mini_batch / max(self.request.num_ranks, 1))
         weight = forward + backward
         loads: dict[Mask, float] = {}
@@ -369,8 +398,7 @@ class Refiner:
                 loads[mask] = float(weight[self.sets.flags(mask)].sum())
             return loads[mask]
 
-        masks = [self.sets.mask_of(group) for group in groups]
-        return moves.reshape(self.sets, masks, count, load)
+        return load
 
 
 def _resized(draft: StageDraft, degree: int, sizes: Sequence[int]) -> StageDraft:

@@ -95,6 +95,7 @@ class FailureBoard:
         self._stopped_since: dict[int, float] = {}
         self._stuck_since: tuple[int, float] | None = None
         self._closing = threading.Event()
+        self._asking: list[threading.Thread] = []
         own = RankProcess.own()
         self._own_space = own.space
         self._set(f"process/{rank}", [own.space, own.pid, own.start])
@@ -103,10 +104,12 @@ class FailureBoard:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; nothing is looked for any more."""
+        """End the threads; nothing is looked for any more, and nothing more is written of a store that is gone."""
         self._closing.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2.0)
+        deadline = time.monotonic() + 2.0
+        for thread in (self._thread, *self._asking):
+            if thread.is_alive() and threading.current_thread() is not thread:
+                thread.join(timeout=max(deadline - time.monotonic(), 0.0))
 
     def leave(self) -> None:
         """Tell the others that this rank ends as it should, and close."""
@@ -208,6 +211,7 @@ class FailureBoard:
 
         done = threading.Thread(target=quietly, daemon=True)
         if not self._find_lost_holder():
+            self._asking = [*(thread for thread in self._asking if thread.is_alive()), done]
             done.start()
         deadline = time.monotonic() + SETTLING_S + 2 * SILENT_S
         while done.is_alive() and time.monotonic() < deadline and not self._find_lost_holder():

@@ -160,6 +160,7 @@ def _watch_exit() -> None:
                 name_cause(error, is_fatal=True)
         hook(kind, error, trace)
         if board is not None and board.first is not None:
+            board.close()  # a thread that was asking a store as it went would have torch write a page behind the line
             sys.stderr.write(f"gpp_plugin: {board.first}\n")
 
     sys.excepthook = excepthook

@@ -6,14 +6,10 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 
 from __future__ import annotations
 
-import copy
 import itertools
-import logging
-import traceback
-import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,20 +20,11 @@ from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.data.unit_packing import PackedUnits
-from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
-from gpp_plugin.engine.data_position import GIVEN
-from gpp_plugin.engine.row_loader import (
-    Complete,
-    RowLoader,
-    as_they_are,
-    check_keys,
-    first_items,
-    inputs_of,
-    own_inputs,
-    repeat,
-)
+from gpp_plugin.engine.loading.batch_keys import check_keys, inputs_of, own_inputs
+from gpp_plugin.engine.loading.mini_batch_loader import first_items
+from gpp_plugin.engine.loading.share_reader import Complete, as_they_are
 from gpp_plugin.engine.training_steps import different_data
-from gpp_plugin.errors import CheckpointError, ConfigError, GppError, RuntimeFailure
+from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
@@ -59,8 +46,6 @@ from gpp_plugin.runtime.batches import (
 )
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
-
-logger = logging.getLogger(__name__)
 
 LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
@@ -423,358 +408,14 @@ class Feed:
         )
 
 
-_MOST_HELD = 4
-"""Iterators without weak references (a list's, ``zip``, ``map``) of which a mini-batch taken ahead is kept."""
-
-
-@dataclass(slots=True)
-class _Taken:
-    """A mini-batch taken ahead, or what kept it from being.
-
-    Args:
-        source: returns what it was taken from, or None where that is gone, and with it whoever could ask for the rest.
-        is_held: the source is kept alive, since nothing would tell when it goes.
-    """
-
-    source: Callable[[], Any]
-    is_held: bool
-    batch: Batch | None = None
-    error: BaseException | None = None
-
-
-class _TakenAhead:
-    """Mini-batches taken ahead by what they were taken from: each lives as long as its iterator, and no longer.
-
-    A caller may take turns between any number of iterators, and go back to one it has left. Where an iterator has no
-    weak references it is held, and so are only a few of them: of one more nothing is taken ahead, so nothing is lost.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, _Taken] = {}
-        self._has_warned = False
-
-    def __bool__(self) -> bool:
-        return bool(self._by_id)
-
-    def pop(self, source: Any) -> _Taken | None:
-        """Return what was taken of a source, and keep it no longer."""
-        return self._by_id.pop(id(source), None)
-
-    def place_for(self, source: Any) -> _Taken | None:
-        """Return an empty place for what will be taken of a source; None where there is none."""
-        number = id(source)
-
-        def forget(_: Any) -> None:  # before the number is another object's
-            self._by_id.pop(number, None)
-
-        try:
-            return _Taken(weakref.ref(source, forget), is_held=False)
-        except TypeError:
-            pass
-        if sum(each.is_held for each in self._by_id.values()) < _MOST_HELD:
-            return _Taken(lambda: source, is_held=True)
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "look_ahead: mini-batches of %d iterators that were left in their middle are kept, and of one more "
-                "(a %s) none is taken ahead; pass the same iterator at every call, or generators: when they are gone, "
-                "so is what is kept",
-                _MOST_HELD,
-                type(source).__name__,
-            )
-        return None
-
-    def keep(self, taken: _Taken) -> None:
-        """Keep what was taken until its turn comes."""
-        if taken.error is not None:
-            if taken.is_held and isinstance(taken.error, StopIteration):
-                return  # it will say so again
-            _without_frames(taken.error)
-        self._by_id[id(taken.source())] = taken
-
-
-def _without_frames(error: BaseException) -> None:
-    """Let an error hold none of the frames it went through, nor their callers': they keep its iterator alive."""
-    if not isinstance(error, GppError | StopIteration):
-        text = "".join(traceback.format_tb(error.__traceback__))
-        error.add_note(f"raised as the next mini-batch was taken ahead:\n{text}")
-    done: set[int] = set()
-    seen: BaseException | None = error
-    while seen is not None and id(seen) not in done:
-        done.add(id(seen))
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
-
-
-class TrainingData:
-    """What `train_batch` reads when it is called without data: the engine's own loader, or what the user set.
-
-    It knows where training is in them (`position`): behind the mini-batches that `next` has given, whatever was taken
-    ahead.
-
-    Args:
-        own: this rank's share of ``training_data``; None where there is none.
-        peeks_at_iterators: `peek` takes mini-batches from iterators too, and not from the engine's own loader alone.
-    """
-
-    def __init__(self, feed: Feed, own: RowLoader | None, *, peeks_at_iterators: bool = False) -> None:
-        self.loader: Any = None if own is None else own.loader
-        self._feed = feed
-        self._own = own
-        self._iterator: Iterator[Any] | None = None
-        self._peeks_at_iterators = peeks_at_iterators
-        self._taken = _TakenAhead()
-        self._num_given = 0
-        self._given: Any = None
-        self._repeats = False
-        self._state_before: Any = None
-        self._pending: Mapping[str, Any] | None = None
-        self._is_unplaced = False  # a checkpoint without a position was loaded, and nobody told so
-
-    def next(self, given: Iterator[Any] | None, *, step: int = 1) -> Batch:
-        """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs; collective.
-
-        Raises:
-            ConfigError: there is no data, or its keys or sizes do not fit.
-            RuntimeFailure: a rank could not load its rows, or ranks were given different ones.
-            StopIteration: the data ended, here or on another rank.
-        """
-        self._feed.step = step
-        taken = self._taken.pop(self._source(given))
-        if given is None:
-            self._state_before = None
-        if given is None and self._own is not None:  # whose ranks agree as they load
-            batch = self._take(None) if taken is None else _result(taken)
-            self._num_given += 1
-            return batch
-        found: Batch | None = None
-        failure: Exception | None = None
-        try:
-            found = self._take(given) if taken is None else _result(taken)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = error
-        self._feed.agree(found, failure, compares=True)
-        assert found is not None, "a rank without a mini-batch has raised"
-        return found
-
-    def take(self, given: Iterator[Any]) -> Batch:
-        """Return a batch to evaluate, of any size and keys; collective.
-
-        Raises:
-            ConfigError: it is no batch.
-            StopIteration: ``given`` ended, here or on another rank.
-        """
-        found: Batch | None = None
-        failure: Exception | None = None
-        try:
-            found = self._feed.take(given)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = error
-        self._feed.agree(found, failure, compares=False)
-        assert found is not None, "a rank without a batch has raised"
-        return found
-
-    def peek(self, given: Iterator[Any] | None) -> Batch | None:
-        """Return the mini-batch that `next` will return for the same source; None where there is none to be had ahead.
-
-        What goes wrong is kept for `next` to raise: the mini-batch before it is trained on all the same.
-        """
-        source = self._source(given)
-        is_own = source is self._own
-        if source is None or (self._feed.draws if is_own else not self._peeks_at_iterators):
-            return None
-        taken = self._taken.place_for(source)
-        if taken is None:
-            return None
-        if source is self._iterator:
-            self._state_before = self._given_state()
-        try:
-            taken.batch = self._take(given)
-        except Exception as error:  # the end of an iterator too
-            taken.error = error
-        self._taken.keep(taken)
-        return taken.batch
-
-    def _source(self, given: Iterator[Any] | None) -> Any:
-        return given if given is not None else self._own if self._own is not None else self._iterator
-
-    def _take(self, given: Iterator[Any] | None) -> Batch:
-        if given is not None:
-            return self._feed.collect(given)
-        if self._own is None:
-            if self._iterator is None:
-                raise ConfigError(
-                    "train_batch() has no data: pass training_data to deepspeed.initialize, an iterator to "
-                    "train_batch(data_iter=...), or call set_dataloader()"
-                )
-            return self._feed.collect(self._iterator)
-        try:
-            return self._feed.load(self._own)
-        except BaseException:
-            self.close()
-            raise
-
-    def use_loader(self, loader: Any) -> None:
-        """Read ``loader``, the same batches on every rank, from its beginning, or where a loaded checkpoint says.
-
-        Raises:
-            ConfigError: it packs mini-batches of another number of units.
-        """
-        self._feed.check_packing(getattr(loader, "batch_sampler", None))
-        self._use(loader, repeats=True)
-        self.loader = loader
-
-    def use_iterator(self, iterator: Iterator[Any]) -> None:
-        """Read ``iterator``, the same batches on every rank."""
-        self._use(iterator, repeats=False)
-
-    def _use(self, given: Any, *, repeats: bool) -> None:
-        self.close()
-        self._taken.pop(self._source(None))
-        self._own, self._given, self._repeats, self._state_before = None, given, repeats, None
-        pending, self._pending = self._pending, None
-        is_resumed = pending is not None and self._restore_given(pending)
-        if self._is_unplaced:
-            self._warn_unplaced()
-        self._iterator = repeat(given, is_resumed=is_resumed) if repeats else given
-
-    # ---- where training is in the data -------------------------------------------------------------
-
-    def position(self) -> dict[str, Any] | None:
-        """Return where training is in the data, in JSON values, the same on every rank; collective.
-
-        Returns:
-            None where the data are a caller's without ``state_dict``, or its state is none that JSON holds (a warning).
-        """
-        if self._own is not None:
-            own = self._told(self._own_position) if self._feed.rank == self._feed.source else None
-            shared: dict[str, Any] | None = self._feed.share_position(own)
-            return shared
-        states = self._feed.gather_positions(self._told(self._given_position))
-        if any(state is None for state in states):
-            return None
-        if all(state == states[0] for state in states):
-            return {"kind": GIVEN, "states": states[:1]}
-        return {"kind": GIVEN, "states": states}
-
-    def _own_position(self) -> dict[str, Any]:
-        assert self._own is not None
-        return {**self._own.position(self._num_given), "draws": self._feed.draws}
-
-    def _given_position(self) -> Any:
-        state = self._given_state() if self._state_before is None else self._state_before
-        return None if state is None else to_json(state, path="the loader's state", tensors=None)
-
-    def _given_state(self) -> Any:
-        """Return the state of the caller's loader or iterator, None where it has none."""
-        if not hasattr(self._given, "load_state_dict") or not hasattr(self._given, "state_dict"):
-            return None
-        try:
-            return copy.deepcopy(self._given.state_dict())
-        except (
-            AttributeError
-        ):  # accelerate's loaders have the method, and a state only where they are asked for one
-            return None
-
-    def _told(self, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` gives, None and a warning where it is nothing that can be written."""
-        try:
-            return make()
-        except CheckpointError as error:
-            logger.warning("the position in the data is not saved: %s", error)
-            return None
-
-    def restore(self, position: Mapping[str, Any] | None) -> None:
-        """Go on where `position` was asked; collective.
-
-        Args:
-            position: None: of a checkpoint that has none; the data are left where they are.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        warns = self._feed.rank == self._feed.source
-        if position is None or (position.get("kind") == GIVEN) != (self._own is None):
-            if self._own is None:
-                self._is_unplaced = True
-                if self._given is not None:
-                    self._warn_unplaced()
-                return
-            if warns:
-                logger.warning(
-                    "the checkpoint has no position in training_data, which is %s",
-                    "read from its beginning" if not self._num_given else "read on where it is",
-                )
-            self._pending = position
-            return
-        self._taken.pop(self._source(None))
-        if self._own is not None:
-            self._feed.drop_ahead()
-            self._own.restore(position, warns=warns)
-            self._num_given = int(position["mini_batches"])
-            self._feed.draws = self._feed.draws or bool(position.get("draws"))
-        elif self._given is None:  # for the loader that will be set
-            self._pending = position
-        else:
-            self._pending = position
-            self._use(self._given, repeats=self._repeats)
-
-    def _warn_unplaced(self) -> None:
-        """Say once that the caller's data are not where the loaded checkpoint was."""
-        self._is_unplaced = False
-        if self._feed.rank == self._feed.source:
-            logger.warning(
-                "the checkpoint has no position in the data: the %s is read from where it is, and samples may come "
-                "twice; skip what was trained (data with state_dict and load_state_dict are saved and restored)",
-                type(self._given).__name__,
-            )
-
-    def _restore_given(self, position: Mapping[str, Any]) -> bool:
-        """Let the caller's loader or iterator go on; return whether it could."""
-        states = position.get("states")
-        if not isinstance(states, list) or not states:
-            raise CheckpointError(
-                "the checkpoint's position in the data holds no state of a loader; load another tag"
-            )
-        if not hasattr(self._given, "load_state_dict"):
-            if self._feed.rank == self._feed.source:
-                logger.warning(
-                    "the checkpoint has the position of a loader with state_dict, and a %s has no load_state_dict: "
-                    "it is read from where it is",
-                    type(self._given).__name__,
-                )
-            return False
-        self._given.load_state_dict(
-            from_json(states[self._feed.rank if self._feed.rank < len(states) else 0], tensor=None)
-        )
-        return True
-
-    def apply(self, fn: Callable[[Any], Any]) -> None:
-        """Apply ``fn`` to every batch that is loaded or taken from an iterator.
-
-        Raises:
-            ConfigError: mini-batches are loaded ahead already.
-        """
-        if self._taken:
-            raise ConfigError(
-                "set_batch_fn: a mini-batch is taken ahead already; call it before train_batch()"
-            )
-        if self._own is not None:
-            self._own.apply(fn)
-        self._feed.batch_fn = fn
-
-    def close(self) -> None:
-        """End what loads ahead."""
-        if self._own is not None:
-            self._own.close()
-
-
-def _result(taken: _Taken) -> Batch:
-    """Return what was taken ahead, or raise what kept it from being."""
-    if taken.error is not None:
-        raise taken.error
-    assert taken.batch is not None, "what was taken is a mini-batch or an error"
-    return taken.batch
+def _unlike_shapes(batch: Batch | None) -> ConfigError:
+    """Return the error of ranks whose samples of one mini-batch cannot be stacked together."""
+    own = {} if batch is None else {k: list(v.shape[1:]) for k, v in batch.items() if isinstance(v, Tensor)}
+    here = f" (rank {dist.get_rank()}: {own})" if own else ""
+    return ConfigError(
+        f"samples of one mini-batch have unlike shapes or dtypes on different ranks{here}; without a collate_fn they "
+        "are stacked as they are: give deepspeed.initialize a collate_fn that pads"
+    )
 
 
 def _check_iterator(iterator: Any) -> Iterator[Any]:
@@ -785,13 +426,3 @@ def _check_iterator(iterator: Any) -> Iterator[Any]:
             "call, or give a loader to set_dataloader()"
         )
     return iterator
-
-
-def _unlike_shapes(batch: Batch | None) -> ConfigError:
-    """Return the error of ranks whose samples of one mini-batch cannot be stacked together."""
-    own = {} if batch is None else {k: list(v.shape[1:]) for k, v in batch.items() if isinstance(v, Tensor)}
-    here = f" (rank {dist.get_rank()}: {own})" if own else ""
-    return ConfigError(
-        f"samples of one mini-batch have unlike shapes or dtypes on different ranks{here}; without a collate_fn they "
-        "are stacked as they are: give deepspeed.initialize a collate_fn that pads"
-    )

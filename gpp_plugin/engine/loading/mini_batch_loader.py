@@ -1,0 +1,117 @@
+"""Loaders of whole mini-batches in one order on every rank, and the states that their sources keep."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.errors import ConfigError
+
+MOST_WORKERS = 4
+"""Processes that load for a rank on CUDA unless the configuration says how many."""
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    mini_batch: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    seed: int,
+    units: int | None = None,
+) -> DataLoader[Any]:
+    """Return a loader of whole mini-batches, or of their units, in the same shuffled order on every rank.
+
+    Args:
+        mini_batch: samples of a mini-batch.
+        units: of a mini-batch, of equal numbers of samples; those that `pack` made have their own.
+
+    Raises:
+        ConfigError: the dataset holds fewer samples than one mini-batch.
+    """
+    collate = collate_fn or default_collate
+    if isinstance(dataset, PackedUnits):
+        own = torch.Generator().manual_seed(seed)
+        return DataLoader(dataset.dataset, batch_sampler=dataset, collate_fn=collate, generator=own)
+    mini_batch, whole = mini_batch // (units or 1), mini_batch
+    # Whole mini-batches: ranks take their rows of them, so that a shuffle is the same everywhere and padding too.
+    # What a loader draws as an epoch begins comes from its own generator, not from the numbers that dropout draws.
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(
+            dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate, generator=generator
+        )
+    if len(dataset) < whole:
+        raise ConfigError(
+            f"training_data has {len(dataset)} samples, fewer than train_batch_size={whole}; "
+            "lower train_batch_size or give more data"
+        )
+    return DataLoader(
+        dataset,
+        batch_size=mini_batch,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=collate,
+        generator=generator,
+    )
+
+
+def count_workers(asked: int | str, device: torch.device) -> int:
+    """Return how many processes load for this rank.
+
+    Args:
+        asked: a number, or ``auto``: on CUDA up to four of this rank's cores; none where the cores compute.
+    """
+    if isinstance(asked, int):
+        return asked
+    if device.type != "cuda" or multiprocessing.current_process().daemon:  # a daemon may have no children
+        return 0
+    cores = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)
+    return min(max(cores - 1, 1), MOST_WORKERS)
+
+
+def repeat(loader: Iterable[Any], *, is_resumed: bool = False) -> Iterator[Any]:
+    """Yield the loader's batches, starting anew when it ends.
+
+    Args:
+        is_resumed: it goes on somewhere, maybe at an epoch's end: its first pass may have nothing left.
+
+    Raises:
+        ConfigError: the loader yields nothing.
+    """
+    while True:
+        empty, is_resumed = not is_resumed, False
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")
+
+
+def sampler_state(sampler: Any) -> Mapping[str, Any] | None:
+    """Return a batch sampler's own state; None where it has none."""
+    state: Mapping[str, Any] | None = sampler.state_dict() if hasattr(sampler, "state_dict") else None
+    return state
+
+
+def stream_state(dataset: Any) -> Any:
+    """Return a copy of a stream's own state; None where it has none."""
+    if not hasattr(dataset, "state_dict") or not hasattr(dataset, "load_state_dict"):
+        return None
+    return copy.deepcopy(dataset.state_dict())
+
+
+def first_items(stream: Any, count: int) -> list[Any]:
+    """Return the first items of a stream, at most ``count``; one that keeps its place in itself is put back."""
+    state = stream_state(stream)
+    items = list(itertools.islice(stream, count))
+    if state is not None:
+        stream.load_state_dict(state)
+    return items

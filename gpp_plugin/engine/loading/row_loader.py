@@ -1,0 +1,387 @@
+"""The engine's own loading: mini-batches in one order on every rank, of which each rank keeps its own rows.
+
+Padding is the same for all samples of a mini-batch, whoever loads it. So a collator of the user's gets the whole
+mini-batch, in a worker process, and the rank's rows are cut out before anything leaves the worker. torch's own
+collation stacks tensors of one shape or fails: there a rank fetches its own samples only, and ranks tell each other the
+shapes (`Feed`). The first mini-batch is loaded whole by every rank that reads any, and its content compared; from then
+on what is compared is its content where a rank has that anyway, else which samples it is of.
+
+With workers, random numbers that a dataset draws depend on the sample's place in the stream alone: a sample is the same
+on every rank, with any number of workers.
+
+A loader knows where it is (`RowLoader.position`): a dataset with numbers goes on there without loading what comes
+before, a stream by its own ``state_dict``, or by reading on.
+
+Source: this project
+Tests: tests/integrations/test_loading.py, tests/integrations/test_data_position.py
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
+from gpp_plugin.engine.loading.data_position import SAMPLES, STREAM, EpochPoint, StreamPoint
+from gpp_plugin.engine.loading.mini_batch_loader import (
+    count_workers,
+    make_loader,
+    sampler_state,
+    stream_state,
+)
+from gpp_plugin.engine.loading.share import Share
+from gpp_plugin.engine.loading.share_reader import (
+    Complete,
+    EpochOrder,
+    LoadFailure,
+    PassedMiniBatch,
+    Prepare,
+    ShareReader,
+    SharesOfDataset,
+    SharesOfStream,
+    as_it_is,
+    as_they_are,
+)
+from gpp_plugin.engine.setting import Setting
+from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure, first_line
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.batches import (
+    ChooseOrder,
+    OwnRows,
+    UnitBatch,
+)
+
+logger = logging.getLogger(__name__)
+
+_MOST_AHEAD = 4
+"""Mini-batches that are taken before they are trained, at most: points in the data are remembered for so many."""
+
+
+class RowLoader:
+    """This rank's share of the mini-batches of a loader, without end; `close` ends its workers.
+
+    Nothing is loaded before the first call of `next`.
+
+    Args:
+        loader: of whole mini-batches, made by `make_loader`.
+        collate_fn: what it was made with.
+        seed: what random numbers of a dataset depend on, in workers.
+        workers: processes that load ahead; 0 loads here, when asked.
+        pins: rows come in page-locked memory.
+        needs_whole: ``complete`` makes something of a row that depends on those beside it.
+        unit: as of `make_row_loader`.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        prepare: Prepare,
+        complete: Complete = as_they_are,
+        share: Share,
+        keys: Iterable[str],
+        seed: int,
+        workers: int = 0,
+        pins: bool = False,
+        needs_whole: bool = False,
+        unit: int | None = None,
+    ) -> None:
+        self._unit = unit
+        self.loader = loader
+        self._collate_fn, self._prepare, self._share = collate_fn, prepare, share
+        self._complete = complete
+        self._keys, self._seed = frozenset(keys), seed
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        # two would each have the whole stream
+        self._workers = min(workers, 1) if is_stream else workers
+        self._pins = pins
+        self._needs_whole = needs_whole
+        self._iterator: Any = None
+        self._is_closed = False
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self._is_stream = is_stream
+        self._taken = 0
+        self._begin: EpochPoint | StreamPoint = EpochPoint()
+        if (
+            is_stream
+        ):  # a stream may keep its place in itself: going back to its beginning takes its state there
+            self._begin = StreamPoint(state=stream_state(loader.dataset))
+        self._points: list[EpochPoint] | list[StreamPoint] = []
+
+    def __iter__(self) -> RowLoader:
+        return self
+
+    def __next__(self) -> OwnRows | UnitBatch:
+        """Return this rank's share of the next mini-batch.
+
+        Raises:
+            GppError: it could not be loaded; names the rank and, where it was one, the sample.
+        """
+        if self._is_closed:
+            raise RuntimeFailure(
+                f"rank {self._share.rank} loads no more: its engine was destroyed, or loading failed"
+            )
+        if self._iterator is None:
+            self._iterator = _start(self._make_inner())
+        try:
+            found = next(self._iterator)
+        except (RuntimeError, OSError, EOFError) as error:  # what a dataset raises comes as a `LoadFailure`
+            raise RuntimeFailure(
+                f"rank {self._share.rank}: a process that loads training_data is gone ({first_line(error)}); it may "
+                "have run out of memory: lower graph_pipeline.loader_workers"
+            ) from error
+        if isinstance(found, PassedMiniBatch):
+            cast(list[StreamPoint], self._points).append(found.point)
+            found = found.found
+        if isinstance(found, LoadFailure):
+            raise found.kind(found.message)
+        assert isinstance(found, (OwnRows, UnitBatch))
+        self._taken += 1
+        # of the points remembered the first is the last one from which anything may still be trained
+        while len(self._points) > 1 and self._points[1].mini_batches <= self._taken - _MOST_AHEAD:
+            self._points.pop(0)
+        return found
+
+    # ---- where it is -----------------------------------------------------------------------------
+
+    def position(self, trained: int) -> dict[str, Any]:
+        """Return where the data are after ``trained`` mini-batches, of which a few more may be taken already.
+
+        Raises:
+            CheckpointError: the stream's state cannot be written as JSON.
+        """
+        passed = [point for point in self._points if point.mini_batches <= trained]
+        point = passed[-1] if passed else self._begin
+        units = self._share.units or 1
+        common = {"mini_batches": trained, "list_size": self.loader.batch_size}
+        if isinstance(point, StreamPoint):
+            state = to_json(point.state, path="the stream's state", tensors=None)
+            passes = point.passes if state is not None else 0  # without a state it is read from its beginning
+            return {
+                **common, "kind": STREAM, "lists": trained * units, "passes": passes, "state": state
+            }  # fmt: skip
+        lists = point.lists + (trained - point.mini_batches) * units
+        generator, sampler = point.generator, point.sampler
+        if (
+            point.generator is None and point.sampler is None
+        ):  # nothing has begun: they are as they will be found
+            generator = None if self.loader.generator is None else self.loader.generator.get_state()
+            sampler = sampler_state(self.loader.batch_sampler)
+        return {
+            **common,
+            "kind": SAMPLES,
+            "lists": lists,
+            "samples": len(cast(Any, self.loader.dataset)),
+            "generator": to_json(generator, path="generator", tensors=None),
+            "sampler": to_json(sampler, path="the sampler's state", tensors=None),
+        }
+
+    def restore(self, position: Mapping[str, Any], *, warns: bool) -> None:
+        """Go on behind the mini-batches that were trained when `position` was asked.
+
+        Args:
+            warns: say here what does not fit.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            begin = self._stream_point(position) if self._is_stream else self._epoch_point(position)
+            problem = self._problem_with(position, begin)
+            if isinstance(begin, EpochPoint) and begin.sampler is not None:
+                cast(Any, self.loader.batch_sampler).load_state_dict(begin.sampler)
+        except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
+            raise CheckpointError(
+                f"the checkpoint's position in training_data cannot be read ({type(error).__name__}: {error}); load "
+                "another tag"
+            ) from error
+        if problem and warns:
+            logger.warning("%s", problem)
+        self._end_iteration()
+        self._begin, self._taken = begin, begin.mini_batches
+        self._points.clear()
+
+    def _epoch_point(self, position: Mapping[str, Any]) -> EpochPoint:
+        """Return where a position is in a dataset with numbers; of another dataset, its beginning."""
+        number = int(position["mini_batches"])
+        if position["kind"] != SAMPLES or position["samples"] != len(cast(Any, self.loader.dataset)):
+            return EpochPoint(mini_batches=number)
+        lists, size, own = int(position["lists"]), position["list_size"], self.loader.batch_size
+        return EpochPoint(
+            mini_batches=number,
+            lists=lists if size is None or own is None else lists * int(size) // own,
+            generator=from_json(position["generator"], tensor=None),
+            sampler=from_json(position["sampler"], tensor=None),
+        )
+
+    def _stream_point(self, position: Mapping[str, Any]) -> StreamPoint:
+        number = int(position["mini_batches"])
+        if position["kind"] != STREAM:
+            return StreamPoint(mini_batches=number)
+        state = from_json(position["state"], tensor=None)
+        if state is not None and hasattr(self.loader.dataset, "load_state_dict"):
+            return StreamPoint(mini_batches=number, passes=int(position["passes"]), state=state)
+        size = self.loader.batch_size
+        assert size is not None, "a stream is not packed"
+        return StreamPoint(
+            mini_batches=number, dropped=int(position["lists"]) * int(position["list_size"]) // size
+        )
+
+    def _problem_with(self, position: Mapping[str, Any], begin: EpochPoint | StreamPoint) -> str:
+        """Return what a user should know of going on there; empty where all fits."""
+        kind, size = position["kind"], self.loader.batch_size
+        if kind != (STREAM if self._is_stream else SAMPLES):
+            return f"training_data was another ({kind}) when the checkpoint was saved: it is read from its beginning"
+        if isinstance(begin, StreamPoint):
+            if not begin.dropped:
+                return ""
+            return (
+                f"training_data is a stream without state_dict: {begin.dropped * (size or 1)} samples of it are read "
+                "and dropped to go on where the checkpoint was saved; with state_dict and load_state_dict it would skip"
+            )
+        have = len(cast(Any, self.loader.dataset))
+        if position["samples"] != have:
+            return (
+                f"training_data has {have} samples and had {position['samples']} when the checkpoint was saved: it is "
+                "read from its beginning"
+            )
+        trained = int(position["lists"]) * int(position["list_size"] or 0)
+        if size is not None and trained % size:
+            return (
+                f"{trained} samples of the epoch are trained, which are no whole number of batches of {size}: "
+                f"{trained % size} of them come again; use the train_batch_size of the checkpoint"
+            )
+        return ""
+
+    # ---- what it reads ---------------------------------------------------------------------------
+
+    def apply(self, fn: Callable[[Any], Any]) -> None:
+        """Apply ``fn`` to every batch as it is collated.
+
+        Raises:
+            ConfigError: mini-batches are loaded already.
+        """
+        if self._iterator is not None:
+            raise ConfigError(
+                "set_batch_fn: mini-batches are loaded ahead already; call it before train_batch()"
+            )
+        self.batch_fn = fn
+
+    def close(self) -> None:
+        """End the workers; nothing is loaded any more."""
+        self._is_closed = True
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        # An error's traceback may hold the iterator for long, and workers would live as long. torch says that a worker
+        # was killed wherever it happens to notice, here too.
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            with suppress(RuntimeError):
+                shut_down()
+
+    def _make_inner(self) -> DataLoader[Any]:
+        prepare, batch_fn = self._prepare, self.batch_fn
+        reader = ShareReader(
+            collate_fn=self._collate_fn,
+            prepare=prepare if batch_fn is None else lambda batch: prepare(batch_fn(batch)),
+            complete=self._complete,
+            share=self._share,
+            keys=self._keys,
+            # a function of the user's may make something else of a row without the others beside it
+            fetches_all=batch_fn is not None or self._needs_whole,
+            unit=self._unit,
+        )
+        options: dict[str, Any] = {
+            "batch_size": None,
+            "collate_fn": as_it_is,
+            "num_workers": self._workers,
+            "pin_memory": self._pins,
+            # the seeds of workers are drawn from it, and not from the numbers that dropout draws
+            "generator": torch.Generator().manual_seed(self._seed),
+            # forked, so that a dataset need not be written down: it may be a closure, or hold gigabytes
+            "multiprocessing_context": "fork" if self._workers else None,
+        }
+        loader = self.loader
+        if isinstance(loader.dataset, IterableDataset):
+            assert isinstance(self._begin, StreamPoint)
+            return DataLoader(SharesOfStream(loader, reader, begin=self._begin, seed=self._seed), **options)
+        dataset: Any = SharesOfDataset(loader.dataset, reader, self._seed)
+        assert isinstance(self._begin, EpochPoint)
+        order = EpochOrder(
+            loader, self._share.units, begin=self._begin, began=cast(list[EpochPoint], self._points).append
+        )
+        return DataLoader(dataset, sampler=order, **options)
+
+
+def make_row_loader(
+    dataset: Any,
+    *,
+    plan: PipelinePlan,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    prepare: Prepare,
+    complete: Complete = as_they_are,
+    reads: Iterable[str] | None,
+    keys: Iterable[str],
+    inputs: Iterable[str] = (),
+    unit: int | None = None,
+    order: ChooseOrder | None = None,
+) -> RowLoader:
+    """Return what loads this rank's rows of a dataset, for a plan.
+
+    Args:
+        order: as of `Share`.
+        reads: the inputs that this rank's stage reads; None: all.
+        keys: what a mini-batch has; ``inputs`` those of the model's inputs, some of which a unit may lack.
+        unit: samples of a loss unit, where each is collated by itself.
+
+    Raises:
+        ConfigError: the dataset holds fewer samples than one mini-batch.
+    """
+    return RowLoader(
+        make_loader(
+            dataset, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=config.seed, units=config.units
+        ),
+        collate_fn=collate_fn,
+        prepare=prepare,
+        complete=complete,
+        share=Share.of(
+            plan,
+            setting.rank,
+            keys=reads,
+            dtype=setting.dtype,
+            units=config.units,
+            inputs=inputs,
+            order=order,
+        ),
+        keys=keys,
+        seed=config.seed,
+        workers=count_workers(config.loader_workers, setting.device),
+        pins=setting.device.type == "cuda",
+        needs_whole=config.loss_mean == "tokens",  # each rank counts those of the whole mini-batch
+        unit=unit,
+    )
+
+
+def _start(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return the loader's iterator; its workers are forked here."""
+    # A fork has this process's objects and not its threads. What the garbage collector finds there, a process group of
+    # an earlier engine, say, waits for its threads as it is let go of, or falls over them. So garbage is collected
+    # before, and the workers' collectors leave alone what was there when they were forked.
+    gc.collect()
+    gc.freeze()
+    try:
+        return iter(loader)
+    finally:
+        gc.unfreeze()

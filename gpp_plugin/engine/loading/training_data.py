@@ -1,0 +1,292 @@
+"""What `train_batch` reads when it is called without data, and where training is in it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
+from gpp_plugin.engine.loading.data_position import GIVEN
+from gpp_plugin.engine.loading.feed import Feed
+from gpp_plugin.engine.loading.mini_batch_loader import repeat
+from gpp_plugin.engine.loading.row_loader import RowLoader
+from gpp_plugin.engine.loading.taken_ahead import Taken, TakenAhead
+from gpp_plugin.errors import CheckpointError, ConfigError
+from gpp_plugin.runtime.batches import (
+    Batch,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingData:
+    """What `train_batch` reads when it is called without data: the engine's own loader, or what the user set.
+
+    It knows where training is in them (`position`): behind the mini-batches that `next` has given, whatever was taken
+    ahead.
+
+    Args:
+        own: this rank's share of ``training_data``; None where there is none.
+        peeks_at_iterators: `peek` takes mini-batches from iterators too, and not from the engine's own loader alone.
+    """
+
+    def __init__(self, feed: Feed, own: RowLoader | None, *, peeks_at_iterators: bool = False) -> None:
+        self.loader: Any = None if own is None else own.loader
+        self._feed = feed
+        self._own = own
+        self._iterator: Iterator[Any] | None = None
+        self._peeks_at_iterators = peeks_at_iterators
+        self._taken = TakenAhead()
+        self._num_given = 0
+        self._given: Any = None
+        self._repeats = False
+        self._state_before: Any = None
+        self._pending: Mapping[str, Any] | None = None
+        self._is_unplaced = False  # a checkpoint without a position was loaded, and nobody told so
+
+    def next(self, given: Iterator[Any] | None, *, step: int = 1) -> Batch:
+        """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs; collective.
+
+        Raises:
+            ConfigError: there is no data, or its keys or sizes do not fit.
+            RuntimeFailure: a rank could not load its rows, or ranks were given different ones.
+            StopIteration: the data ended, here or on another rank.
+        """
+        self._feed.step = step
+        taken = self._taken.pop(self._source(given))
+        if given is None:
+            self._state_before = None
+        if given is None and self._own is not None:  # whose ranks agree as they load
+            batch = self._take(None) if taken is None else _result(taken)
+            self._num_given += 1
+            return batch
+        found: Batch | None = None
+        failure: Exception | None = None
+        try:
+            found = self._take(given) if taken is None else _result(taken)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        self._feed.agree(found, failure, compares=True)
+        assert found is not None, "a rank without a mini-batch has raised"
+        return found
+
+    def take(self, given: Iterator[Any]) -> Batch:
+        """Return a batch to evaluate, of any size and keys; collective.
+
+        Raises:
+            ConfigError: it is no batch.
+            StopIteration: ``given`` ended, here or on another rank.
+        """
+        found: Batch | None = None
+        failure: Exception | None = None
+        try:
+            found = self._feed.take(given)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        self._feed.agree(found, failure, compares=False)
+        assert found is not None, "a rank without a batch has raised"
+        return found
+
+    def peek(self, given: Iterator[Any] | None) -> Batch | None:
+        """Return the mini-batch that `next` will return for the same source; None where there is none to be had ahead.
+
+        What goes wrong is kept for `next` to raise: the mini-batch before it is trained on all the same.
+        """
+        source = self._source(given)
+        is_own = source is self._own
+        if source is None or (self._feed.draws if is_own else not self._peeks_at_iterators):
+            return None
+        taken = self._taken.place_for(source)
+        if taken is None:
+            return None
+        if source is self._iterator:
+            self._state_before = self._given_state()
+        try:
+            taken.batch = self._take(given)
+        except Exception as error:  # the end of an iterator too
+            taken.error = error
+        self._taken.keep(taken)
+        return taken.batch
+
+    def _source(self, given: Iterator[Any] | None) -> Any:
+        return given if given is not None else self._own if self._own is not None else self._iterator
+
+    def _take(self, given: Iterator[Any] | None) -> Batch:
+        if given is not None:
+            return self._feed.collect(given)
+        if self._own is None:
+            if self._iterator is None:
+                raise ConfigError(
+                    "train_batch() has no data: pass training_data to deepspeed.initialize, an iterator to "
+                    "train_batch(data_iter=...), or call set_dataloader()"
+                )
+            return self._feed.collect(self._iterator)
+        try:
+            return self._feed.load(self._own)
+        except BaseException:
+            self.close()
+            raise
+
+    def use_loader(self, loader: Any) -> None:
+        """Read ``loader``, the same batches on every rank, from its beginning, or where a loaded checkpoint says.
+
+        Raises:
+            ConfigError: it packs mini-batches of another number of units.
+        """
+        self._feed.check_packing(getattr(loader, "batch_sampler", None))
+        self._use(loader, repeats=True)
+        self.loader = loader
+
+    def use_iterator(self, iterator: Iterator[Any]) -> None:
+        """Read ``iterator``, the same batches on every rank."""
+        self._use(iterator, repeats=False)
+
+    def _use(self, given: Any, *, repeats: bool) -> None:
+        self.close()
+        self._taken.pop(self._source(None))
+        self._own, self._given, self._repeats, self._state_before = None, given, repeats, None
+        pending, self._pending = self._pending, None
+        is_resumed = pending is not None and self._restore_given(pending)
+        if self._is_unplaced:
+            self._warn_unplaced()
+        self._iterator = repeat(given, is_resumed=is_resumed) if repeats else given
+
+    # ---- where training is in the data -------------------------------------------------------------
+
+    def position(self) -> dict[str, Any] | None:
+        """Return where training is in the data, in JSON values, the same on every rank; collective.
+
+        Returns:
+            None where the data are a caller's without ``state_dict``, or its state is none that JSON holds (a warning).
+        """
+        if self._own is not None:
+            own = self._told(self._own_position) if self._feed.rank == self._feed.source else None
+            shared: dict[str, Any] | None = self._feed.share_position(own)
+            return shared
+        states = self._feed.gather_positions(self._told(self._given_position))
+        if any(state is None for state in states):
+            return None
+        if all(state == states[0] for state in states):
+            return {"kind": GIVEN, "states": states[:1]}
+        return {"kind": GIVEN, "states": states}
+
+    def _own_position(self) -> dict[str, Any]:
+        assert self._own is not None
+        return {**self._own.position(self._num_given), "draws": self._feed.draws}
+
+    def _given_position(self) -> Any:
+        state = self._given_state() if self._state_before is None else self._state_before
+        return None if state is None else to_json(state, path="the loader's state", tensors=None)
+
+    def _given_state(self) -> Any:
+        """Return the state of the caller's loader or iterator, None where it has none."""
+        if not hasattr(self._given, "load_state_dict") or not hasattr(self._given, "state_dict"):
+            return None
+        try:
+            return copy.deepcopy(self._given.state_dict())
+        except (
+            AttributeError
+        ):  # accelerate's loaders have the method, and a state only where they are asked for one
+            return None
+
+    def _told(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` gives, None and a warning where it is nothing that can be written."""
+        try:
+            return make()
+        except CheckpointError as error:
+            logger.warning("the position in the data is not saved: %s", error)
+            return None
+
+    def restore(self, position: Mapping[str, Any] | None) -> None:
+        """Go on where `position` was asked; collective.
+
+        Args:
+            position: None: of a checkpoint that has none; the data are left where they are.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        warns = self._feed.rank == self._feed.source
+        if position is None or (position.get("kind") == GIVEN) != (self._own is None):
+            if self._own is None:
+                self._is_unplaced = True
+                if self._given is not None:
+                    self._warn_unplaced()
+                return
+            if warns:
+                logger.warning(
+                    "the checkpoint has no position in training_data, which is %s",
+                    "read from its beginning" if not self._num_given else "read on where it is",
+                )
+            self._pending = position
+            return
+        self._taken.pop(self._source(None))
+        if self._own is not None:
+            self._feed.drop_ahead()
+            self._own.restore(position, warns=warns)
+            self._num_given = int(position["mini_batches"])
+            self._feed.draws = self._feed.draws or bool(position.get("draws"))
+        elif self._given is None:  # for the loader that will be set
+            self._pending = position
+        else:
+            self._pending = position
+            self._use(self._given, repeats=self._repeats)
+
+    def _warn_unplaced(self) -> None:
+        """Say once that the caller's data are not where the loaded checkpoint was."""
+        self._is_unplaced = False
+        if self._feed.rank == self._feed.source:
+            logger.warning(
+                "the checkpoint has no position in the data: the %s is read from where it is, and samples may come "
+                "twice; skip what was trained (data with state_dict and load_state_dict are saved and restored)",
+                type(self._given).__name__,
+            )
+
+    def _restore_given(self, position: Mapping[str, Any]) -> bool:
+        """Let the caller's loader or iterator go on; return whether it could."""
+        states = position.get("states")
+        if not isinstance(states, list) or not states:
+            raise CheckpointError(
+                "the checkpoint's position in the data holds no state of a loader; load another tag"
+            )
+        if not hasattr(self._given, "load_state_dict"):
+            if self._feed.rank == self._feed.source:
+                logger.warning(
+                    "the checkpoint has the position of a loader with state_dict, and a %s has no load_state_dict: "
+                    "it is read from where it is",
+                    type(self._given).__name__,
+                )
+            return False
+        self._given.load_state_dict(
+            from_json(states[self._feed.rank if self._feed.rank < len(states) else 0], tensor=None)
+        )
+        return True
+
+    def apply(self, fn: Callable[[Any], Any]) -> None:
+        """Apply ``fn`` to every batch that is loaded or taken from an iterator.
+
+        Raises:
+            ConfigError: mini-batches are loaded ahead already.
+        """
+        if self._taken:
+            raise ConfigError(
+                "set_batch_fn: a mini-batch is taken ahead already; call it before train_batch()"
+            )
+        if self._own is not None:
+            self._own.apply(fn)
+        self._feed.batch_fn = fn
+
+    def close(self) -> None:
+        """End what loads ahead."""
+        if self._own is not None:
+            self._own.close()
+
+
+def _result(taken: Taken) -> Batch:
+    """Return what was taken ahead, or raise what kept it from being."""
+    if taken.error is not None:
+        raise taken.error
+    assert taken.batch is not None, "what was taken is a mini-batch or an error"
+    return taken.batch

@@ -170,8 +170,7 @@ def _searches(
         sizes = {"*": size}
         base = _plan_of("auto", dataclasses.replace(alone, micro_batch_sizes=sizes))
         if base is not None:
-            for each in free:
-                yield dataclasses.replace(each, micro_batch_sizes=sizes), base
+            yield dataclasses.replace(request, micro_batch_sizes=sizes), base
 
 
 def is_large(request: PlanRequest) -> bool:

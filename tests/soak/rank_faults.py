@@ -55,6 +55,7 @@ ON_RANK_ZERO = ("doing:plan",)
 DISAGREEMENTS = (
     "lr", "weight_decay", "optimizer", "scheduler", "clip", "precision", "zero", "batch", "mode", "granularity",
     "seed", "stages", "schedule", "slicing", "loss_mean", "bad_block", "weights", "frozen", "version",
+    "compile", "tensor_parallel", "backends", "zero 3",
 )  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def _tell(fault: Fault, ended: list[Ended], is_wrong: bool, silent: list[int], s
     )
 
 
-TABLES = {"faults": (faults, 60), "stops": (stops, 16), "disagreements": (disagreements, 20)}
+TABLES = {"faults": (faults, 60), "stops": (stops, 16), "disagreements": (disagreements, len(DISAGREEMENTS))}
 
 
 def main(arguments: list[str]) -> int:

@@ -505,7 +505,10 @@ def _module_and_batches(
         path = config_path(model)
         if batch is not None:
             raise ConfigError("sample_batch: is for a module; a configuration's batch is made by length")
-        module, batches = huggingface_model(path, loss_unit=loss_unit, lengths=[*usual, longest])
+        asked = "length" in options or options.get("max_length") is not None
+        module, batches = huggingface_model(
+            path, loss_unit=loss_unit, lengths=[*usual, longest], are_asked=asked
+        )
         return module, list(batches)
     if not callable(getattr(model, "forward", None)):
         raise ConfigError(

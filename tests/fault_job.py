@@ -19,6 +19,8 @@ class FaultSettings:
         block, config: changes of the configuration on all ranks.
         steps: of training, then a save, an evaluation, a load, and the end.
         only_rank_zero_saves: the others go on training.
+        model: of `tests.models`.
+        generates: tokens after training.
     """
 
     directory: str
@@ -30,6 +32,8 @@ class FaultSettings:
     steps: int = 3
     uses_loader: bool = False
     only_rank_zero_saves: bool = False
+    model: str = "two_branch"
+    generates: bool = False
 
 
 def odd_config(name: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def train(settings: FaultSettings) -> None:
     from tests.models import build
 
     config = config_of(block={"comm_timeout_s": 60, **settings.block}, **settings.config)
-    model, make_batch = build("two_branch")
+    model, make_batch = build(settings.model)
     sample = make_batch(B, 0)
     given: dict[str, Any] = {}
     is_odd = bool(settings.odd) and rank == settings.odd_rank
@@ -93,6 +97,8 @@ def train(settings: FaultSettings) -> None:
     stream = None if settings.uses_loader else (make_batch(B, seed) for seed in itertools.count())
     for _ in range(settings.steps):
         engine.train_batch(data_iter=stream)
+    if settings.generates:
+        engine.generate(sample["input_ids"], max_new_tokens=6)
     if settings.only_rank_zero_saves:
         if rank == 0:
             engine.save_checkpoint(settings.directory)

@@ -34,7 +34,7 @@ class Fault:
     """Something that happens to one rank at one place.
 
     Args:
-        at: attribute of `Whereabouts`, a colon, and what its new value begins with.
+        at: attribute of `Whereabouts`, a colon, and what its new value begins with; behind a star, what it contains.
         skip: how often the place is passed before it happens.
     """
 
@@ -98,7 +98,8 @@ def inject(fault: Fault, *, rank: int) -> None:
     class Watched(whereabouts.Whereabouts):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
-            if name == watched and value and str(value).startswith(start):
+            text = str(value) if name == watched and value else ""
+            if text and (start[1:] in text if start.startswith("*") else text.startswith(start)):
                 left[0] -= 1
                 if left[0] == -1:
                     fault.strike()

@@ -424,6 +424,32 @@ def test_plan_of_a_huggingface_configuration(tmp_path, capsys):
     assert {"vision_model.encoder.layers.1", "text_model.encoder.layers.1"} <= set(blocks)
 
 
+def test_plan_of_an_encoder_that_sees_and_a_decoder(tmp_path, capsys):
+    """TrOCR: the sizes of the image are the encoder's; without texts there is no length to give."""
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+              "image_size": 32, "patch_size": 8}  # fmt: skip
+    text = {"model_type": "trocr", "vocab_size": 32, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 64, "max_position_embeddings": 32, "is_decoder": True, "add_cross_attention": True}  # fmt: skip
+    start = {"pad_token_id": 1, "decoder_start_token_id": 2}
+    config = {
+        "model_type": "vision-encoder-decoder", "architectures": ["VisionEncoderDecoderModel"], **start,
+        "encoder": {"model_type": "deit", **vision}, "decoder": {**text, **start},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert (
+        main(["plan", str(tmp_path), "--devices", "2", "--length", "8", "--against", "none", "--json"]) == 0
+    )
+    blocks = [block for row in last_json(capsys.readouterr().out)["rows"] for block in row["blocks"]]
+    assert any(block.startswith("encoder") for block in blocks) and any(
+        "decoder" in block for block in blocks
+    )
+    seeing = {"model_type": "vit", "architectures": ["ViTForImageClassification"], **vision}
+    (tmp_path / "config.json").write_text(json.dumps(seeing))
+    for command in (["plan"], ["compare", "--cluster", "dgx_h100"]):
+        assert main([*command, str(tmp_path), "--devices", "2", "--length", "8"]) == 1
+        assert "length: ViTForImageClassification takes no text" in capsys.readouterr().err
+
+
 def test_plan_with_memory_optimization(capsys, tmp_path):
     """Operators of a convolutional network, asynchronous: who swaps and recomputes is told stage by stage."""
     arguments = ["plan", "amoebanet", "--planner", "dawnpiper", "--devices", "4", "--cluster", "a100_pcie"]

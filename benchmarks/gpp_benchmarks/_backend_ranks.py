@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_benchmarks._backend_towers import FROZEN_TOWERS, llava_batch
-from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.report.plan_text import format_ranks
 
@@ -39,7 +40,7 @@ def main() -> None:
         for way in WAYS:
             block = _block(way, settings, plan)
             found, own_plan = train(copy.deepcopy(model), batches, block, settling=settings["settling"])
-            plan = own_plan if plan is None else plan
+            plan = json.loads(dumps(own_plan)) if plan is None else plan  # as it is saved
             rank = found.pop("rank")
             del found["gradients"]
             if rank == 0:
@@ -51,7 +52,7 @@ def main() -> None:
 
 def _block(way: str, settings: Mapping[str, Any], plan: dict[str, Any] | None) -> dict[str, Any]:
     """Return the configuration of a way; ``plan`` is that of the first one."""
-    common = {"profile_dir": settings["folder"], "comm_timeout_s": 300}
+    common = {"profile_dir": settings["folder"], "comm_timeout_s": 300, "stages": settings["stages"]}
     if way == "torch":
         return {**common, "backends": "off"}
     if way == "same stages":
@@ -66,7 +67,7 @@ def train(
     *,
     settling: int,
     keeps_gradients: bool = False,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Any], PipelinePlan]:
     """Train on this rank and the others; return what is told of the run, and its plan; collective.
 
     Args:
@@ -121,7 +122,7 @@ def train(
         "notes": [n for n in plan.notes if "backends" in n or "runs on" in n or n.startswith("compile")],
     }
     engine.destroy()
-    return found, to_plain(plan)
+    return found, plan
 
 
 def train_alone(

@@ -6,6 +6,8 @@ Three ways of the same ten steps on 4 ranks, run in turn:
     same stages       the stages of the first, the tower on the fastest backend
     stages cut again  "backends": "auto": measured, planned again with what the tower takes
 
+As many stages as are asked for: in one, the tower would be in a stage that trains, which stays on torch.
+
 Losses are held against one process that trains the model as it is.
 """
 
@@ -29,7 +31,7 @@ TOLERANCE = 1e-5
 
 
 def train_behind_towers(
-    towers: Sequence[str], *, backends: Sequence[str], num_steps: int, turns: int
+    towers: Sequence[str], *, backends: Sequence[str], num_steps: int, turns: int, stages: int
 ) -> dict[str, Any]:
     """Return a row a tower and way; prints a table for each tower.
 
@@ -39,7 +41,13 @@ def train_behind_towers(
     rows: list[dict[str, Any]] = []
     for tower in towers:
         with tempfile.TemporaryDirectory(prefix="gpp_backends_", ignore_cleanup_errors=True) as folder:
-            settings = {"tower": tower, "backends": list(backends), "steps": num_steps, "folder": folder}
+            settings = {
+                "tower": tower,
+                "backends": list(backends),
+                "steps": num_steps,
+                "folder": folder,
+                "stages": stages,
+            }
             events = run_ranks(
                 "gpp_benchmarks._backend_ranks",
                 [json.dumps({**settings, "turns": turns, "settling": SETTLING})],

@@ -49,7 +49,7 @@ def main() -> None:
             rank = found.pop("rank")
             error, name = _worst(found.pop("gradients"), right)
             if rank == 0:
-                compiled = sum(len(stage.get("compiled") or ()) for stage in plan["stages"])
+                compiled = sum(len(stage.compiled) for stage in plan.stages)
                 emit_event(
                     way=way, turn=number, gradient_error=error, worst=name, num_compiled=compiled, **found
                 )

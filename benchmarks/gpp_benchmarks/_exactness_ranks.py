@@ -35,6 +35,7 @@ from gpp_benchmarks._linear_stages import (
     linear_network,
     single_process_gradients,
     stage_compute,
+    starts_nearby,
     worst_error,
 )
 from gpp_benchmarks._random_schedules import FAMILIES, Draw, random_draw
@@ -311,9 +312,14 @@ def _error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence
     for number, data in enumerate(batches):
         ours = {stage: own.gradients[number] for stage, own in run.items()}
         parameters = [told[stage.ranks[0]][index][number] for index, stage in enumerate(plan.stages)]
-        plain = single_process_gradients(network, parameters, data)
-        exact = single_process_gradients(network, [in_double(each) for each in parameters], data.double())
-        found.append(worst_error(ours, plain, exact))
+        answers = [
+            (
+                single_process_gradients(network, near, data),
+                single_process_gradients(network, [in_double(each) for each in near], data.double()),
+            )
+            for near in starts_nearby(parameters)
+        ]
+        found.append(worst_error(ours, answers))
     return max(found, key=GradientError.excess)
 
 

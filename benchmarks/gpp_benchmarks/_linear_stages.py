@@ -37,6 +37,8 @@ FP32_LIMIT = 1e-5
 ROUNDINGS = 4.0
 """Times the rounding of one process in fp32 that ours may be off it: its own, and three times as much of ours, which is
 of the same operations, summed in another order."""
+NUM_NEARBY = 4
+"""Parameters one step of rounding away, from which one process's rounding is found once more each."""
 MOST_ROUNDING = 1e-4
 """What rounding of one process excuses at most: beyond, fp32 says nothing of a tensor, and it fails."""
 
@@ -313,25 +315,45 @@ def in_double(parameters: Parameters) -> Parameters:
     return {name: parameter.double() for name, parameter in parameters.items()}
 
 
+Answers = Sequence[Mapping[str, Tensor | None]]
+"""Gradients of every stage, by name."""
+
+
+def starts_nearby(starts: Sequence[Parameters]) -> list[tuple[Parameters, ...]]:
+    """Return the parameters as they are, and `NUM_NEARBY` times each number one step of rounding up or down, by chance.
+
+    The rounding of one process is a matter of luck in a single tensor: the largest of several says what it can be.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def shaken(tensor: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+        return (tensor.detach() * (1 + signs * torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
+
+    nearby = [
+        tuple({name: shaken(p) for name, p in of_stage.items()} for of_stage in starts)
+        for _ in range(NUM_NEARBY)
+    ]
+    return [tuple(starts), *nearby]
+
+
 def worst_error(
-    ours: Mapping[int, Mapping[str, Tensor]],
-    plain: Sequence[Mapping[str, Tensor | None]],
-    exact: Sequence[Mapping[str, Tensor | None]],
+    ours: Mapping[int, Mapping[str, Tensor]], answers: Sequence[tuple[Answers, Answers]]
 ) -> GradientError:
     """Return how far some stages' gradients are off one process, where they are furthest beyond what is allowed.
 
-    Each tensor is judged by its own rounding.
+    Each tensor is judged by its own rounding, the largest that one process has.
 
     Args:
-        plain: of every stage, of one process; ``exact``: of the same in fp64.
+        answers: of one process in fp32 and in fp64: first from the parameters that ours has, which it is compared
+            with, then from others near by (`starts_nearby`).
     """
-    errors = tensor_errors(ours, plain)
-    own = {
-        stage: {name: g for name, g in of_stage.items() if g is not None}
-        for stage, of_stage in enumerate(plain)
-        if stage in ours
-    }
-    roundings = tensor_errors(own, exact)
+    roundings: dict[tuple[int, str], float] = {}
+    for plain, exact in answers:
+        own = {stage: {name: g for name, g in plain[stage].items() if g is not None} for stage in ours}
+        for key, error in tensor_errors(own, exact).items():
+            roundings[key] = max(roundings.get(key, 0.0), error)
+    errors = tensor_errors(ours, answers[0][0])
     found = [GradientError(error, roundings.get(key, 0.0)) for key, error in errors.items()]
     return max(found, key=GradientError.excess, default=GradientError(0.0, 0.0))
 

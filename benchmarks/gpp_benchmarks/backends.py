@@ -79,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of --training (both)",
     )
     parser.add_argument("--steps", type=int, default=10, help="of --training (%(default)s)")
+    parser.add_argument(
+        "--stages",
+        type=int,
+        default=2,
+        help="of --training: in one, the tower would be beside what trains, and stay on torch (%(default)s)",
+    )
     parser.add_argument("--turns", type=int, default=2, help="runs of each way of --training (%(default)s)")
 
 
@@ -89,13 +95,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: an option is wrong.
         RuntimeFailure: a rank failed.
     """
-    if min(args.samples, args.rounds, args.turns) < 1 or args.steps <= SETTLING:
+    if min(args.samples, args.rounds, args.turns, args.stages) < 1 or args.steps <= SETTLING:
         raise ConfigError(
-            f"--samples, --rounds and --turns must be at least 1, --steps at least {SETTLING + 1}"
+            f"--samples, --rounds, --turns and --stages must be at least 1, --steps at least {SETTLING + 1}"
         )
     if args.training:
         return train_behind_towers(
-            args.towers, backends=args.backends, num_steps=args.steps, turns=args.turns
+            args.towers, backends=args.backends, num_steps=args.steps, turns=args.turns, stages=args.stages
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

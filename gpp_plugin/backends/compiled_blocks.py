@@ -82,8 +82,9 @@ class BlockCompiler:
             # leaves of their own that lie as these do: tracing asks for shapes, strides and flags, and writes nothing
             examples = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
             try:
-                # tracing may draw random numbers: training must not notice
-                with kept_streams(tensors[0].device if tensors else torch.device("cpu")):
+                # tracing may draw random numbers: training must not notice; and what an evaluation meets first is
+                # compiled with its backward, as training may run it next
+                with torch.enable_grad(), kept_streams(tensors[0].device if tensors else torch.device("cpu")):
                     found = self._compile(fx.GraphModule(module, module.graph), examples)
             except Exception as error:  # whatever a compiler raises
                 raise BackendRefused(named_operator(_calls(module), error)) from error

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
 from gpp_plugin.backends.measured_backends import compare_outputs
@@ -61,7 +62,8 @@ class CompiledCode:
         assert module is not None, "only generated code is compiled"
         if self.stage.meets(module):
             count = len(function.tensors)
-            with self.stage.telling():
+            # hooks of their own: those around a forward count what its backward keeps, and these backwards free it
+            with self.stage.telling(), saved_tensors_hooks(_same, _same):
                 try_code(self, args[:count], args[count:])
         forward = self.stage.forward_of(module, self.blocks)
         if forward is None:
@@ -75,6 +77,10 @@ class CompiledCode:
             self.stage.refuse(str(error))
             return function.call(*args)
         return outputs
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class CompiledStage:
@@ -146,7 +152,7 @@ class CompiledStage:
         start, before = time.perf_counter(), self._compiler.num_compiled
         yield
         number = self._compiler.num_compiled - before
-        if number:
+        if number and not self._is_refused:  # a refusal has been said
             logger.warning(
                 "stage %s met a new shape: %d blocks compiled in %.1f s; pad to a few lengths, or set compile to false",
                 self._name,

@@ -37,7 +37,6 @@ from gpp_plugin.report.units import fill_text, format_bytes, format_table
 
 _SIZES = ("mini_batch", "loss_unit", "planner", "stages")
 _DEFAULTS = {"mini_batch": 32, "loss_unit": 4}
-USUAL_LENGTH = 32
 SAME = 0.02
 """A gain that is none."""
 
@@ -347,7 +346,7 @@ def _settings(args: argparse.Namespace) -> CompareSettings:
         num_ranks=args.devices,
         modes=_modes(args),
         sizes=_dimensions(args.size),
-        length=USUAL_LENGTH if args.length is None else args.length,
+        length=args.length,
         warm_up=args.warm_up,
         steps=args.steps,
         seed=args.seed,
@@ -458,6 +457,11 @@ def remarks(rows: list[dict[str, Any]], *, cores: int) -> list[str]:
                 f"{row['mode']}: would not fit: {format_bytes(row['peak_bytes'])} on a device of "
                 f"{format_bytes(row['limit_bytes'])}"
             )
+    if any(row.get("draws") for row in ran) and sum("losses" in row for row in ran) > 1:
+        lines.append(
+            "loss difference: the model draws random numbers in training, each mode its own (dropout, most often); "
+            "with dropout 0 losses can be compared"
+        )
     # Only where compute is real and on the CPU: emulated rows have no memory_measure, and CUDA's is another.
     most = max((row["ranks"] for row in measured), default=1)
     if most > cores and all(row["memory_measure"] == "saved tensors" for row in measured):

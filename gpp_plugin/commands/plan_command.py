@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.api import USUAL_LENGTH, format_plan, make_request, plan_for, save
+from gpp_plugin.api import format_plan, make_request, plan_for, save
 from gpp_plugin.commands.command_parser import list_of, list_of_numbers
 from gpp_plugin.commands.width import add_width, columns_of
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK
@@ -374,8 +374,8 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         schedule=args.schedule,
         num_devices=args.devices,
         sizes=_sizes(args.size),
-        length=args.length or USUAL_LENGTH,
         max_length=args.max_length,
+        **({"length": args.length} if args.length else {}),
         granularity=args.granularity,
         dtype=args.dtype,
         mini_batch=args.mini_batch,

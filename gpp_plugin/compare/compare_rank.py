@@ -198,10 +198,17 @@ def _obey(
             "memory_measure": memory.measure,
         }
     # A step takes as long as its slowest rank, in ms; the meeting above makes all of them start together.
+    before = torch.get_rng_state(), _device_state(trainer.device)
     start = time.perf_counter()
     loss = trainer.train(batch)
-    seconds = max(ranks.gather(time.perf_counter() - start))
-    return {"loss": loss, "ms": seconds * 1e3}
+    taken = time.perf_counter() - start
+    draws = not all(map(torch.equal, before, (torch.get_rng_state(), _device_state(trainer.device))))
+    seconds, drew = zip(*ranks.gather((taken, draws)), strict=True)
+    return {"loss": loss, "ms": max(seconds) * 1e3, "draws": any(drew)}
+
+
+def _device_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class ModeResult:
         startup_s: from starting its processes until the first step could begin.
         bubble: idle share of the ranks' time between first and last task; None for a single process.
         peak_bytes_by_rank: as ``memory_measure`` says; ``parameter_bytes_by_rank``: parameters and buffers.
+        draws: a step draws random numbers, as dropout does.
     """
 
     mode: str
@@ -47,6 +48,7 @@ class ModeResult:
     peak_bytes_by_rank: list[int] = field(default_factory=list)
     parameter_bytes_by_rank: list[int] = field(default_factory=list)
     memory_measure: str = ""
+    draws: bool = False
 
     @property
     def iteration_ms(self) -> float:
@@ -168,6 +170,7 @@ def _take_steps(jobs: list[_Job], settings: CompareSettings, tell: Tell) -> None
         for job in jobs:
             answer = job.step(step)
             job.result.losses.append(answer["loss"])
+            job.result.draws |= answer["draws"]
             if step >= settings.warm_up:
                 job.result.times_ms.append(answer["ms"])
         if step < settings.warm_up or (step + 1 - settings.warm_up) % max(1, settings.steps // 5) == 0:
@@ -243,6 +246,7 @@ def result_rows(results: list[ModeResult]) -> list[dict[str, Any]]:
             memory_measure=result.memory_measure,
             max_loss_difference=None if result is ran[0] else loss_difference(result.losses, ran[0].losses),
             losses=result.losses,
+            draws=result.draws,
             notes=result.facts.get("notes", []),
         )
         rows.append(row)

@@ -18,6 +18,9 @@ MODES = (SINGLE, STOCK, CHAIN, GRAPH)
 """One plain process; DeepSpeed's `PipelineEngine` on the linearised model; the best chain that our own planner finds,
 which is never trained, only simulated or emulated; the graph of stages."""
 
+USUAL_LENGTH = 32
+"""Tokens of a text, where none are asked for."""
+
 _GRAPH_ONLY = (
     "plan",
     "schedule",
@@ -38,7 +41,7 @@ class CompareSettings:
     Args:
         model: what the user named (`compare.compared_models.build_model`).
         sizes: dimensions of a library model.
-        length: tokens of a text, where batches are made up.
+        length: tokens of a text, where batches are made up; None: as many as is usual.
         ds_config: the DeepSpeed configuration with its ``graph_pipeline`` block.
         num_ranks: processes of a pipeline.
         warm_up, steps: rounds before, and rounds that count.
@@ -51,7 +54,7 @@ class CompareSettings:
     num_ranks: int
     modes: tuple[str, ...] = MODES
     sizes: dict[str, int] = field(default_factory=dict)
-    length: int = 32
+    length: int | None = None
     warm_up: int = 2
     steps: int = 10
     seed: int = 0
@@ -60,10 +63,10 @@ class CompareSettings:
     def __post_init__(self) -> None:
         check_modes(self.modes)
         for name, value, least in (
-            ("devices", self.num_ranks, 1),
-            ("steps", self.steps, 1),
-            ("warm-up", self.warm_up, 0),
-            ("length", self.length, 1),
+            ("--devices", self.num_ranks, 1),
+            ("--steps", self.steps, 1),
+            ("--warm-up", self.warm_up, 0),
+            ("--length", USUAL_LENGTH if self.length is None else self.length, 1),
         ):
             if value < least:
                 raise ConfigError(f"{name}: {value} is not valid; give at least {least}")

@@ -98,18 +98,20 @@ def usual_loss_unit(path: Path, *, mini_batch: int, length: int, num_devices: in
 
 
 def huggingface_model(
-    path: Path, *, loss_unit: int, lengths: Sequence[int]
+    path: Path, *, loss_unit: int, lengths: Sequence[int], are_asked: bool = True
 ) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Return a HuggingFace model on the meta device, and batches of one loss unit for it.
 
     Args:
         lengths: tokens of a text, of each batch; a model may have places for fewer.
+        are_asked: a model without texts is refused.
 
     Raises:
         ConfigError: the file is no configuration of a model that the installed transformers knows.
     """
     from gpp_plugin.integrations.huggingface.hf_models import (
         build_on_meta,
+        check_has_text,
         make_example_batch,
         read_hf_config,
     )
@@ -118,6 +120,8 @@ def huggingface_model(
     try:
         model = build_on_meta(config)
         batches = [make_example_batch(model, num_samples=loss_unit, length=length) for length in lengths]
+        if are_asked:
+            check_has_text(model, batches[0])
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return model, batches

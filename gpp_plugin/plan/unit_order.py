@@ -60,7 +60,12 @@ class UnitOrder:
         self._last: tuple[_Floats, tuple[int, ...]] | None = None
 
     def __call__(self, sizes: Sequence[Mapping[str, int]]) -> tuple[int, ...]:
-        """Return which unit is at each place, of units with these numbers of elements by key."""
+        """Return which unit is at each place, of units with these numbers of elements by key.
+
+        Other than a mini-batch's many, of an evaluation, stay as they come.
+        """
+        if len(sizes) != self._times.num_units:
+            return tuple(range(len(sizes)))
         factors = np.array([self._costs.factors(unit) for unit in sizes], dtype=np.float64)
         # evaluations repeat mini-batches, and constant shapes repeat all
         if self._last is None or not np.array_equal(self._last[0], factors):
@@ -123,8 +128,7 @@ def order_units(times: MiniBatchTimes, factors: _Floats) -> tuple[int, ...]:
         factors: [units, stages], what a unit takes there over what a typical one does.
     """
     given = tuple(range(times.num_units))
-    if len(given) != len(factors):
-        raise ValueError(f"{len(factors)} units for a plan of {len(given)}")
+    assert len(given) == len(factors), f"{len(factors)} units for a plan of {len(given)}"
     if (factors == factors[0]).all():
         return given
     starts = _starts(times, factors)

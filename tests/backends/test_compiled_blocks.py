@@ -166,10 +166,22 @@ def test_a_shape_that_is_new_in_training_is_said_and_code_for_all_lengths_is_lef
     )
 
 
-def test_a_version_that_training_meets_first_is_held_against_torch(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("wrong_in", ["nothing", "outputs", "gradients", "the first run"])
+def test_a_version_that_training_meets_first_is_held_against_torch(
+    wrong_in: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def wrong(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
         made = compile_plainly(module, tensors)
-        return lambda *given: tuple(each * 1.001 for each in made(*given))
+
+        def run(*given: Tensor) -> Sequence[Tensor]:
+            if wrong_in == "the first run":
+                raise RuntimeError("no such kernel")
+            if wrong_in == "outputs":
+                return tuple(each * 1.001 for each in made(*given))
+            # the right values, of one and a half times the right gradient
+            return [each + (each - each.detach()) / 2 for each in made(*given)]
+
+        return made if wrong_in == "nothing" else run
 
     whole, stages = Whole("gpt2"), stages_with(compile_plainly)
     code = whole.code(stages)
@@ -180,16 +192,37 @@ def test_a_version_that_training_meets_first_is_held_against_torch(caplog: pytes
     function = whole.function
     module = copy.deepcopy(function.module if function.choice is None else function.choice.module)
     other = dataclasses.replace(code, function=dataclasses.replace(function, module=module, choice=None))
-    right = function.call(*whole.parameters, *whole.inputs)[0]
+    right = run_both(function.call, whole.parameters, whole.inputs)
     state = torch.random.get_rng_state()
     with caplog.at_level(logging.WARNING):
-        assert torch.equal(code(*whole.parameters, *whole.inputs)[0], right) and not ours(caplog)
+        code(*whole.parameters, *whole.inputs)
+        assert not ours(caplog)
+        other(*whole.parameters, *whole.inputs)
+        assert torch.equal(state, torch.random.get_rng_state())
         for _ in range(2):
-            assert torch.equal(other(*whole.parameters, *whole.inputs)[0], right)
-    assert torch.equal(state, torch.random.get_rng_state())
-    line, met = ours(caplog)
-    assert "stage all stays on torch instead of compiled code: output 0 differs by" in line
-    assert "stage all met a new shape: " in met
+            own = run_both(other, whole.parameters, whole.inputs)
+            assert compare_results(own, right) <= (1e-6 if wrong_in == "nothing" else 0.0)
+    assert all(parameter.grad is None for parameter in whole.parameters)
+    (line,) = ours(caplog)
+    start = "stage all stays on torch instead of compiled code: "
+    said = {
+        "nothing": "stage all met a new shape: ",
+        "outputs": start + "output 0 differs by",
+        "gradients": start + "gradient ",
+        "the first run": start + "its first run failed: RuntimeError: no such kernel",
+    }
+    assert line.startswith(said[wrong_in])
+
+
+def test_what_an_evaluation_meets_first_is_compiled_with_its_backward() -> None:
+    whole, stages = Whole("gpt2"), stages_with(compile_plainly)
+    code = whole.code(stages)
+    stages.start()
+    with torch.no_grad():
+        code(*whole.parameters, *whole.inputs)
+    own = run_both(code, whole.parameters, whole.inputs)
+    right = run_both(whole.function.call, whole.parameters, whole.inputs)
+    assert stages.compiler.num_compiled and compare_results(own, right) <= 1e-6
 
 
 def test_of_shapes_beyond_the_limit_nothing_is_kept() -> None:

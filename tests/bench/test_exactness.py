@@ -9,7 +9,13 @@ import torch
 
 from gpp_benchmarks import _exactness_ranks
 from gpp_benchmarks._exactness_ranks import Case, CaseResult, draw_cases, run_cases_here
-from gpp_benchmarks._linear_stages import FP32_LIMIT, GradientError, gradients_error, worst_error
+from gpp_benchmarks._linear_stages import (
+    FP32_LIMIT,
+    GradientError,
+    gradients_error,
+    starts_nearby,
+    worst_error,
+)
 from gpp_benchmarks.exactness import FP64_LIMIT, _failure
 from gpp_plugin.cli import main
 from tests.ranks import run_kept_ranks
@@ -104,9 +110,22 @@ def test_a_wider_limit_is_of_the_tensor_that_needs_it() -> None:
     exact = [{"rounded": torch.ones(1).double(), "wrong": torch.ones(1).double()}]
     plain = [{"rounded": torch.full((1,), 1 + 2e-5), "wrong": torch.ones(1)}]
     found = {0: {"rounded": torch.full((1,), 1 + 6e-5), "wrong": torch.full((1,), 1 + 3e-5)}}
-    worst = worst_error(found, plain, exact)
+    worst = worst_error(found, [(plain, exact)])
     assert worst.error == pytest.approx(3e-5, rel=0.01) and worst.rounding == 0.0
     assert max(worst, GradientError(4e-5, 2e-5), key=GradientError.excess) == worst
+
+
+def test_rounding_is_the_largest_of_those_near_by() -> None:
+    """One process may be right by luck where it starts, and is not one step of rounding away."""
+    exact = [{"a": torch.ones(1).double()}]
+    lucky, unlucky = [{"a": torch.ones(1)}], [{"a": torch.full((1,), 1 + 2e-5)}]
+    found = {0: {"a": torch.full((1,), 1 + 6e-5)}}
+    assert worst_error(found, [(lucky, exact)]).rounding == 0.0
+    assert worst_error(found, [(lucky, exact), (unlucky, exact)]).rounding == pytest.approx(2e-5, rel=0.01)
+    given, *near = starts_nearby([{"a": torch.tensor([3.0, -2.0])}])
+    for start in near:
+        moved = (start[0]["a"] / given[0]["a"] - 1).abs()
+        assert start[0]["a"].dtype == torch.float32 and 0 < float(moved.max()) <= 2**-22
 
 
 @pytest.mark.parametrize("ours", [float("nan"), float("inf"), 1.0])

@@ -40,6 +40,7 @@ def test_all_modes_train_alike(tmp_path, capsys):
         assert max(row["parameter_bytes_by_rank"]) < single["parameter_bytes_by_rank"][0]
     trained = (single, stock, graph)
     assert all(row["iteration_ms"] > 0 and row["startup_s"] > 0 for row in trained)
+    assert not any(row["draws"] for row in trained) and "random numbers" not in text
     assert all(len(row["losses"]) == 3 for row in trained)
     assert json.loads(out.read_text())["rows"] == answer["rows"]
     assert "x as fast as stock" in text
@@ -166,6 +167,16 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
 
 
 @long
+def test_a_model_with_dropout_says_why_losses_differ():
+    rows = [
+        {"mode": mode, "ranks": 1, "notes": [], "losses": [1.0], "draws": draws}
+        for mode, draws in (("single", True), ("graph", False))
+    ]
+    (line,) = remarks(rows, cores=2)
+    assert line.startswith("loss difference: the model draws random numbers in training, each mode its own")
+    assert remarks([{**row, "draws": False} for row in rows], cores=2) == remarks(rows[:1], cores=2) == []
+
+
 def test_more_stages_than_ranks_are_trained_and_stock_has_one_a_rank(capsys):
     options = ["--devices", "2", "--stages", "4", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
     options += ["--steps", "1", "--warm-up", "0", "--modes", "stock,graph", "--json"]

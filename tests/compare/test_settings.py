@@ -41,7 +41,7 @@ def test_settings_survive_the_way_to_another_process():
         ),
         ({"modes": ()}, "modes: none"),
         ({"steps": 0}, "steps: 0 is not valid"),
-        ({"num_ranks": 0}, "devices: 0 is not valid"),
+        ({"num_ranks": 0}, "--devices: 0 is not valid"),
         ({"ds_config": {"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}}, "does not divide"),
     ],
 )

@@ -128,11 +128,13 @@ def train(
             engine.train_batch(data_iter=iterator)
         except StopIteration:
             losses.append(-1.0)
+    with engine.gathered_parameters():
+        parameters = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     answer = {
         "losses": losses,
         "gradients": gradients,
         "looked": looked,
-        "parameters": {n: p.detach().clone() for n, p in engine.module.named_parameters()},
+        "parameters": parameters,
         "steps": engine.global_steps,
         "stage": engine.stage_name,
         "report": engine.memory_report(),

@@ -44,14 +44,19 @@ def train(asked: Any, *, model: str, folder: str, dropout: float = 0.0) -> dict[
     return told
 
 
-def train_sharded(folder: str) -> list[dict[str, Any]]:
-    """Train on weights that ranks hold in parts, on torch and compiled for what has values and lies as in training."""
+def train_sharded(folder: str, is_plain: bool = True) -> list[dict[str, Any]]:
+    """Train on weights that ranks hold in parts, on torch and compiled for what has values and lies as in training.
+
+    Args:
+        is_plain: with a compiler that takes no seconds.
+    """
+    compiler = compile_plainly if is_plain else compiled_blocks.compile_with_inductor
 
     wrong: list[tuple[int, ...]] = []  # shapes of weights without values or strides that were compiled for
 
     def compile(module: Any, tensors: Any) -> Any:
         wrong.extend(tuple(t.shape) for t in tensors if t.dim() == 2 and (0 in t.stride() or t.isnan().any()))
-        return compile_plainly(module, tensors)
+        return compiler(module, tensors)
 
     found = []
     with mock.patch.object(compiled_blocks, "compile_with_inductor", compile):

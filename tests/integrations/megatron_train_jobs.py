@@ -273,7 +273,8 @@ def _limit_s(group: Any) -> float:
 
 def gather_stages(engine: Any) -> dict[str, Tensor]:
     """Return this rank's weights under the whole model's names (tensor rank 0)."""
-    return whole_names(engine, {name: p.detach() for name, p in engine.module.named_parameters()})
+    with engine.gathered_parameters():
+        return whole_names(engine, {name: p.detach().clone() for name, p in engine.module.named_parameters()})
 
 
 def evaluate_whole(name: str, state: dict[str, Tensor]) -> float:

@@ -26,7 +26,9 @@ class _Lines(logging.Handler):
             self.lines.append((record.levelname, text))
 
 
-def train_with(name: str, blocks: list[dict[str, Any]], dropout: float = 0.0) -> list[dict[str, Any]]:
+def train_with(
+    name: str, blocks: list[dict[str, Any]], dropout: float = 0.0, zero: int = 0
+) -> list[dict[str, Any]]:
     """Train two steps of a small model under each block; return losses, gradients and the memory report."""
     answers = []
     log = logging.getLogger("gpp_plugin.engine.memory_watch")
@@ -36,7 +38,8 @@ def train_with(name: str, blocks: list[dict[str, Any]], dropout: float = 0.0) ->
         log.addHandler(lines)
         model, make_batch = build(name, layers=1 if name == "t5" else 2, dropout=dropout)
         batches = [make_batch(B, seed) for seed in range(2)]
-        engine = make_engine(model, batches[0], config_of(block={"stages": 2, **block}))
+        sharding = {"zero_optimization": {"stage": zero}}
+        engine = make_engine(model, batches[0], config_of(block={"stages": 2, **block}, **sharding))
         engine.retain_gradients()
         torch.manual_seed(7 + engine.global_rank)
         losses = [float(engine.train_batch(data_iter=iter([batches[0]])))]

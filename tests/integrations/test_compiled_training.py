@@ -38,8 +38,11 @@ def test_losses_and_gradients_are_those_of_torch(tmp_path: Path) -> None:
     assert blocks == ["transformer.h.0", "transformer.h.1"]
 
 
-def test_weights_that_ranks_hold_in_parts_are_whole_while_their_stage_is_compiled(tmp_path: Path) -> None:
-    for off, own in run_kept_ranks(jobs.train_sharded, 2, str(tmp_path), timeout_s=290):
+@pytest.mark.parametrize("is_plain", [True, pytest.param(False, marks=long)])
+def test_weights_that_ranks_hold_in_parts_are_whole_while_their_stage_is_compiled(
+    is_plain: bool, tmp_path: Path
+) -> None:
+    for off, own in run_kept_ranks(jobs.train_sharded, 2, str(tmp_path), is_plain, timeout_s=290):
         assert any(own["compiled"]) and not any(off["compiled"])
         assert own["losses"] == pytest.approx(off["losses"], rel=1e-5)
         assert own["again"] == 0 and own["wrong"] == []

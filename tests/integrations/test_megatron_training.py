@@ -15,7 +15,7 @@ from tests.reference import gradient_errors
 
 pytest.importorskip("megatron.core")
 
-RUNS = [("grid", 0), ("grid", 1), ("chunks", 0), ("sequence", 1), ("tied", 1)]
+RUNS = [("grid", 0), ("grid", 1), ("grid", 3), ("chunks", 0), ("sequence", 1), ("tied", 1)]
 
 
 def num_ranks(name: str) -> int:
@@ -39,7 +39,7 @@ def test_losses_and_every_gradient_are_one_process_s(name: str, zero: int) -> No
     assert covered == set(wanted)
 
 
-@pytest.mark.parametrize(("name", "zero"), [("grid", 1), ("tied", 0)])
+@pytest.mark.parametrize(("name", "zero"), [("grid", 1), ("grid", 3), ("tied", 0)])
 def test_checkpoints_resume_and_weights_gather_to_one_process_s(name: str, zero: int, tmp_path: Path) -> None:
     answers: list[dict[str, Any]] = run_kept_ranks(
         jobs.resume, num_ranks(name), name, zero, str(tmp_path), timeout_s=240

@@ -14,7 +14,7 @@ from transformers import default_data_collator
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface import trainer
 from gpp_plugin.integrations.huggingface.trainer_config import engine_config, why_no_units
-from gpp_plugin.integrations.huggingface.trainer_data import TRIED_SAMPLES, pads_to_longest
+from gpp_plugin.integrations.huggingface.trainer_data import pads_to_longest
 from tests.integrations import trainer_jobs as jobs
 from tests.ranks import run_kept_ranks
 from tests.tiers import some
@@ -50,7 +50,35 @@ def test_batches_padded_to_their_longest_are_units(tmp_path: Path) -> None:
     found = run_kept_ranks(jobs.train_on_ranks, 2, "gpt2", str(tmp_path), configs, COUNT, jobs.Longest())
     plain = jobs.train_plain("gpt2", str(tmp_path), total=total, count=COUNT, collator=jobs.Longest())
     for (losses,) in found:
-        check_alike(losses, jobs.logged(plain))
+        *trained, evaluated = losses
+        check_alike(trained, jobs.logged(plain))
+        assert evaluated[0] == pytest.approx(plain.evaluated[0][0], abs=1e-6)
+
+
+def test_arguments_that_know_one_rank_of_several_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TrainingArguments without use_cpu where there is no GPU."""
+    monkeypatch.setattr(trainer.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
+    trainer._check_ranks(SimpleNamespace(world_size=2))
+    with pytest.raises(ConfigError, match="know 1 process where the job has 2 ranks.*pass use_cpu=True"):
+        trainer._check_ranks(SimpleNamespace(world_size=1))
+
+
+def test_zero_steps_trainers_optimizers_where_each_element_is_by_itself() -> None:
+    from transformers import Adafactor
+
+    weights = [torch.nn.Parameter(torch.ones(2, 2))]
+    for zero, optimizer in ((0, Adafactor), (1, torch.optim.SGD), (1, torch.optim.AdamW)):
+        config: dict[str, Any] = {"zero_optimization": {"stage": zero}}
+        own = SimpleNamespace(create_optimizer=lambda kind=optimizer: kind(weights), lr_scheduler=None)
+        own.args = SimpleNamespace(lr_scheduler_type="linear")
+        own.create_scheduler = None
+        trainer.GraphPipelineTrainer._recipes(own, config, 1)  # type: ignore[arg-type]
+        assert config.get("zero_allow_untested_optimizer", False) == (optimizer is torch.optim.SGD)
+    with pytest.raises(
+        ConfigError, match="Adafactor has factors of whole matrices, and zero_optimization.stage 2"
+    ):
+        trainer._check_optimizer(Adafactor(weights), {"zero_optimization": {"stage": 2}})
 
 
 class Texts(Dataset[dict[str, list[int]]]):
@@ -101,21 +129,19 @@ def test_whether_a_collator_pads_to_the_longest_is_told_by_it_or_tried() -> None
 
 @pytest.mark.parametrize("streams", some([True, False], every=2))
 def test_resumed_in_the_middle_it_is_bit_equal_on_the_same_data(streams: bool, tmp_path: Path) -> None:
-    for found in run_kept_ranks(jobs.resume, 2, str(tmp_path), streams):
-        assert found["resumed"] == found["straight"] and len(found["straight"]) == jobs.STEPS
-        before = 2 + TRIED_SAMPLES  # the model is captured with two, and the collator tried on the others
-        seen, again = found["straight seen"][before:], found["resumed seen"][before:]
-        assert 32 <= len(again) < 40 and again == seen[len(seen) - len(again) :]
-        assert len(set(seen[:32])) == 32
-        assert found["straight kept"][-1] == "checkpoint-6"
-        assert [name for name in found["resumed kept"] if name.startswith("checkpoint")] == ["checkpoint-10"]
+    config = jobs.config_of(1, stages=2)
+    for found in run_kept_ranks(jobs.resume, 2, str(tmp_path), "gpt2", config, streams):
+        jobs.check_resumed(found)
 
 
-def test_evaluation_metrics_and_the_best_model_are_trainers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config", some([jobs.config_of(0, stages=2), jobs.config_of(3, stages=1, data_parallel=2)], every=2)
+)
+def test_evaluation_metrics_and_the_best_model_are_trainers(config: dict[str, Any], tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel, Trainer
 
     plain = jobs.evaluating(Trainer, str(tmp_path / "plain"), ranks=1)
-    for found in run_kept_ranks(jobs.evaluate_on_ranks, 2, str(tmp_path / "ranks")):
+    for found in run_kept_ranks(jobs.evaluate_on_ranks, 2, str(tmp_path / "ranks"), config):
         assert found["best"] == plain["best"] and found["flos"] == plain["flos"]
         check_alike(found["losses"], plain["losses"])
         for key in ("before", "during", "metrics"):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from gpp_plugin.integrations.huggingface.trainer_data import TRIED_SAMPLES
 from tests.models import build
 
 UNIT, STEPS, ACCUMULATION = 2, 10, 2
@@ -78,15 +79,15 @@ class Longest:
         return batch
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name: str, dropout: float = 0.0) -> nn.Module:
     if name != "lora":
-        return build(name)[0]
+        return build(name, dropout=dropout)[0]
     from peft import LoraConfig, get_peft_model
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model, _ = build("llava")
-        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        model, _ = build("llava", dropout=dropout)
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=dropout)
         return get_peft_model(model, lora)
 
 
@@ -140,6 +141,7 @@ def train_plain(
         model_of(name), args, train_dataset=data_of(name, count), data_collator=collator or stack
     )
     trainer.train()
+    trainer.evaluated = evaluated(trainer, name, collator)
     return trainer
 
 
@@ -163,56 +165,82 @@ def train_on_ranks(
             data_collator=collator or stack,
         )
         trainer.train()
-        answers.append(logged(trainer))
+        answers.append([*logged(trainer), *evaluated(trainer, name, collator)])
         trainer.engine.destroy()
     return answers
+
+
+def evaluated(trainer: Any, name: str, collator: Any) -> list[tuple[float, float, float]]:
+    """Return a loss of batches of other sizes than those trained on, one of them short, where these are padded."""
+    if collator is None:
+        return []
+    return [(trainer.evaluate(data_of(name, 13))["eval_loss"], 0.0, 0.0)]
 
 
 def config_of(zero: int = 0, **block: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": zero}, "graph_pipeline": {"comm_timeout_s": 60, **block}}
 
 
-def resume(directory: str, streams: bool) -> dict[str, Any]:
-    """Train with dropout and save in the middle of the second epoch; go on from there with a fresh trainer."""
+def resume(directory: str, name: str, config: dict[str, Any], streams: bool = False) -> dict[str, Any]:
+    """Train with dropout and save in the middle of the second epoch; go on from there with a fresh trainer.
+
+    An epoch has four steps, and half a mini-batch is left over. ``straight`` is without the break; of both the losses,
+    the samples read since the model was captured, the checkpoints kept and the weights at the end.
+    """
     import torch.distributed as dist
 
     from gpp_plugin import GraphPipelineTrainer
 
-    ranks = dist.get_world_size()
-    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
-    answers: dict[str, Any] = {}
-    for name in ("straight", "resumed"):
-        rows = data_of("gpt2", 36)  # four steps an epoch, and four samples left over
-        args = arguments(directory, total=UNIT * ACCUMULATION * ranks, ranks=ranks, **more)
-        trainer = GraphPipelineTrainer(
-            build("gpt2", dropout=0.2)[0],
-            args,
-            config=config_of(1, stages=2),
+    total = UNIT * ACCUMULATION * dist.get_world_size()
+    rows = data_of(name, 4 * total + total // 2)
+    answers: dict[str, Any] = {"epoch": len(rows) if streams else 4 * total}  # what is read in one
+
+    def trainer_in(folder: str, **more: Any) -> Any:
+        return GraphPipelineTrainer(
+            model_of(name, dropout=0.2),
+            arguments(folder, total=total, ranks=dist.get_world_size(), **more),
+            config=config,
             train_dataset=Stream(rows) if streams else rows,
             data_collator=stack,
         )
-        if name == "straight":
-            trainer.add_callback(_stop_at(6))
-            trainer.train()
-            trainer.engine.destroy()
-            trainer = GraphPipelineTrainer(
-                build("gpt2", dropout=0.2)[0],
-                arguments(directory + "/again", total=UNIT * ACCUMULATION * ranks, ranks=ranks),
-                config=config_of(1, stages=2),
-                train_dataset=Stream(rows) if streams else rows,
-                data_collator=stack,
-            )
-            rows.seen.clear()
-            trainer.train()
-        else:
-            rows.seen.clear()
-            trainer.train(resume_from_checkpoint=True)
-        answers[name] = logged(trainer)
-        answers[f"{name} seen"] = list(rows.seen)
-        dist.barrier()  # rank 0 removes the older ones
-        answers[f"{name} kept"] = sorted(os.listdir(directory))
+
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+    stopped = trainer_in(directory, **saving)
+    stopped.add_callback(_stop_at(6))
+    stopped.train()
+    stopped.engine.destroy()
+    for part, more in (("straight", {}), ("resumed", saving)):
+        dist.barrier()  # rank 0 removes the older checkpoints
+        answers[f"{part} kept"] = _checkpoints_in(directory)
+        trainer = trainer_in(directory if more else directory + "/again", **more)
+        rows.seen.clear()
+        trainer.train(resume_from_checkpoint=True if more else None)
+        answers[part] = logged(trainer)
+        answers[f"{part} seen"] = list(rows.seen)
+        answers[f"{part} weights"] = trainer.engine.gather_state_dict()
         trainer.engine.destroy()
+    dist.barrier()
+    answers["kept"] = _checkpoints_in(directory)
     return answers
+
+
+def _checkpoints_in(directory: str) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name.startswith("checkpoint"))
+
+
+def check_resumed(found: dict[str, Any]) -> None:
+    """Compare what `resume` answers: the same bits, the same data, each sample once an epoch."""
+    assert len(found["straight"]) == STEPS and found["resumed"] == found["straight"], "losses, norms or rates"
+    weights, again = found["straight weights"] or {}, found["resumed weights"] or {}  # of rank 0 alone
+    assert weights.keys() == again.keys()
+    assert all(torch.equal(again[key], value) for key, value in weights.items()), "weights"
+    before = UNIT + TRIED_SAMPLES  # the model is captured with those, and the collator tried on the others
+    seen, after = found["straight seen"][before:], found["resumed seen"][before:]
+    epoch = found["epoch"]
+    epochs = [seen[at : at + epoch] for at in range(0, len(seen), epoch)]
+    assert epoch <= len(after) <= epoch + UNIT and after == seen[len(seen) - len(after) :], "the data"
+    assert len(epochs) == 3 and all(len(set(numbers)) == len(numbers) for numbers in epochs)
+    assert found["resumed kept"] == ["checkpoint-6"] and found["kept"] == [f"checkpoint-{STEPS}"]
 
 
 def _stop_at(step: int) -> Any:
@@ -278,10 +306,9 @@ def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) 
     return answer
 
 
-def evaluate_on_ranks(directory: str) -> dict[str, Any]:
+def evaluate_on_ranks(directory: str, config: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from gpp_plugin import GraphPipelineTrainer
 
-    config = config_of(0, stages=2)
     return evaluating(GraphPipelineTrainer, directory, ranks=dist.get_world_size(), config=config)

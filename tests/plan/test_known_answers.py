@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import random
 
 import pytest
 
@@ -11,6 +12,8 @@ from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.simulate.predict import simulate_plan
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 
 
@@ -108,3 +111,25 @@ def test_a_stage_that_holds_both_users_of_a_parameter_reduces_it_once():
     draft = StageDraft(blocks=names, degree=1, micro_batch_size=2)
     assert costs.reduce_times(build_plan(request, [draft], planner="", costs=costs)) == {0: 0.0}
     assert without.reduce_times(plain) == {0: 0.0, 1: 0.0}
+
+
+def test_more_in_flight_than_asked_for_never_makes_stages_wait_for_each_other() -> None:
+    draw, lifted = random.Random(0), 0
+    for _ in range(200):
+        num = draw.randint(2, 6)
+        sizes = [draw.choice((1, 2, 3, 4, 6, 12)) for _ in range(num)]
+        extra = sorted((draw.randint(0, num) for _ in range(num)), reverse=True)
+        request = make_request(chain(num), make_profile(chain(num)), ranks=num, mini_batch=24)
+        costs = CostModel(request.graph, request.profile, request.cluster)
+        drafts = [
+            StageDraft(blocks=(block.name,), degree=1, micro_batch_size=size, extra_in_flight=more)
+            for block, size, more in zip(request.graph.blocks, sizes, extra, strict=True)
+        ]
+        plan = build_plan(request, drafts, planner="", costs=costs)
+        bare = plan_in_flight(plan)
+        lifted += any(
+            stage.in_flight > min(count + more, 24 // stage.micro_batch_size)
+            for stage, count, more in zip(plan.stages, bare, extra, strict=True)
+        )
+        simulate_plan(plan, cluster=request.cluster)  # raises where they do
+    assert lifted > 3

@@ -117,6 +117,7 @@ def test_equal_units_stay_in_order_and_sizes_alone_decide() -> None:
     chosen = [UnitOrder(chain([2], 6), costs)(sizes) for _ in range(2)]
     assert chosen[0] == chosen[1] != tuple(range(6))
     assert UnitOrder(chain([2], 6), costs)([{"x": 7}] * 6) == tuple(range(6))
+    assert UnitOrder(chain([2], 6), costs)([{"x": 7}, {"x": 8}]) == (0, 1), "an evaluation's own number"
 
 
 def test_many_units_take_a_bounded_search() -> None:

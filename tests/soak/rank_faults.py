@@ -6,6 +6,7 @@ python -m tests.soak.rank_faults stops --first 4
 faults          kill -9, TERM, an exception, MemoryError at phases and instructions of 4 ranks: all end within 15 s
                 (before joining by the limit and 5 s), and every survivor names the rank that failed first
 stops           SIGSTOP at every phase, before joining included: the others end by the limit and 5 s, and name it
+features        kill, exception and SIGSTOP where weights are gathered (ZeRO 3), tensor ranks sum, tokens are generated
 disagreements   one rank with another configuration, version, seed, weights or mode: refused on all, the key named
 """
 
@@ -16,7 +17,9 @@ import itertools
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from tests.fault_job import FaultSettings
 from tests.fault_runs import Ended, run_job
@@ -49,6 +52,22 @@ PLACES = (
     ("call:destroy", 0),
 )
 """Where, and how often it is passed before."""
+
+FEATURES: dict[str, tuple[dict[str, Any], tuple[tuple[str, int], ...]]] = {
+    "ZeRO 3": (
+        {"block": {"stages": 2, "data_parallel": 2}, "config": {"zero_optimization": {"stage": 3}}},
+        (("instruction:gather", 0), ("waits_for:the gather", 1), ("instruction:free", 0)),
+    ),
+    "tensor ranks": (
+        {"model": "gpt2", "block": {"stages": 2, "tensor_parallel": 2}},
+        (("waits_for:*over the tensor ranks", 3), ("call:save_checkpoint", 0)),
+    ),
+    "generation": (
+        {"model": "gpt2", "block": {"stages": 4}, "generates": True},
+        (("call:generate", 0), ("waits_for:the next tensor of a generation", 2)),
+    ),
+}
+"""What the ranks do -> changes of the job, and places of its own."""
 
 ON_RANK_ZERO = ("doing:plan",)
 
@@ -96,6 +115,31 @@ def stops(count: int) -> list[str]:
     return wrong
 
 
+def features(count: int) -> list[str]:
+    """Return what went wrong in as many faults where ranks do what not every job does."""
+    wrong = []
+    cases = [
+        (name, changes, kind, place)
+        for name, (changes, places) in FEATURES.items()
+        for kind in ("kill", "raise", "stop")
+        for place in places
+    ]
+    for number, (name, changes, kind, (at, skip)) in enumerate(cases[:count]):
+        rank = 1 + number % (RANKS - 1)
+        fault = Fault(kind=kind, rank=rank, at=at, skip=skip)
+        limit_s = LIMIT_S if kind == "stop" else JOINING_S
+        ended = _run(fault, **changes, comm_timeout_s=limit_s)
+        others = [e for other, e in enumerate(ended) if other != rank]
+        most_s = LIMIT_S + 5.0 if kind == "stop" else ENDS_IN_S
+        late = [round(e.seconds, 1) for e in others if e.code is None or e.seconds > most_s]
+        silent = _not_naming(ended, rank)
+        print(f"  {name}:", end="")
+        _tell(fault, ended, bool(late or silent), silent)
+        if late or silent:
+            wrong.append(f"{name}, {fault}: late {late}, not naming it {silent}")
+    return wrong
+
+
 def disagreements(count: int) -> list[str]:
     """Return what went wrong in as many disagreements."""
     wrong = []
@@ -116,14 +160,12 @@ def disagreements(count: int) -> list[str]:
     return wrong
 
 
-def _run(fault: Fault, **block: float) -> list[Ended]:
+def _run(
+    fault: Fault, *, block: Mapping[str, Any] | None = None, comm_timeout_s: float = JOINING_S, **job: Any
+) -> list[Ended]:
+    own = {"comm_timeout_s": comm_timeout_s, **(block or {"stages": RANKS})}
     with tempfile.TemporaryDirectory() as directory:
-        settings = FaultSettings(
-            directory=directory,
-            fault=asdict(fault),
-            steps=2,
-            block={"stages": RANKS, "comm_timeout_s": JOINING_S, **block},
-        )
+        settings = FaultSettings(directory=directory, fault=asdict(fault), steps=2, block=own, **job)
         return run_job(settings, RANKS)
 
 
@@ -149,7 +191,12 @@ def _tell(fault: Fault, ended: list[Ended], is_wrong: bool, silent: list[int], s
     )
 
 
-TABLES = {"faults": (faults, 60), "stops": (stops, 16), "disagreements": (disagreements, len(DISAGREEMENTS))}
+TABLES = {
+    "faults": (faults, 60),
+    "stops": (stops, 16),
+    "features": (features, 21),
+    "disagreements": (disagreements, len(DISAGREEMENTS)),
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -136,10 +136,11 @@ class PartitionedGradients:
         self._group = group
         self._position = position
         self._degree = degree
-        self._is_gloo = degree > 1 and dist.get_backend(group) == "gloo"
         self._bucket_elements = bucket_elements
         self._reached: set[str] = set()
         self._device = next(iter(self.parameters.values())).device
+        # a group made without a name has no backend's either; on a CPU it is gloo's
+        self._is_gloo = degree > 1 and (self._device.type == "cpu" or dist.get_backend(group) == "gloo")
         self._windows = [self._windows_of(flat) for flat in self._layout]
         # Of each flat group: under ZeRO 1 a buffer of all elements, whose part ``position`` is the rank's own; under
         # ZeRO 2 that part alone, while autograd makes the parameters' `grad` anew each time.

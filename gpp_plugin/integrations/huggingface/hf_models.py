@@ -6,6 +6,7 @@ For planning a model without its weights; training takes the user's own model an
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,20 @@ def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str
         ) from error
 
 
+def check_has_text(model: Any, batch: Mapping[str, Any]) -> None:
+    """Refuse a length of texts for a model without any: it would change nothing.
+
+    Args:
+        batch: as `make_example_batch` makes it.
+
+    Raises:
+        ConfigError: says what the model takes.
+    """
+    labels = batch.get("labels")
+    if "input_ids" not in batch and (labels is None or labels.ndim < 2):
+        raise ConfigError(f"length: {type(model).__name__} takes no text ({', '.join(batch)}); leave it out")
+
+
 def _example_batch(model: Any, num_samples: int, length: int) -> dict[str, Any]:
     # What the forward takes says what kind of model it is; sizes come from its configuration. For
     # 4 samples, length 32:
@@ -187,7 +202,8 @@ def _example_batch(model: Any, num_samples: int, length: int) -> dict[str, Any]:
 
 
 def _pixels(config: Any, num_samples: int) -> Tensor:
-    vision = getattr(config, "vision_config", config)
+    # of an encoder and a decoder, as TrOCR, the encoder sees
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", config)
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     patch = getattr(vision, "patch_size", 1)

@@ -360,7 +360,8 @@ def gather_bytes(
 
 def device_of(group: dist.ProcessGroup) -> str:
     """Return where a group's tensors must be: of NCCL's on the device."""
-    return "cpu" if "gloo" in str(dist.get_backend(group)) else "cuda"
+    # by device, "cpu:gloo": `get_backend` is "undefined" of a group that was made without a name
+    return "cpu" if "gloo" in dist.get_backend_config(group) else "cuda"
 
 
 def gather_objects(value: Any, *, group: dist.ProcessGroup, **wait: Any) -> list[Any]:

@@ -57,6 +57,10 @@ def odd_config(name: str, config: dict[str, Any]) -> dict[str, Any]:
         "schedule": {"graph_pipeline": {**block, "schedule": "gpipe"}},
         "slicing": {"graph_pipeline": {**block, "slicing": "off"}},
         "loss_mean": {"graph_pipeline": {**block, "loss_mean": "tokens"}},
+        "compile": {"graph_pipeline": {**block, "compile": True}},
+        "tensor_parallel": {"graph_pipeline": {**block, "tensor_parallel": "auto"}},
+        "backends": {"graph_pipeline": {**block, "backends": ["inductor"]}},
+        "zero 3": {"zero_optimization": {"stage": 3}},
         "bad_block": {"graph_pipeline": {**block, "planner": "nonsense"}},
     }
     return {**config, **changed.get(name, {})}

@@ -80,6 +80,7 @@ class _Sharded:
         self._sizes = self._whole.nbytes, self.part.nbytes
         self.views = self._views_of(self._whole)
         self._read: Tensor | None = None
+        self._is_filled = True
         # one number, seen in every shape: what reads it notices, and what writes to it is refused by torch
         nothing = _nothing(self.part.dtype)
         self.placeholder = torch.full((), nothing, dtype=self.part.dtype, device=self.part.device)
@@ -108,25 +109,22 @@ class _Sharded:
     #                 whole         part
     #     freed       . . . . . . . . . .    x x x x x     `free`: its own half goes back into the part first
     #     gathered    x x x x x x x x x x    . . . . .     `gather`: the halves of both ranks, then the part goes
+    #     broken off  x x ? ? ? x x x x x    x x x x x     the part is as it was; gloo's threads may still write here
     #
     # `_cdata` of a storage is torch's own object, the same before and after; the address of its bytes is not.
 
     @torch.no_grad()
     def gather(self) -> None:
-        storage = self._whole.untyped_storage()
-        storage.resize_(self._sizes[0])
-        # a gather that broke off has left the part as it was: what is freed then is the half-filled whole
-        try:
-            all_gather(self._whole, self.part, group=self._group, what=GATHERED)
-        except BaseException:
-            storage.resize_(0)
-            raise
+        self._whole.untyped_storage().resize_(self._sizes[0])
+        # Where it breaks off the collective goes on behind it, or may: bytes that it writes to are not let go of.
+        all_gather(self._whole, self.part, group=self._group, what=GATHERED)
+        self._is_filled = True
         self.part.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def free(self) -> None:
         storage = self._whole.untyped_storage()
-        if not storage.nbytes():  # another buffer of the stage failed on its way
+        if not self._is_filled:  # this buffer's gather failed, or that of one before it
             return
         if not storage.resizable():
             raise RuntimeFailure(
@@ -136,6 +134,7 @@ class _Sharded:
         self.part.untyped_storage().resize_(self._sizes[1])
         self.part.copy_(self._own)
         storage.resize_(0)
+        self._is_filled = False
 
     # What others read is a buffer of its own: a numpy array of a parameter would hold on to the storage of ``whole``.
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_kept_ranks
+from tests.tiers import some
 
 STEPS_ALLOWED = 3
 
@@ -76,3 +80,47 @@ def test_the_module_and_micro_batch_of_the_first_nan_are_named() -> None:
         assert "module layers.2" in said and "(operator sqrt" in said, said
         assert "in micro-batch 2" in said
         assert after == "" and is_unchanged
+
+
+def skip_one(block: dict[str, Any], config: dict[str, Any], bad: float) -> dict[str, Any]:
+    """Train on a batch, one with a number that is not finite, and another; beside a run without the second."""
+    from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+    from tests.models import build
+
+    answer: dict[str, Any] = {}
+    for with_bad in (False, True):
+        model, make_batch = build("clip", layers=1)
+        engine = make_engine(model, make_batch(B, 0), config_of(block=block, **config))
+        losses = steps(engine, [make_batch(B, 0)])
+        if with_bad:
+            before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+            spoiled = make_batch(B, 1)
+            spoiled["pixel_values"][5, 0, 0, 0] = bad
+            steps(engine, [spoiled])
+            after = engine.module_state_dict()
+            answer["same"] = all(torch.equal(value, after[name]) for name, value in before.items())
+            answer["skipped"] = engine.skipped_steps
+        losses += steps(engine, [make_batch(B, seed) for seed in (2, 3)])
+        answer[with_bad] = losses
+        engine.destroy()
+    return answer
+
+
+IN_PARTS: dict[str, tuple[dict[str, Any], int]] = {
+    "ZeRO 3": ({"stages": 1, "data_parallel": 2}, 3),
+    "tensor ranks": ({"stages": 1, "tensor_parallel": 2}, 0),
+}
+
+
+@pytest.mark.parametrize("bad", some([float("nan"), float("inf")], every=2))
+@pytest.mark.parametrize("precision", some(["bf16", "fp32"], every=2))
+@pytest.mark.parametrize("setup", list(IN_PARTS))
+def test_ranks_with_parts_of_the_weights_skip_together(setup: str, precision: str, bad: float) -> None:
+    block, zero = IN_PARTS[setup]
+    config: dict[str, Any] = {"zero_optimization": {"stage": zero}}
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    answers = run_kept_ranks(skip_one, 2, block, config, bad)
+    for answer in answers:
+        assert answer["skipped"] == 1 and answer["same"]
+        assert answer[True] == answer[False] == answers[0][True], "as if the mini-batch had not been"

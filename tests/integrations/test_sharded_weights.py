@@ -146,7 +146,14 @@ def test_a_gather_that_breaks_off_leaves_parts(monkeypatch: pytest.MonkeyPatch) 
     parts = sizes(weights)
     with pytest.raises(CommTimeout), sharded_weights.attached([weights]):
         weights.gather()
-    assert sizes(weights) == parts == [(0, 24), (0, 48)]
+    assert parts == [(0, 24), (0, 48)]
+    assert sizes(weights) == [(0, 24), (48, 48)], "what the collective may still write to is there"
+    with sharded_weights.attached([weights]):
+        weights.gather()
+        assert sizes(weights) == [(24, 0), (48, 0)]
+        assert all(parameter.isfinite().all() for parameter in module.parameters())
+        weights.free()
+    assert sizes(weights) == parts
     with sharded_weights.gathered([weights]):
         assert all(parameter.isfinite().all() for parameter in module.parameters())
 

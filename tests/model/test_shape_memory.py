@@ -86,9 +86,21 @@ def test_a_module_whose_result_depends_on_the_numbers_in_a_tensor_is_run_for_oth
     assert rows_of((10, 10), (4, 4)) == 116 and len(calls) == 3, "the same sizes are known"
 
 
-def test_token_ids_alone_are_known_by_their_shape() -> None:
+def test_numbers_in_the_only_tensor_of_a_module_count() -> None:
+    """A table of positions may be given the sizes of images, and nothing else."""
     run = LaneRun(NoWire())  # type: ignore[arg-type]
-    memory, calls = ShapeMemory(), []
+    memory = ShapeMemory()
+
+    def positions(sizes: Tensor) -> Any:
+        return StageTensor(torch.empty(int(sizes.sum()), 4, device="meta"), (0,), run)
+
+    found = [len(memory.call(run, positions, 0, (torch.tensor(sizes),), {})) for sizes in ([3, 4], [5, 6])]
+    assert found == [7, 11]
+
+
+def test_token_ids_of_an_embedding_are_known_by_their_shape() -> None:
+    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    memory, calls = ShapeMemory(chooses_rows=True), []
 
     def embed(ids: Tensor) -> Any:
         calls.append(ids)

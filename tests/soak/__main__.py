@@ -12,6 +12,7 @@ from importlib import import_module
 PARTS = {
     "faults": "tests.soak.rank_faults:main",
     "saves": "tests.soak.rank_saves:main",
+    "resumes": "tests.soak.rank_resumes:main",
     "malformed": "tests.soak.refusals:count_malformed",
     "attempts": "tests.soak.refusals:count_attempts",
     "endurance": "tests.soak.endurance:main",

@@ -74,6 +74,7 @@ ON_RANK_ZERO = ("doing:plan",)
 DISAGREEMENTS = (
     "lr", "weight_decay", "optimizer", "scheduler", "clip", "precision", "zero", "batch", "mode", "granularity",
     "seed", "stages", "schedule", "slicing", "loss_mean", "bad_block", "weights", "frozen", "version",
+    "compile", "tensor_parallel", "backends", "zero 3",
 )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ TABLES = {
     "faults": (faults, 60),
     "stops": (stops, 16),
     "features": (features, 21),
-    "disagreements": (disagreements, 20),
+    "disagreements": (disagreements, len(DISAGREEMENTS)),
 }
 
 

@@ -1,7 +1,8 @@
 """Saves of live ranks that are killed, lose their power or run out of disk: the tag names the old checkpoint or the new one.
 
-python -m tests.soak saves             100 saves, each of a job of its own
+python -m tests.soak saves                        130 saves, each of a job of its own; the last 30 with weights in parts
 python -m tests.soak saves --first 20
+python -m tests.soak saves --after 100 --first 6
 
 Before one call of one rank that changes the disk: kill -9 of that rank; the loss of power, where all ranks die and what
 no rank has brought to the disk is cut; a full disk. Fresh tags and tags saved again, at once and behind the training. Then
@@ -24,6 +25,17 @@ from typing import Any
 from tests.fault_runs import Ended, run_job
 
 RANKS = 2
+SETUPS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "two stages": ("two_branch", {"stages": RANKS}, 0),
+    "ZeRO 3": ("two_branch", {"stages": 1, "data_parallel": RANKS}, 3),
+    "tensor ranks": ("gpt2", {"stages": 1, "tensor_parallel": RANKS}, 0),
+}
+"""Model, block of the configuration, ZeRO stage."""
+
+PARTED = ("ZeRO 3", "tensor ranks")
+IN_PARTS_FROM = 100
+"""The cases from here on are of weights that ranks hold in parts."""
+
 KINDS = ("kill", "power", "full disk")
 MOST_CALLS = 24
 """A case strikes before a call up to this one; some saves have fewer."""
@@ -36,6 +48,7 @@ class SaveSettings:
     Args:
         at: before which of the rank's calls that change the disk it strikes.
         is_again: the tag is there already.
+        setup: of `SETUPS`.
     """
 
     directory: str
@@ -44,6 +57,7 @@ class SaveSettings:
     at: int
     is_again: bool
     is_behind: bool
+    setup: str = "two stages"
     fault: None = None
 
     @property
@@ -63,9 +77,11 @@ def save_and_strike(settings: SaveSettings) -> None:
     from tests.integrations.engine_jobs import B, config_of, make_engine, steps
     from tests.models import build
 
-    model, make_batch = build("two_branch")
-    block = {"stages": RANKS, "verify": False, "checkpoint": {"async_save": settings.is_behind}}
-    engine = make_engine(model, make_batch(B, 0), config_of(block={**block, "comm_timeout_s": 60}))
+    name, own, zero = SETUPS[settings.setup]
+    model, make_batch = build(name)
+    block = {**own, "checkpoint": {"async_save": settings.is_behind}}
+    config = config_of(zero_optimization={"stage": zero}, block=block)
+    engine = make_engine(model, make_batch(B, 0), config)
     folder = Path(settings.directory)
     for number, tag in ((1, "same" if settings.is_again else "before"), (2, "same")):
         steps(engine, [make_batch(B, number)])
@@ -167,6 +183,7 @@ def cases(count: int) -> list[dict[str, Any]]:
             "at": draw.randint(1, MOST_CALLS),
             "is_again": bool(number // 6 % 2),
             "is_behind": number // 12 % 3 == 2,
+            "setup": "two stages" if number < IN_PARTS_FROM else PARTED[(number + number // 12) % 2],
         }
         for number in range(count)
     ]
@@ -175,11 +192,12 @@ def cases(count: int) -> list[dict[str, Any]]:
 def main(arguments: list[str]) -> int:
     """Run the cases; print each and the counts; return 1 where one is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak saves")
-    parser.add_argument("--first", type=int, default=100, help="so many cases")
+    parser.add_argument("--first", type=int, default=130, help="so many cases")
+    parser.add_argument("--after", type=int, default=0, help="leave out as many before")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a job may take")
     options = parser.parse_args(arguments)
     counts = {"old": 0, "new": 0, "": 0}
-    for case in cases(options.first):
+    for case in cases(options.after + options.first)[options.after :]:
         with tempfile.TemporaryDirectory() as directory:
             settings = SaveSettings(directory=directory, **case)
             ended = run_job(settings, RANKS, limit_s=options.limit, job=save_and_strike)

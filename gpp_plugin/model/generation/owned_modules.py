@@ -72,7 +72,8 @@ def on_all_ranks(
         slots = _set_tensors(model, weights, run, undo)
         if run is not None:
             for path, module, holders in _owned(model, weights):
-                memory = memories.setdefault(path, ShapeMemory())
+                chooses_rows = isinstance(module, nn.Embedding)
+                memory = memories.setdefault(path, ShapeMemory(chooses_rows=chooses_rows))
                 _intercept(module, _Owned(module, holders, run, slots, memory), undo)
             hook = model.register_forward_hook(functools.partial(_tell_logits, run))
             undo.callback(hook.remove)

@@ -5,7 +5,8 @@ they depend on how long the sequences are; so a call is looked up:
 
     key      shapes of the stage tensors, and what else is no number        decides about the result
     state    shapes of ordinary tensors, numbers, lengths of the caches;    differs from token to token
-             without a cache also the numbers in small tensors of integers
+             without a cache also the numbers in small tensors of integers,
+             but for embeddings, which choose a row by each
 
     known    the same key and state; or two states of the same key that gave the same, with caches as full or empty
 
@@ -68,9 +69,14 @@ class _Seen:
 
 
 class ShapeMemory:
-    """Remembers one module."""
+    """Remembers one module.
 
-    def __init__(self) -> None:
+    Args:
+        chooses_rows: the module returns a row for each number that it is given (an embedding), whatever the number.
+    """
+
+    def __init__(self, *, chooses_rows: bool = False) -> None:
+        self._chooses_rows = chooses_rows
         self._seen: dict[Any, list[_Seen]] = {}
         self._touched: set[_Place] = set()
         self._are_lengths_all = True  # that a cache says of itself
@@ -96,11 +102,10 @@ class ShapeMemory:
         caches: list[Any] = []
         plain: list[Tensor] = []
         _describe((args, kwargs), key, state, caches, plain)
-        # A layer with a cache runs for each token, and its tensors are masks and positions. Token ids that are all that
-        # a module is given choose rows.
-        if not caches and len(plain) + sum(isinstance(part, _Shape) for part in key) > 1:
+        # A layer with a cache runs for each token, and its tensors are masks and positions; token ids choose rows.
+        if not caches and not self._chooses_rows:
             state += [tuple(t.flatten().tolist()) for t in plain if _may_be_sizes(t)]
-        if not any(isinstance(part, _Shape) for part in key):  # of token ids, say, the shape is all there is
+        if not any(isinstance(part, _Shape) for part in key):
             key.append(tuple(state))
         if not self._are_lengths_all:
             key += [self._number_of(cache) for cache in caches]

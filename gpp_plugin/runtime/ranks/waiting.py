@@ -28,7 +28,7 @@ from torch import Tensor
 from gpp_plugin.errors import CommTimeout, first_line
 from gpp_plugin.runtime.ranks.failure_board import FailureBoard
 from gpp_plugin.runtime.ranks.job_board import job_board
-from gpp_plugin.runtime.ranks.whereabouts import HERE, FirstFailure, SeenRank, place_of
+from gpp_plugin.runtime.ranks.whereabouts import HERE, FirstFailure, SeenRank, failure_of, place_of
 
 SLICE_S = 1.0
 """After how long a wait looks whether a rank has failed; one that ends sooner looks at nothing."""
@@ -268,11 +268,9 @@ def _reason_to_stop(
     )
     if lost is None:
         return None
-    why = (
-        lost.why
-        if lost.state != "alive"
-        else f"it did not come to {what.removesuffix(EVERY_RANK)}{EVERY_RANK}"
-    )
+    if lost.state != "alive":  # its last beat may be of a call before
+        return board.post(failure_of(lost))
+    why = f"it did not come to {what.removesuffix(EVERY_RANK)}{EVERY_RANK}"
     return board.post(
         FirstFailure(rank=lost.rank, stage=lost.facts.get("stage", ""), where=place_of(lost.facts), why=why)
     )

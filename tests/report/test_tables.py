@@ -1,5 +1,7 @@
 """Tables on narrow screens, and rows of any result as tables."""
 
+import os
+
 import pytest
 
 from gpp_plugin.report.rows_text import format_rows
@@ -41,6 +43,10 @@ def test_columns_are_those_that_are_said(monkeypatch, capsys):
     assert screen_columns() is None  # pytest has no terminal
     monkeypatch.delenv("COLUMNS")
     assert screen_columns() is None
+    for columns, seen in ((0, None), (90, 90)):  # a terminal that nobody told its size has none
+        monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)
+        monkeypatch.setattr("os.get_terminal_size", lambda *of, size=columns: os.terminal_size((size, 24)))
+        assert screen_columns() == seen
 
 
 def test_rows_of_one_kind_stand_together():

@@ -19,6 +19,7 @@ from torch import Tensor
 from gpp_plugin.backends.compiled_stage import CompiledStages, try_code
 from gpp_plugin.backends.forward_code import ForwardCode
 from gpp_plugin.backends.measured_backends import TORCH, BackendLog
+from gpp_plugin.backends.place_forward import UNMATCHED
 from gpp_plugin.backends.stage_backends import Asked, check_stages, choose_backend, forward_code
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
 from gpp_plugin.ir.plan import PipelinePlan
@@ -86,8 +87,12 @@ def choose_backends(
         answers = exchange(choose, what=f"measuring backends of stage {stage!r}", group=group)
         found = next(answer for answer in answers if answer is not None)
         chosen[stage] = found
-        if lane.rank == 0:
-            logger.info("%s", describe(found))
+        if (
+            lane.rank == 0
+        ):  # who lists backends hears of what cannot run it or matches nothing; "auto" takes what can
+            fails = any(cost.refused for cost in found.costs) or any(UNMATCHED in n for n in found.notes)
+            is_told = fails and asked != "auto"
+            logger.log(logging.WARNING if is_told else logging.INFO, "%s", describe(found))
     if not forward_only and lane.rank == 0:
         logger.info("backends: every stage trains, and all of them run on torch")
     return chosen
@@ -170,7 +175,8 @@ def describe(chosen: StageBackend) -> str:
                 f": a forward takes {chosen.us / 1e3:.2f} ms, on torch {chosen.torch_us / 1e3:.2f} "
                 f"({chosen.torch_us / chosen.us:.2f} x as fast)"
             )
-    return "; ".join((text, *chosen.notes))
+    refused = (f"not on {cost.backend}: {cost.refused}" for cost in chosen.costs if cost.refused)
+    return "; ".join((text, *refused, *chosen.notes))
 
 
 def code_of_stage(

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_GAIN = 1.05
 """How many times as fast as torch (a mix: as the best single backend) something must be to be taken: less is noise."""
+UNMATCHED = "matches nothing here"
+"""Of a pattern or rule, in a choice's notes."""
 LEAST_US = 50.0
 """Operators that take less on torch are given to no library by themselves."""
 
@@ -207,7 +209,7 @@ class _Mixing:
 
 
 def _notes(found: Candidates, op_level: Placement, num_tried: int) -> tuple[str, ...]:
-    lines = [f"{what} matches nothing here" for what in found.unmatched]
+    lines = [f"{what} {UNMATCHED}" for what in found.unmatched]
     lines.append(
         f"{len(found.groups)} groups of operators, op-level placement {' + '.join(op_level.backends)} in "
         f"{len(op_level.groups)} groups, {num_tried} placements measured end to end"

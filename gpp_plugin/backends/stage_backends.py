@@ -165,6 +165,7 @@ class BackendForward:
                 raise BackendRefused("it writes its buffers")
             forward = self._shared.build(code, before, lambda: self._build(code), outputs)
         except BackendRefused as error:
+            self._shared.refused = str(error)
             logger.warning(
                 "stage %s stays on torch instead of %s: %s", self._chosen.stage, self._chosen.backend, error
             )
@@ -190,6 +191,13 @@ class BuiltOfStage:
     def __init__(self, most: int = MOST_SHAPES) -> None:
         self._most = most
         self._built: dict[str, _Known] = {}
+        self.refused = ""
+        """Why the last shape stayed on torch; empty where none did."""
+
+    @property
+    def is_left(self) -> bool:
+        """Return whether the backend was refused and runs no shape."""
+        return bool(self.refused) and not self._built
 
     def build(
         self,
@@ -276,6 +284,18 @@ class StageBackends:
         self.choices = dict(choices or {})
         self.compiled = CompiledStages()
         self._built: dict[str, BuiltOfStage] = {}
+
+    def in_use(self) -> dict[str, StageBackend]:
+        """Return what stages run on, by name: those of this rank on torch where what was chosen does not run."""
+        left = {stage: built for stage, built in self._built.items() if built.is_left}
+        return self.choices | {
+            stage: StageBackend(
+                stage=stage,
+                groups=(PlacedGroup(backend=TORCH),),
+                notes=(f"instead of {self.choices[stage].backend}: {built.refused}",),
+            )
+            for stage, built in left.items()
+        }
 
     def forward(
         self, stage: str, function: StageFunction, parameters: Sequence[Tensor]

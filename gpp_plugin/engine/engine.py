@@ -239,8 +239,11 @@ class GraphPipelineEngine(PipelineSurface):
 
     @property
     def backends(self) -> dict[str, StageBackend]:
-        """Return what each stage without gradients runs on, by its name; empty where backends are off."""
-        return dict(self._backends.choices)
+        """Return what each stage without gradients runs on, by its name; empty where backends are off.
+
+        A stage of this rank whose backend failed, or gave something else, runs on torch and says why.
+        """
+        return self._backends.in_use()
 
     def _make_stages(
         self, modules: Sequence[StageModule], tied: Sequence[TiedParameter], framework: Framework

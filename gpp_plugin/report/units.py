@@ -77,7 +77,9 @@ def screen_columns() -> int | None:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or None  # 0: a terminal that nobody told its size
+        return (
+            os.get_terminal_size(sys.stdout.fileno()).columns or None
+        )  # 0: a terminal that nobody told its size
     except (OSError, ValueError, AttributeError):  # no terminal; closed; replaced by something without a file
         return None
 

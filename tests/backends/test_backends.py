@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpp_plugin.backends.forward_code import ForwardCode
+from gpp_plugin.backends.job_backends import describe
 from gpp_plugin.backends.measured_backends import (
     BackendLog,
     build_checked,
@@ -401,6 +402,23 @@ def test_what_differs_or_fails_leaves_the_stage_on_torch_with_one_warning(
     assert not forward.is_taken
     (record,) = caplog.records
     assert "stage tower stays on torch instead of wrong: output 0 differs by" in record.getMessage()
+
+
+def test_what_a_stage_fell_back_to_is_what_it_is_said_to_run_on(tower: ForwardCode) -> None:
+    chosen = StageBackend(stage="tower", groups=(PlacedGroup(backend="wrong"),))
+    backends = StageBackends({"tower": chosen})
+    with BACKENDS.lent("wrong", Wrong(lambda out: (out[0] + 1, out[1]))):
+        forward = backends.forward("tower", stage_function(tower), tower.parameters)
+        assert forward is not None and backends.in_use() == {"tower": chosen}
+        forward(*tower.parameters, *tower.examples)
+    (now,) = backends.in_use().values()
+    assert now.is_torch and now.notes[0].startswith("instead of wrong: output 0 differs by")
+    assert describe(now).startswith("stage tower runs on torch; instead of wrong: ")
+
+
+def test_a_backend_that_could_not_run_a_stage_is_said_with_the_reason() -> None:
+    found = choose_single("tower", [cost("torch", 100.0), cost("a", 0.0, "no lowering for aten.sort")])
+    assert describe(found).endswith("; not on a: no lowering for aten.sort")
 
 
 def test_a_stage_that_trains_is_left_as_it_is(tower: ForwardCode) -> None:

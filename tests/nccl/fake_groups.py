@@ -228,6 +228,7 @@ class FakeDistributed:
             "get_rank": self.get_rank,
             "get_world_size": self.get_world_size,
             "get_backend": lambda group=None: self._group(group).backend,
+            "get_backend_config": lambda group=None: self._group(group).backend,
             "get_process_group_ranks": lambda group: list(self._group(group).ranks),
             "get_global_rank": lambda group, rank: self._group(group).ranks[rank],
             "is_initialized": lambda: True,

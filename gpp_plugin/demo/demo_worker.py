@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 
 import deepspeed
+import torch.distributed as dist
 
 import gpp_plugin  # noqa: F401  (the import registers the `graph_pipeline` block)
 from gpp_plugin.demo.clip import make_clip
 from gpp_plugin.demo.demo_settings import DemoSettings
 from gpp_plugin.demo.digits import load_digit_captions, mini_batches
 from gpp_plugin.ir.serialize import save
-from gpp_plugin.launch import emit_event
+from gpp_plugin.launch import emit_event, end_rank
 
 TIMELINE_STEPS = 5
 """Steps at the end whose timelines are recorded; the one of median length is kept."""
@@ -59,3 +60,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    dist.barrier()
+    end_rank()

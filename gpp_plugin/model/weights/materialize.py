@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -428,10 +429,11 @@ def _indexed_files(index: Path) -> dict[str, Path]:
                 f"{index}: weight_map.{key}: {show(name)} is no name of a file beside it; give one without a directory"
             )
         files[key] = index.parent / name
-    absent = sorted({path.name for path in files.values() if not path.exists()})
+    # `os.path`: of a name that is too long for a file `Path.exists` raises, before Python 3.12
+    absent = sorted({path.name for path in files.values() if not os.path.exists(path)})
     if absent:
         raise CheckpointError(
-            f"{index} names files that are not there: {absent[:3]}; the checkpoint is incomplete"
+            f"{index} names files that are not there: {', '.join(map(show, absent[:3]))}; the checkpoint is incomplete"
         )
     return files
 

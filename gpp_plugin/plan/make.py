@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.stage_order import sinks_first
+from gpp_plugin.schedule.orders.table_2 import least_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,22 +215,17 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
 
 
 def _meet_successors(plan: PipelinePlan, counts: list[int]) -> None:
-    """Raise in-flight counts to what successors wait for that hold more than Table 2 asks them to."""
-    # Stage x of micro-batches b has done n + p forwards before its backward p, which waits for y's backward of the same
-    # samples, before which y has done forwards of i_y + ceil((p + 1) b / b_y) b_y - b_y samples. For all p that is
-    #
-    #     n b  >=  i_y + b - gcd(b, b_y)
-    #
-    # Of b = 2 and b_y = 4 with 15 in flight: 60 samples, n = 30; one less, and x's first backward would wait for y's,
-    # y's for its forward 14, and that for x's forward 29, behind the backward. At equal sizes more in flight towards
-    # the sources is enough, and nothing is raised.
-    for index in sinks_first(plan):
-        size = plan.stages[index].micro_batch_size
-        for edge in plan.edges:
-            if edge.src == index:
-                other = plan.stages[edge.dst].micro_batch_size
-                needed = counts[edge.dst] * other + size - math.gcd(size, other)
-                counts[index] = max(counts[index], min(-(-needed // size), plan.num_micro_batches(index)))
+    """Raise in-flight counts to what successors wait for that hold more than Table 2 asks them to (`least_samples`)."""
+    # Stage x of micro-batches of 2 before y of 4 with 15 in flight: 60 samples, so x holds 30; with one less its first
+    # backward would wait for y's, y's for its forward 14, and that for x's forward 29, behind the backward. At equal
+    # sizes more in flight towards the sources is enough, and nothing is raised.
+    place = {index: number for number, index in enumerate(sinks_first(plan))}
+    for edge in sorted(plan.edges, key=lambda edge: place[edge.src]):  # so successors have theirs
+        x, y = plan.stages[edge.src], plan.stages[edge.dst]
+        held = counts[edge.dst] * y.micro_batch_size
+        needed = least_samples(k_x=x.k, b_x=x.micro_batch_size, k_y=y.k, b_y=y.micro_batch_size, i_y=held)
+        most = plan.num_micro_batches(edge.src)
+        counts[edge.src] = max(counts[edge.src], min(-(-needed // x.micro_batch_size), most))
 
 
 def stage_edges(

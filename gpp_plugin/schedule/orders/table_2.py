@@ -38,7 +38,7 @@ def compute_in_flight(*, k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> in
         raise ValueError(f"k, b and i must be positive: k_x={k_x} b_x={b_x} k_y={k_y} b_y={b_y} i_y={i_y}")
     samples = max(
         _table_2(k_x=k_x, b_x=b_x, k_y=k_y, b_y=b_y, i_y=i_y),
-        _least_samples(k_x=k_x, b_x=b_x, k_y=k_y, b_y=b_y, i_y=i_y),
+        least_samples(k_x=k_x, b_x=b_x, k_y=k_y, b_y=b_y, i_y=i_y),
     )
     return -(-samples // b_x) * b_x
 
@@ -60,7 +60,7 @@ def _table_2(*, k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
     return i_y + x - y + 2 * larger  # rows 3 and 5
 
 
-def _least_samples(*, k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
+def least_samples(*, k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
     """Return the fewest samples x must hold for the pair not to stop, whatever the times.
 
     Before its backward of micro-batch i, x has run ``held_x + (i // k_x) k_x`` forwards. The backward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from gpp_plugin.extensions import (
     BACKENDS,
@@ -287,28 +287,14 @@ class GraphPipelineConfig(_Block):
             return {"granularity": planner_granularity(given["planner"]), **given}
         return given
 
-    @field_validator("planner")
+    @field_validator("planner", "schedule", "p2p")
     @classmethod
-    def _is_planner(cls, name: str) -> str:
-        if name not in PLANNERS:
-            raise ValueError("no such planner")
-        PLANNERS.check(name)
-        return name
-
-    @field_validator("schedule")
-    @classmethod
-    def _is_schedule(cls, name: str) -> str:
-        if not is_schedule_name(name):
-            raise ValueError("no such schedule")
-        SCHEDULES.check(name)
-        return name
-
-    @field_validator("p2p")
-    @classmethod
-    def _is_transport(cls, name: str) -> str:
-        if name not in TRANSPORTS:
-            raise ValueError("no such transport")
-        TRANSPORTS.check(name)
+    def _is_known(cls, name: str, info: ValidationInfo) -> str:
+        table = {"planner": PLANNERS, "schedule": SCHEDULES, "p2p": TRANSPORTS}[str(info.field_name)]
+        # a schedule may have numbers in its name
+        if not (is_schedule_name(name) if table is SCHEDULES else name in table):
+            raise ValueError(f"no such {info.field_name}")
+        table.check(name)
         return name
 
     @field_validator("backends")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from gpp_plugin.config.block import BLOCK, GraphPipelineConfig, LengthsConfig
 from gpp_plugin.errors import ConfigError
@@ -135,12 +136,7 @@ def _check_units(config: GraphPipelineConfig) -> None:
         "mode": (config.mode, "sync"),
         "p2p": (config.p2p, "native"),
     }
-    for key, (value, *allowed) in wrong.items():
-        if value not in allowed:
-            raise ConfigError(
-                f"{BLOCK}.{key}: {show(value)} is not possible with {BLOCK}.units, of which every rank runs one whole "
-                f"unit at a time; give {' or '.join(map(show, allowed))}"
-            )
+    _check_allowed(wrong, f"with {BLOCK}.units, of which every rank runs one whole unit at a time")
 
 
 def _check_repetition(config: GraphPipelineConfig) -> None:
@@ -148,12 +144,7 @@ def _check_repetition(config: GraphPipelineConfig) -> None:
     if config.repeat_steps == "off":
         return
     wrong = {"mode": (config.mode, "sync"), "look_ahead": (config.look_ahead, "auto", 0)}
-    for key, (value, *allowed) in wrong.items():
-        if value not in allowed:
-            raise ConfigError(
-                f"{BLOCK}.{key}: {show(value)} is not possible with {BLOCK}.repeat_steps, which runs a whole "
-                f"mini-batch again before its step; give {' or '.join(map(show, allowed))}"
-            )
+    _check_allowed(wrong, f"with {BLOCK}.repeat_steps, which runs a whole mini-batch again before its step")
 
 
 def _check_mode(config: GraphPipelineConfig) -> None:
@@ -180,14 +171,22 @@ def _check_mode(config: GraphPipelineConfig) -> None:
         "schedule": (config.schedule, "auto", "1f1b"),
         "slicing": (config.slicing, "auto", "off"),
     }
-    for key, (value, *allowed) in wrong.items():
-        if value not in allowed:
-            raise ConfigError(
-                f"{BLOCK}.{key}: {show(value)} is not possible in mode async, which runs 1F1B of whole micro-batches; "
-                f"give {' or '.join(map(show, allowed))}"
-            )
+    _check_allowed(wrong, "in mode async, which runs 1F1B of whole micro-batches")
     if sizes != "auto" and not isinstance(sizes, int):
         raise ConfigError(
             f"{BLOCK}.micro_batch_sizes: {show(sizes)} is not possible in mode async, where each micro-batch is one "
             'optimizer step of every stage; give one number, or "auto" for train_micro_batch_size_per_gpu'
         )
+
+
+def _check_allowed(wrong: Mapping[str, tuple[Any, ...]], why: str) -> None:
+    """Refuse the first key whose value is none of those allowed.
+
+    Args:
+        wrong: key -> its value, and then what it may be.
+    """
+    for key, (value, *allowed) in wrong.items():
+        if value not in allowed:
+            raise ConfigError(
+                f"{BLOCK}.{key}: {show(value)} is not possible {why}; give {' or '.join(map(show, allowed))}"
+            )

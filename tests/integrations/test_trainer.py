@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import default_data_collator
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.huggingface import trainer
+from gpp_plugin.integrations.huggingface import trainer, trainer_config
 from gpp_plugin.integrations.huggingface.trainer_config import engine_config, why_no_units
 from gpp_plugin.integrations.huggingface.trainer_data import pads_to_longest
 from tests.integrations import trainer_jobs as jobs
@@ -57,11 +57,11 @@ def test_batches_padded_to_their_longest_are_units(tmp_path: Path) -> None:
 
 def test_arguments_that_know_one_rank_of_several_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """TrainingArguments without use_cpu where there is no GPU."""
-    monkeypatch.setattr(trainer.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
-    trainer._check_ranks(SimpleNamespace(world_size=2))
+    monkeypatch.setattr(trainer_config.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(trainer_config.dist, "get_world_size", lambda: 2)
+    trainer_config.check_known_ranks(SimpleNamespace(world_size=2))
     with pytest.raises(ConfigError, match="know 1 process where the job has 2 ranks.*pass use_cpu=True"):
-        trainer._check_ranks(SimpleNamespace(world_size=1))
+        trainer_config.check_known_ranks(SimpleNamespace(world_size=1))
 
 
 def test_zero_steps_trainers_optimizers_where_each_element_is_by_itself() -> None:
@@ -78,7 +78,7 @@ def test_zero_steps_trainers_optimizers_where_each_element_is_by_itself() -> Non
     with pytest.raises(
         ConfigError, match="Adafactor has factors of whole matrices, and zero_optimization.stage 2"
     ):
-        trainer._check_optimizer(Adafactor(weights), {"zero_optimization": {"stage": 2}})
+        trainer_config.settle_zero(Adafactor(weights), {"zero_optimization": {"stage": 2}})
 
 
 class Texts(Dataset[dict[str, list[int]]]):

@@ -29,10 +29,9 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Adafactor, Trainer
+from transformers import Trainer
 from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
@@ -40,7 +39,12 @@ from gpp_plugin.config.deepspeed_json import load_deepspeed_json
 from gpp_plugin.engine.loading.feed import sample_from_dataset
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
-from gpp_plugin.integrations.huggingface.trainer_config import engine_config, why_no_units
+from gpp_plugin.integrations.huggingface.trainer_config import (
+    check_known_ranks,
+    engine_config,
+    settle_zero,
+    why_no_units,
+)
 from gpp_plugin.integrations.huggingface.trainer_data import (
     StreamLoader,
     WholeSteps,
@@ -62,11 +66,6 @@ _REFUSED = {
 """Arguments that change the model or its loss outside of what is captured, and the values that do not."""
 _UNCALLED = ("compute_loss", "create_optimizer_and_scheduler")
 """What a subclass of Trainer may override, and this one does not call."""
-_BY_ELEMENT = (
-    torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-    torch.optim.Adadelta,
-)  # fmt: skip
-"""Optimizers that ZeRO may step in flat parts, each element by itself, though DeepSpeed's list is without them."""
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -106,7 +105,7 @@ class GraphPipelineTrainer(Trainer):
                 "GraphPipelineTrainer: args is missing; pass transformers.TrainingArguments(...)"
             )
         _check_arguments(args, given)
-        _check_ranks(args)
+        check_known_ranks(args)
         self._given_config = load_deepspeed_json(config or args.deepspeed or {BLOCK: {}})
         self._num_ranks = max(int(args.world_size), 1)
         self._given_args = args
@@ -291,9 +290,7 @@ class GraphPipelineTrainer(Trainer):
         if not isinstance(config.get("optimizer"), Mapping):
             optimizer = more["optimizer"] = self.create_optimizer()
             self.optimizer = None
-            if type(optimizer) in _BY_ELEMENT:
-                config.setdefault("zero_allow_untested_optimizer", True)
-            _check_optimizer(optimizer, config)
+            settle_zero(optimizer, config)
         if not isinstance(config.get("scheduler"), Mapping):
             if self.args.lr_scheduler_type in _METRIC_SCHEDULES:
                 raise ConfigError(
@@ -554,35 +551,6 @@ def _check_arguments(args: Any, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             "GraphPipelineTrainer: load_best_model_at_end loads the engine's checkpoint, which save_only_model leaves "
             "out; remove one of them"
-        )
-
-
-def _check_ranks(args: Any) -> None:
-    """Refuse arguments that know one process of a job of several: all of them would save.
-
-    Raises:
-        ConfigError: says both numbers.
-    """
-    known = max(int(args.world_size), 1)  # of accelerate, which is asked first: it joins the ranks
-    ranks = dist.get_world_size() if dist.is_initialized() else known
-    if known != ranks:
-        raise ConfigError(
-            f"TrainingArguments: know {known} process where the job has {ranks} ranks, as accelerate found no GPU; "
-            "pass use_cpu=True"
-        )
-
-
-def _check_optimizer(optimizer: Any, config: Mapping[str, Any]) -> None:
-    """Refuse what would step something else in ZeRO's flat parts than in whole parameters.
-
-    Raises:
-        ConfigError: names both keys.
-    """
-    zero = (config.get("zero_optimization") or {}).get("stage", 0)
-    if zero and isinstance(optimizer, Adafactor) and not config.get("zero_allow_untested_optimizer"):
-        raise ConfigError(
-            f"TrainingArguments.optim: Adafactor has factors of whole matrices, and zero_optimization.stage {zero} "
-            "steps flat parts of them; set the stage to 0, or choose another optim, e.g. 'adamw_torch'"
         )
 
 

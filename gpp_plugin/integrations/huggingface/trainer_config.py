@@ -13,11 +13,20 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from transformers import Adafactor
+
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError
 
 AUTO = "auto"
+_BY_ELEMENT = (
+    torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adadelta,
+)  # fmt: skip
+"""Optimizers that ZeRO may step in flat parts, each element by itself, though DeepSpeed's list is without them."""
 
 
 def engine_config(
@@ -85,6 +94,37 @@ def engine_config(
         block.setdefault("loss_mean", "tokens")
     own = _without_auto({key: value for key, value in config.items() if key != BLOCK})
     return {**own, BLOCK: block}  # in the block "auto" is a value like others
+
+
+def check_known_ranks(args: Any) -> None:
+    """Refuse arguments that know one process of a job of several: all of them would save.
+
+    Raises:
+        ConfigError: says both numbers.
+    """
+    known = max(int(args.world_size), 1)  # of accelerate, which is asked first: it joins the ranks
+    ranks = dist.get_world_size() if dist.is_initialized() else known
+    if known != ranks:
+        raise ConfigError(
+            f"TrainingArguments: know {known} process where the job has {ranks} ranks, as accelerate found no GPU; "
+            "pass use_cpu=True"
+        )
+
+
+def settle_zero(optimizer: Any, config: dict[str, Any]) -> None:
+    """Allow what steps ZeRO's flat parts as whole parameters; refuse what would step something else in them.
+
+    Raises:
+        ConfigError: names both keys.
+    """
+    if type(optimizer) in _BY_ELEMENT:
+        config.setdefault("zero_allow_untested_optimizer", True)
+    zero = (config.get("zero_optimization") or {}).get("stage", 0)
+    if zero and isinstance(optimizer, Adafactor) and not config.get("zero_allow_untested_optimizer"):
+        raise ConfigError(
+            f"TrainingArguments.optim: Adafactor has factors of whole matrices, and zero_optimization.stage {zero} "
+            "steps flat parts of them; set the stage to 0, or choose another optim, e.g. 'adamw_torch'"
+        )
 
 
 def _settle_optimizer(config: dict[str, Any], args: Any, max_steps: int) -> None:

@@ -288,7 +288,7 @@ def _row(args: argparse.Namespace, request: PlanRequest, slower: int) -> dict[st
             steps[size] = forced.iteration_us
     chosen, seconds = _planned(args, request, None)
     larger = {
-        with_latency: _larger_device(args, request, with_latency=with_latency)
+        with_latency: _larger_device(args, request, whole_us=steps.get(1), with_latency=with_latency)
         for with_latency in (False, True)
     }
     best = min(steps, key=steps.__getitem__, default=None)
@@ -323,10 +323,13 @@ def _work_us(request: PlanRequest) -> float:
     return float((forward + backward).sum()) / local * request.mini_batch / request.num_ranks
 
 
-def _larger_device(args: argparse.Namespace, request: PlanRequest, *, with_latency: bool) -> float | None:
+def _larger_device(
+    args: argparse.Namespace, request: PlanRequest, *, whole_us: float | None, with_latency: bool
+) -> float | None:
     """Return the shortest step of all sizes, 1 among them, where t tensor ranks are one device of t times everything.
 
     Args:
+        whole_us: the step of size 1, of which nothing is divided.
         with_latency: each sum takes its latency as well, not its bytes alone.
     """
     graph = request.graph
@@ -352,8 +355,9 @@ def _larger_device(args: argparse.Namespace, request: PlanRequest, *, with_laten
     divided = dataclasses.replace(graph, sharding=tuple(sharding))
     profile = dataclasses.replace(request.profile, graph=fingerprint(divided))
     ideal = dataclasses.replace(request, graph=divided, profile=profile)
-    plans = [_planned(args, ideal, size)[0] for size in (1, *args.sizes)]
-    return min((plan.iteration_us for plan in plans if plan is not None), default=None)
+    plans = [_planned(args, ideal, size)[0] for size in args.sizes]
+    found = [plan.iteration_us for plan in plans if plan is not None]
+    return min(found if whole_us is None else [whole_us, *found], default=None)
 
 
 def _planned(

@@ -18,7 +18,7 @@ MODES = (SINGLE, STOCK, CHAIN, GRAPH)
 """One plain process; DeepSpeed's `PipelineEngine` on the linearised model; the best chain that our own planner finds,
 which is never trained, only simulated or emulated; the graph of stages."""
 
-USUAL_LENGTH = 32
+_TEXT_LENGTH = 32
 """Tokens of a text, where none are asked for."""
 
 _GRAPH_ONLY = (
@@ -60,13 +60,18 @@ class CompareSettings:
     seed: int = 0
     timeout_s: float = 1800.0
 
+    @property
+    def text_length(self) -> int:
+        """Return the tokens of a text of the batches that are made up."""
+        return _TEXT_LENGTH if self.length is None else self.length
+
     def __post_init__(self) -> None:
         check_modes(self.modes)
         for name, value, least in (
             ("--devices", self.num_ranks, 1),
             ("--steps", self.steps, 1),
             ("--warm-up", self.warm_up, 0),
-            ("--length", USUAL_LENGTH if self.length is None else self.length, 1),
+            ("--length", self.text_length, 1),
         ):
             if value < least:
                 raise ConfigError(f"{name}: {value} is not valid; give at least {least}")

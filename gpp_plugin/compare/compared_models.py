@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
-from gpp_plugin.compare.compare_settings import USUAL_LENGTH, CompareSettings
+from gpp_plugin.compare.compare_settings import CompareSettings
 from gpp_plugin.compare.model_names import TINY, unknown_model
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.hf_models import (
@@ -66,8 +66,7 @@ def _huggingface_model(settings: CompareSettings) -> BuiltModel:
     name = settings.model
     config = config_of(TINY[name], name) if name in TINY else read_hf_config(name)
     model = build_model_of(config)
-    length = settings.length or USUAL_LENGTH
-    example = make_example_batch(model, num_samples=settings.mini_batch, length=length)
+    example = make_example_batch(model, num_samples=settings.mini_batch, length=settings.text_length)
     if settings.length is not None:
         check_has_text(model, example)
     # 0 where the batch holds no token ids (a vision model); then nothing below is drawn from it.
@@ -100,7 +99,7 @@ def _library_model(settings: CompareSettings) -> BuiltModel:
     return BuiltModel(
         model=model,
         batch_at=lambda step: make_batch(
-            model, settings.mini_batch, length=settings.length or USUAL_LENGTH, seed=settings.seed + step
+            model, settings.mini_batch, length=settings.text_length, seed=settings.seed + step
         ),
     )
 

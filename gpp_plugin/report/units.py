@@ -77,11 +77,10 @@ def screen_columns() -> int | None:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     try:
-        return (
-            os.get_terminal_size(sys.stdout.fileno()).columns or None
-        )  # 0: a terminal that nobody told its size
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
     except (OSError, ValueError, AttributeError):  # no terminal; closed; replaced by something without a file
         return None
+    return columns or None  # 0: a terminal that nobody told its size
 
 
 def fill_text(text: str, *, indent: str = "") -> str:

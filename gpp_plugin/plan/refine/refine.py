@@ -380,7 +380,7 @@ class Refiner:
             if inner and sizes(mask | inner):
                 filled[own] |= inner
                 filled[1,] &= ~inner
-        for each in (classes, filled)[: 1 + (filled != classes)]:
+        for each in [classes] if filled == classes else [classes, filled]:
             parts = [part for mask in each.values() for part in sets.parts(mask)]
             if len(parts) <= MAX_UNLIKE_PARTS and sets.is_acyclic(parts):
                 yield from moves.shared_out(

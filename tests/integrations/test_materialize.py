@@ -186,7 +186,7 @@ def test_errors_name_the_tensor_and_the_fix(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has shape \(7,\), the model wants \(128,\)"):
         materialize_parameters(on_meta, ["transformer.h.0.mlp.c_fc.bias"], device="cpu", weights=tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"files that are not there: \['gone.safetensors'\]"):
+    with pytest.raises(CheckpointError, match=r'files that are not there: "gone.safetensors"'):
         materialize_parameters(on_meta, [name], device="cpu", weights=tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="not an index of safetensors files"):

@@ -33,10 +33,10 @@ from gpp_plugin.ir.tensors import element_bytes
 from gpp_plugin.launch import require_modules, run_ranks
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.costs.cost_model import CostModel, ring_us
-from gpp_plugin.plan.costs.long_context import AttentionShape, expert_exchange_us, ring_attention_us
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.report.plan_text import draw_stages
+from gpp_plugin.report.plan_text import draw_stages, format_on_paper
 from gpp_plugin.report.units import fill_text, format_table
 
 MODELLED = {
@@ -189,43 +189,22 @@ def _against_megatron(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "shape": args.shape, "rounds": args.rounds}
 
 
-LAYER = {"query_width": 4096, "key_width": 4096, "experts": 8, "chosen": 2}
+LAYER = {"width": 4096, "query_width": 4096, "key_width": 4096, "chosen_experts": 2}
 """Of the layers of Llama 7B, and of Mixtral's experts, for what is on paper."""
 
 
 def _on_paper(args: argparse.Namespace, base: PlanRequest) -> list[dict[str, Any]]:
     """Print and return, by ranks, a layer's ring attention beside the same on one rank and on tensor ranks' sums."""
-    device, link = base.cluster.devices[0], base.cluster.links[0]
-    size = element_bytes(args.dtype)
-    shape = AttentionShape(
-        length=args.context, query_width=LAYER["query_width"], key_width=LAYER["key_width"]
+    shape = LayerShape(length=args.context, **LAYER)
+    rows = on_paper(
+        shape,
+        (2, 4, 8),
+        base.cluster.devices[0],
+        base.cluster.links[0],
+        element_bytes=element_bytes(args.dtype),
     )
-    alone, _ = ring_attention_us(shape, 1, device, link, element_bytes=size)
-    rows = []
-    for ranks in (2, 4, 8):
-        us, unhidden = ring_attention_us(shape, ranks, device, link, element_bytes=size)
-        sums = 4 * ring_us(args.context * LAYER["query_width"] * size, ranks, link)
-        experts = expert_exchange_us(
-            args.context // ranks, LAYER["query_width"], LAYER["chosen"], ranks, link, element_bytes=size
-        )
-        rows.append(
-            {"ranks": ranks, "us": us, "unhidden_us": unhidden, "sums_us": sums, "experts_us": experts}
-        )
-    lines = [
-        [
-            str(row["ranks"]),
-            f"{row['us'] / 1e3:.2f}",
-            f"{alone / row['us']:.2f}",
-            f"{row['unhidden_us'] / 1e3:.2f}",
-            f"{alone / row['ranks'] / 1e3:.2f} + {row['sums_us'] / 1e3:.2f}",
-            f"{row['experts_us'] / 1e3:.2f}",
-        ]
-        for row in rows
-    ]
-    header = ["ranks", "ring ms", "x", "sends in sight", "heads + sums ms", "experts' exchange ms"]
-    print(f"\non paper, one layer of one text of {args.context} tokens, not built:")
-    print(format_table(header, lines, left=0))
-    return rows
+    print(f"\n{format_on_paper(shape, rows)}")
+    return [dataclasses.asdict(row) for row in rows]
 
 
 HEADER = [

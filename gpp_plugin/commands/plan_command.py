@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.api import format_plan, make_request, plan_for, save
+from gpp_plugin.api import USUAL_LENGTH, format_plan, make_request, plan_for, save
 from gpp_plugin.commands.command_parser import list_of, list_of_numbers
 from gpp_plugin.commands.width import add_width, columns_of
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK
@@ -19,15 +19,17 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import PLANNERS, TRANSPORTS
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, to_plain
-from gpp_plugin.library.named_models import config_names
+from gpp_plugin.ir.tensors import element_bytes
+from gpp_plugin.library.named_models import config_names, config_path, layer_shape
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
 from gpp_plugin.plan.cluster_files import cluster_names
+from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.memory_advice import memory_advice
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
-from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, stage_rows
+from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_on_paper, stage_rows
 from gpp_plugin.report.printable import printable
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import fill_text, format_bytes, format_table
@@ -188,6 +190,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"planner makes of the model in a line; or none ({STOCK},{CHAIN}; without {CHAIN} where planning has taken "
         f"longer than {LONG_SECONDS:g} s)",
     )
+    parser.add_argument(
+        "--on-paper",
+        action="store_true",
+        help="show what is not built: context parallelism (ring attention) and expert parallelism of a HuggingFace "
+        "model's layer, by ranks, beside tensor ranks",
+    )
     parser.add_argument("--out", type=Path, help="write the plan there")
     add_width(parser)
 
@@ -237,6 +245,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # A HuggingFace model is built on the meta device and its costs are analytic, of the cluster's first
     # device: no weights, no such device, and about the time of one export.
     with _in_options(), step("capture"):
+        layer = _layer(args) if args.on_paper else None
         request = _request(args)
     start = time.perf_counter()
     with _in_options(), step("plan") as tell, searching(tell.note):
@@ -253,6 +262,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"\n{format_breakdown(parts)}")
         for line in memory_advice(plan, zero_stage=args.zero, allowed=request.memory_optimization):
             print(fill_text(printable(_as_options(line)), indent="  "))
+    papers = [] if layer is None else _on_paper(layer, request)
     # 64 samples in 80,000 us are 800 a second.
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
     print()
@@ -277,7 +287,28 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds,
         "samples_per_s": throughput,
         "memory": [{**to_plain(part), "total": part.total} for part in parts],
+        "on_paper": papers,
     }
+
+
+def _layer(args: argparse.Namespace) -> LayerShape:
+    """Return a layer of the model at its longest text.
+
+    Raises:
+        ConfigError: nothing is known of the model's layers.
+    """
+    if args.model in MODELS:
+        raise ConfigError(f"--on-paper: is for HuggingFace models; {args.model} is a library model")
+    return layer_shape(config_path(args.model), length=args.max_length or max(args.length or [USUAL_LENGTH]))
+
+
+def _on_paper(layer: LayerShape, request: PlanRequest) -> list[dict[str, Any]]:
+    """Print and return what context and expert parallelism would take on 2, 4, 8, ... ranks that one link joins."""
+    device, link = request.cluster.devices[0], request.cluster.links[0]
+    ranks = [2**power for power in range(1, min(request.num_ranks, link.span).bit_length())]
+    rows = on_paper(layer, ranks, device, link, element_bytes=element_bytes(device.dtype))
+    print(f"\n{format_on_paper(layer, rows)}")
+    return [to_plain(row) for row in rows]
 
 
 def _plan(args: argparse.Namespace, request: PlanRequest) -> PipelinePlan:

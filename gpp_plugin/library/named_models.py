@@ -22,6 +22,7 @@ from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, element_bytes
 from gpp_plugin.library.analytic_models import in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
+from gpp_plugin.plan.costs.long_context import LayerShape
 from gpp_plugin.plan.costs.memory_breakdown import with_inputs
 from gpp_plugin.plan.costs.memory_formula import adam_bytes
 from gpp_plugin.plan.costs.planned_lengths import planned_profile
@@ -95,6 +96,28 @@ def usual_loss_unit(path: Path, *, mini_batch: int, length: int, num_devices: in
     # 64 samples of 512 tokens on 4 devices: 8 samples are 4096 tokens, 4 leave 4 units for each device
     most = max(1, min(UNIT_TOKENS // length, mini_batch // (UNITS_A_DEVICE * num_devices)))
     return max(unit for unit in range(1, most + 1) if mini_batch % unit == 0)
+
+
+def layer_shape(path: Path, *, length: int) -> LayerShape:
+    """Return a layer of a HuggingFace configuration's text, for what is planned of it on paper.
+
+    Raises:
+        ConfigError: the file is no such configuration, or does not say how wide its attention is.
+    """
+    from gpp_plugin.integrations.huggingface.hf_models import read_hf_config
+
+    config = read_hf_config(path).get_text_config(decoder=True)
+    width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    if not (isinstance(width, int) and isinstance(heads, int) and heads > 0):
+        raise ConfigError(f"{path}: has no hidden_size and num_attention_heads; leave --on-paper out")
+    head = getattr(config, "head_dim", None) or width // heads
+    return LayerShape(
+        length=length,
+        width=width,
+        query_width=heads * head,
+        key_width=(getattr(config, "num_key_value_heads", None) or heads) * head,
+        chosen_experts=getattr(config, "num_experts_per_tok", None) or 0,
+    )
 
 
 def huggingface_model(

@@ -9,6 +9,7 @@ from typing import Any
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.plan.costs.long_context import LayerShape, OnPaper
 from gpp_plugin.plan.edge_transports import choose_edge_transports
 from gpp_plugin.report.picture import draw_graph
 from gpp_plugin.report.printable import with_printable
@@ -264,3 +265,25 @@ def format_edges(plan: PipelinePlan, p2p: str) -> str:
         for row in edge_rows(plan, p2p)
     ]
     return format_table(["edge", "tensors", "over", "because"], rows, left=4)
+
+
+def format_on_paper(shape: LayerShape, rows: Sequence[OnPaper]) -> str:
+    """Return what context and expert parallelism would take of a layer, by ranks, under a line that says what it is."""
+    header = ["ranks", "ring ms", "x", "sends in sight", "heads + sums ms"]
+    lines = [
+        [
+            str(row.ranks),
+            f"{row.ring / 1e3:.2f}",
+            f"{row.alone / row.ring:.2f}",
+            f"{row.unhidden / 1e3:.2f}",
+            f"{row.alone / row.ranks / 1e3:.2f} + {row.tensor_sums / 1e3:.2f}",
+        ]
+        for row in rows
+    ]
+    if shape.chosen_experts:
+        header.append("experts' exchange ms")
+        lines = [[*line, f"{row.experts / 1e3:.2f}"] for line, row in zip(lines, rows, strict=True)]
+    told = "on paper, not built: ring attention (context parallelism) of one layer of one text of "
+    experts = ", and experts on ranks of their own" if shape.chosen_experts else ""
+    title = fill_text(f"{told}{shape.length} tokens, beside tensor ranks{experts}")
+    return f"{title}\n{format_table(header, lines, left=0)}"

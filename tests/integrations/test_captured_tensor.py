@@ -24,6 +24,8 @@ UNLIKE = {"stages": 2, "data_parallel": 1, "tensor_parallel": {"transformer.wte"
 LISTED = {"stages": 2, "tensor_parallel": {"transformer.h.0": 2}}
 """The embedding, or the head, goes with the layer; whichever does not has one rank."""
 
+BRANCHES = {"stages": 2, "data_parallel": 1, "tensor_parallel": {"vision_model": 4, "text_model": 2}}
+
 
 def _case(name: str, ranks: int, *, stages: int = 1, tensor: int = 2, zero: int = 0, clipping: float = 0.0,
           memory: dict[str, Any] | None = None, schedule: str = "auto") -> Any:  # fmt: skip
@@ -49,6 +51,10 @@ ALL_CASES = {
     "gpt2, backwards in two parts": _case("gpt2", 4, stages=2, schedule="zero_bubble"),
     "gpt2, one stage of two": (3, ("gpt2", UNLIKE, {"zero": 1, "clipping": CLIPPING})),
     "gpt2, one layer listed": (3, ("gpt2", LISTED, {"clipping": CLIPPING})),
+    "clip, four tensor ranks": _case("clip", 4, tensor=4, clipping=CLIPPING),
+    "clip, four and two tensor ranks": (6, ("clip", BRANCHES, {"zero": 1})),
+    "t5, four tensor ranks": _case("t5", 4, tensor=4, memory=FULL),
+    "gpt2, three stages": _case("gpt2", 6, stages=3, zero=1, clipping=CLIPPING),
 }
 CASES = dict(some(ALL_CASES.items(), every=2))
 
@@ -76,7 +82,7 @@ def alone(name: str, clipping: float) -> ReferenceRun:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     found = {}
-    for ranks in (2, 3, 4):
+    for ranks in (2, 3, 4, 6):
         own = {case: given for case, (on, given) in CASES.items() if on == ranks}
         directory = str(tmp_path_factory.mktemp(f"tensor{ranks}"))
         answers = run_kept_ranks(jobs.train_all, ranks, own, directory, timeout_s=600)
@@ -91,7 +97,7 @@ def test_losses_and_gradients_are_those_of_one_process(trained, case):
     held: set[str] = set()
     assert any(answer["shards"] for answer in trained[case])
     for answer in trained[case]:
-        assert max(answer["tensor"]) == (4 if block["tensor_parallel"] == 4 else 2)
+        assert max(answer["tensor"]) == (4 if "four" in case else 2)
         assert answer["losses"][0] == pytest.approx(reference.losses[0], rel=1e-6)
         assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
         wanted = {
@@ -122,6 +128,8 @@ def test_evaluation_is_the_same_on_all_ranks(trained, case):
 SUMMED = [
     ("llama", 2, jobs.TWO),
     ("t5", 2, jobs.TWO),
+    ("gpt2", 2, jobs.TWO),
+    ("llava", 2, jobs.TWO),
     ("clip", 4, {"stages": 2, "data_parallel": 1, "tensor_parallel": 2}),
 ]
 

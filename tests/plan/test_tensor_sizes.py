@@ -23,7 +23,7 @@ from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.batch_rules import blocks_under, tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.costs.long_context import AttentionShape, expert_exchange_us, ring_attention_us
+from gpp_plugin.plan.costs.long_context import LayerShape, expert_exchange_us, ring_attention_us
 from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
 from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.make import StageDraft, assign_ranks, build_plan
@@ -418,7 +418,7 @@ def test_ring_attention_hides_its_sends_in_long_texts_alone() -> None:
     link = Link(name="l", span=8, bytes_per_s=4.5e11, latency_us=4.0)
 
     def ring(length: int, ranks: int) -> tuple[float, float]:
-        shape = AttentionShape(length=length, query_width=4096, key_width=4096)
+        shape = LayerShape(length=length, width=4096, query_width=4096, key_width=4096)
         return ring_attention_us(shape, ranks, device, link)
 
     assert ring(32768, 4) == (pytest.approx(ring(32768, 1)[0] / 4), 0.0)

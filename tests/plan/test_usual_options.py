@@ -1,5 +1,6 @@
 """`gpp plan` with nothing said of types, samples and losses."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from gpp_plugin.api import make_request
 from gpp_plugin.cli import main
 from gpp_plugin.library.named_models import config_path, usual_loss_unit
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.costs.long_context import LayerShape, expert_exchange_us, on_paper
 
 
 def planned(capsys, *arguments):
@@ -33,6 +36,7 @@ def test_the_cluster_says_what_is_trained_in(capsys):
         (["--cluster", "laptop_cpu", "--dtype", "bf16"], "has a speed in fp32 and none in bf16"),
         (["--length", "256"], "--length: is for HuggingFace models; mmt has sizes: --size NAME=VALUE"),
         (["--loss-unit", "0"], "--loss-unit 0: give at least 1 sample"),
+        (["--on-paper"], "--on-paper: is for HuggingFace models; mmt is a library model"),
         (["--devices", "0"], "0 devices are asked for; give at least 1"),
     ],
 )
@@ -40,6 +44,30 @@ def test_what_is_refused(arguments, message, capsys):
     assert main(["plan", "mmt", *arguments]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_what_is_not_built_is_told_on_paper(capsys, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8}
+    text = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 64, **sizes}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**text, **experts}))
+    arguments = ["--devices", "8", "--length", "64", "--on-paper", "--against", "none"]
+    told, found = planned(capsys, str(tmp_path), *arguments)
+    assert "context parallelism" in told and "experts on ranks of their own" in told
+    device = read_cluster("dgx_h100", num_devices=8, dtype="bf16")
+    shape = LayerShape(length=64, width=64, query_width=64, key_width=16, chosen_experts=3)
+    rows = on_paper(shape, [2, 4, 8], device.devices[0], device.links[0])
+    assert found["on_paper"] == [dataclasses.asdict(row) for row in rows]
+    assert rows[0].experts == pytest.approx(expert_exchange_us(32, 64, 3, 2, device.links[0]))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**text, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+    told, found = planned(capsys, str(tmp_path), *arguments, "--devices", "2")
+    assert [row["ranks"] for row in found["on_paper"]] == [2] and "experts" not in told
+    resnet = tmp_path / "resnet.json"
+    resnet.write_text(json.dumps({"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}))
+    assert main(["plan", str(resnet), "--devices", "2", "--on-paper"]) == 1
+    assert "has no hidden_size and num_attention_heads; leave --on-paper out" in capsys.readouterr().err
 
 
 def test_mini_batches_grow_with_the_devices():

@@ -21,32 +21,98 @@ Tests: tests/plan/test_tensor_sizes.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpp_plugin.ir.cluster import Device, Link
+from gpp_plugin.plan.costs.cost_model import ring_us
 
 BACKWARD = 2.5
 """Times a forward that attention's backward computes: five products for two, scores made again among them."""
 
 
+SUMS = 4
+"""Of a layer on tensor ranks: behind attention and behind the linear layers, forward and backward."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """A layer's attention: widths of all heads of queries, and of keys (and of values) together."""
+class LayerShape:
+    """One layer of a transformer, and one text.
+
+    Args:
+        length: tokens of the text.
+        width: of a token's vector.
+        query_width: of all heads of queries together.
+        key_width: of all heads of keys together, and of values.
+        chosen_experts: that a token goes to; 0 where the layer has none.
+    """
 
     length: int
+    width: int
     query_width: int
     key_width: int
+    chosen_experts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnPaper:
+    """What one layer of one text would take on so many ranks, forward and backward, in microseconds.
+
+    Args:
+        ring: attention, keys and values going round.
+        unhidden: sends in it that nothing hides.
+        alone: attention on one rank.
+        tensor_sums: what the same number of tensor ranks sum; they compute an equal part of the heads each.
+        experts: what tokens take to their experts and back; 0 where there are none.
+    """
+
+    ranks: int
+    ring: float
+    unhidden: float
+    alone: float
+    tensor_sums: float
+    experts: float
+
+
+def on_paper(
+    shape: LayerShape, ranks: Iterable[int], device: Device, link: Link, *, element_bytes: int = 2
+) -> list[OnPaper]:
+    """Return what context and expert parallelism would take on each number of ranks, beside tensor ranks."""
+    alone, _ = ring_attention_us(shape, 1, device, link, element_bytes=element_bytes)
+    rows = []
+    for count in ranks:
+        ring, unhidden = ring_attention_us(shape, count, device, link, element_bytes=element_bytes)
+        rows.append(
+            OnPaper(
+                ranks=count,
+                ring=ring,
+                unhidden=unhidden,
+                alone=alone,
+                tensor_sums=SUMS * ring_us(shape.length * shape.width * element_bytes, count, link),
+                experts=expert_exchange_us(
+                    shape.length // count,
+                    shape.width,
+                    shape.chosen_experts,
+                    count,
+                    link,
+                    element_bytes=element_bytes,
+                )
+                if shape.chosen_experts
+                else 0.0,
+            )
+        )
+    return rows
 
 
 def ring_attention_us(
-    shape: AttentionShape, ranks: int, device: Device, link: Link, *, element_bytes: int = 2
+    shape: LayerShape, ranks: int, device: Device, link: Link, *, element_bytes: int = 2
 ) -> tuple[float, float]:
     """Return microseconds of one sample's causal attention, forward and backward, and of sends that nothing hides.
 
     >>> from gpp_plugin.ir.cluster import Device, Link
     >>> device = Device(name="d", memory_bytes=1, flops_per_s=1e15, memory_bytes_per_s=1e12)
     >>> link = Link(name="l", span=8, bytes_per_s=4.5e11, latency_us=4.0)
-    >>> shape = AttentionShape(length=32768, query_width=4096, key_width=4096)
+    >>> shape = LayerShape(length=32768, width=4096, query_width=4096, key_width=4096)
     >>> [round(us) for ranks in (1, 4) for us in ring_attention_us(shape, ranks, device, link)]
     [61573, 0, 15393, 0]
     """

@@ -129,11 +129,14 @@ def train_alone(
     model: nn.Module,
     batches: Sequence[Mapping[str, Tensor]],
     gradients: dict[str, Tensor] | None = None,
+    *,
+    steps: bool = True,
 ) -> list[float]:
     """Return the losses of the model as it is, in one process: each the mean over loss units.
 
     Args:
         gradients: takes those of the first step, by name.
+        steps: the optimizer changes the model.
     """
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -151,7 +154,8 @@ def train_alone(
             gradients.update(
                 (name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None
             )
-        optimizer.step()
+        if steps:
+            optimizer.step()
         losses.append(total)
     return losses
 

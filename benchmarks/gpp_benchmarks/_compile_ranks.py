@@ -8,22 +8,26 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_benchmarks._attention_models import Size, build_family
 from gpp_benchmarks._backend_ranks import MINI_BATCH, train, train_alone
+from gpp_benchmarks._linear_stages import starts_nearby
 from gpp_plugin.compare.loss_difference import error_or_inf
 from gpp_plugin.launch import emit_event, end_rank
 
 WAYS: dict[str, Any] = {"torch": False, "compiled": True, "auto": "auto"}
 LEAST_SCALE = 1e-3
 """Share of the largest gradient's norm by which smaller ones are compared: a key's bias has one of rounding alone."""
+TOLERANCE = 1e-5
+"""A gradient's largest error beside one process, or what that process is off itself in fp64 where that is more."""
 
 
 def main() -> None:
@@ -38,6 +42,7 @@ def main() -> None:
         batches.append(make_batch("none"))
     right: dict[str, Tensor] = {}
     losses = train_alone(copy.deepcopy(model), batches, right)
+    rounding = roundings(model, batches[0]) if int(os.environ["RANK"]) == 0 else {}
     rank = 0
     for number in range(settings["turns"]):
         for way in settings["ways"]:
@@ -47,22 +52,47 @@ def main() -> None:
                 copy.deepcopy(model), batches, block, settling=settings["settling"], keeps_gradients=True
             )
             rank = found.pop("rank")
-            error, name = _worst(found.pop("gradients"), right)
+            worst = _worst(found.pop("gradients"), right, rounding)
             if rank == 0:
                 compiled = sum(len(stage.compiled) for stage in plan.stages)
-                emit_event(
-                    way=way, turn=number, gradient_error=error, worst=name, num_compiled=compiled, **found
-                )
+                emit_event(way=way, turn=number, num_compiled=compiled, **worst, **found)
     if rank == 0:
         emit_event(way="eager", losses=losses)
     end_rank()
 
 
-def _worst(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest error of a gradient of any rank by its norm, and which parameter's it is; collective."""
+def roundings(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return how far each gradient of one process in fp32 is off itself in fp64.
+
+    It is the largest of several starts a rounding apart: where a ReLU is at zero, one of them may have a sample on the
+    other side of it, and the next may not.
+    """
+    exact_batch = {
+        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in batch.items()
+    }
+    largest: dict[str, float] = {}
+    for (parameters,) in starts_nearby([dict(model.named_parameters())]):
+        near = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, parameter in near.named_parameters():
+                parameter.copy_(parameters[name])
+        plain: dict[str, Tensor] = {}
+        exact: dict[str, Tensor] = {}
+        train_alone(near, [batch], plain, steps=False)
+        train_alone(near.double(), [exact_batch], exact, steps=False)
+        for name, error in gradient_errors({n: g.double() for n, g in plain.items()}, exact).items():
+            largest[name] = max(largest.get(name, 0.0), error)
+    return largest
+
+
+def _worst(
+    own: Mapping[str, Tensor], right: Mapping[str, Tensor], rounding: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return on rank 0 the gradient of any rank that is furthest beyond what is allowed; collective."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, gradient_errors(own, right))
-    return worst_of(of_ranks, right)
+    return worst_of(of_ranks, dict.fromkeys(right, 0.0) | dict(rounding))
 
 
 def gradient_errors(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
@@ -76,11 +106,17 @@ def gradient_errors(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> d
     }
 
 
-def worst_of(of_ranks: Sequence[Mapping[str, float]], names: Iterable[str]) -> tuple[float, str]:
-    """Return the largest error of all ranks, and whose it is; inf for a name that no rank has a gradient of."""
+def worst_of(of_ranks: Sequence[Mapping[str, float]], rounding: Mapping[str, float]) -> dict[str, Any]:
+    """Return the error of all ranks that is the largest share of its limit, whose it is, and the rounding there.
+
+    Args:
+        rounding: of one process, by name; an error of inf is that of a name that no rank has a gradient of.
+    """
     found = [(error, name) for errors in of_ranks for name, error in errors.items()]
     there = {name for _, name in found}
-    return max([*found, *((math.inf, name) for name in names if name not in there)])
+    found += [(math.inf, name) for name in rounding if name not in there]
+    error, name = max(found, key=lambda each: each[0] / max(TOLERANCE, rounding.get(each[1], 0.0)))
+    return {"gradient_error": error, "worst": name, "rounding": rounding.get(name, 0.0)}
 
 
 if __name__ == "__main__":

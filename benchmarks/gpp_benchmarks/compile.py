@@ -2,10 +2,11 @@
 
 A CLIP, a GPT-2 and a T5 with random weights train in three ways, by turns: on torch's operators, with
 `"compile": true`, and with `"compile": "auto"`. Every gradient of the first step is held against one process that runs
-the model as it is, by the norm of the tensor, losses of all steps likewise. Times are of all steps but the first two of
-a run; bytes are the most that all micro-batches in flight kept for their backwards, summed over ranks, as counted and
-as planned. What a start takes is told for the first run of a way, with nothing in the compiler's cache, and for the
-last.
+the model as it is, by the norm of the tensor, losses of all steps likewise; beside the worst stands what that process
+is off itself in fp64 there ("rounding": where a ReLU is at zero, more than 1e-5), which is allowed. Times are of all
+steps but the first two of a run; bytes are the most that all micro-batches in flight kept for their backwards, summed
+over ranks, as counted and as planned. What a start takes is told for the first run of a way, with nothing in the
+compiler's cache, and for the last.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpp_benchmarks._compile_ranks import WAYS
+from gpp_benchmarks._compile_ranks import TOLERANCE, WAYS
 from gpp_plugin.compare.loss_difference import loss_difference
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
@@ -31,7 +32,6 @@ TABLE = None
 MODELS = ("clip", "gpt2", "t5")
 SETTLING = 2
 TIMEOUT_S = 1800.0
-TOLERANCE = 1e-5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(_table(model, own), flush=True)
         rows += own
     is_right = all(
-        max(row["loss_error"], row["gradient_error"]) <= TOLERANCE
+        row["loss_error"] <= TOLERANCE
+        and row["gradient_error"] <= max(TOLERANCE, row["rounding"])
         and (row["num_compiled"] > 0 or row["way"] != "compiled")
         for row in rows
     )
@@ -107,6 +108,7 @@ def _rows(model: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         if not runs:
             continue
         first, last = runs[0], runs[-1]
+        worst = max(runs, key=lambda run: run["gradient_error"] / max(TOLERANCE, run["rounding"]))
         rows.append(
             {
                 "model": model,
@@ -117,8 +119,7 @@ def _rows(model: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
                 "kept_bytes": sum(first["kept_bytes"]),
                 "planned_bytes": sum(first["planned_bytes"]),
                 "loss_error": max(loss_difference(run["losses"], eager) for run in runs),
-                "gradient_error": max(run["gradient_error"] for run in runs),
-                "worst": max(runs, key=lambda run: run["gradient_error"])["worst"],
+                **{key: worst[key] for key in ("gradient_error", "worst", "rounding")},
                 "num_compiled": min(run["num_compiled"] for run in runs),
                 "start_s": first["start_s"],
                 "start_again_s": last["start_s"],
@@ -139,6 +140,7 @@ def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
             format_bytes(row["kept_bytes"]),
             format_bytes(row["planned_bytes"]),
             f"{row['gradient_error']:.0e}",
+            f"{row['rounding']:.0e}",
             f"{row['loss_error']:.0e}",
             f"{row['start_s']:.0f}",
             f"{row['start_again_s']:.0f}",
@@ -153,6 +155,7 @@ def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
         "kept",
         "planned",
         "gradients",
+        "rounding",
         "losses",
         "s to start",
     ]

@@ -95,7 +95,10 @@ class CompiledBlocks:
             if compiled:
                 _check_stage(stage)
             stages.append(dataclasses.replace(stage, compiled=compiled))
-        return dataclasses.replace(plan, stages=tuple(stages), notes=(*plan.notes, *self.lines()))
+        lines = self.lines()
+        if self.taken:
+            lines.append("compile: memory.recompute and memory.swap are off, and forwards are not sliced")
+        return dataclasses.replace(plan, stages=tuple(stages), notes=(*plan.notes, *lines))
 
 
 def _check_stage(stage: Stage) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.batch_rules import coupled_blocks
@@ -43,6 +44,7 @@ from gpp_plugin.schedule.orders.slicer import unsliced
 LARGEST_K = 8
 
 
+@paused_collector()  # as in `make_plan`
 def schedule_plan(
     plan: PipelinePlan, request: PlanRequest, *, schedule: str = "auto", slicing: str | int = "auto"
 ) -> PipelinePlan:

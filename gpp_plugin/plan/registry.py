@@ -6,6 +6,7 @@ import dataclasses
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.extensions import PLANNERS, find_planner
+from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import TensorRules, tensor_rules
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
@@ -24,6 +25,7 @@ TAKE_FOR_ALIKE = ("uniform", "pipedream", "autopipe", "piper", "dapple")
 """Planners of papers that know devices of one speed: they cut a model as if all were the quickest."""
 
 
+@paused_collector()  # it would walk the model's graphs and every stage tried again and again: they hold no circles
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
     """Run the planner called ``name`` and check what it returns: a plan whose ranks hold one stage each.
 

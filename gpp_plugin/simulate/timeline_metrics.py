@@ -202,8 +202,12 @@ _TaskKey = tuple[int, str, int, int]
 
 
 def _task_key(event: Event) -> _TaskKey:
-    direction = {EventKind.FORWARD: "activation", EventKind.WEIGHT_GRADIENT: "nothing"}
-    return (event.stage, direction.get(event.kind, "gradient"), event.micro_batch, event.rank)
+    kind = event.kind  # compared, not looked up: a search asks this of hundreds of thousands of events
+    if kind is EventKind.FORWARD:
+        direction = "activation"
+    else:
+        direction = "nothing" if kind is EventKind.WEIGHT_GRADIENT else "gradient"
+    return (event.stage, direction, event.micro_batch, event.rank)
 
 
 def _producers(

@@ -30,6 +30,7 @@ def test_losses_and_gradients_are_those_of_torch(tmp_path: Path) -> None:
     first, second = whole
     assert first["compiled"] == second["compiled"] and all(first["compiled"])
     assert all(label.endswith(" on compiled code") for label in first["labels"])
+    assert any("memory.recompute and memory.swap are off" in note for note in first["notes"])
     assert off[0]["compiled"] == [(), ()] and off[0]["notes"] == []
     assert any(
         note.startswith("compile: transformer.h.0 and 1 like it compiled: ") for note in first["notes"]

@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
@@ -72,6 +73,7 @@ NEAR = 1.15
 ROUNDING = 1e-6
 
 
+@paused_collector()  # as in `make_plan`
 def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "auto") -> PipelinePlan:
     """Return ``plan``, or one whose ranks hold several stages where the request is for it or allows it and it is
     shorter by more than a simulation may be off.

@@ -52,7 +52,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             f"{sorted(map(str, spec))[:8]}"
         )
     for i, stage in enumerate(stages):
-        _check_stage(i, stage)
+        _check_stage(i, stage, request.mini_batch)
     _check_listed_ranks(stages, request.num_ranks)
     groups = _assign_blocks(stages, request)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
@@ -193,7 +193,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     return complete_plan(fitted, graph, request.profile)
 
 
-def _check_stage(i: int, stage: Any) -> None:
+def _check_stage(i: int, stage: Any, mini_batch: int) -> None:
     where = f"plan.stages[{i}]"
     if not isinstance(stage, dict):
         raise PlanError(f"{where}: expected an object, found {type(stage).__name__}")
@@ -212,6 +212,11 @@ def _check_stage(i: int, stage: Any) -> None:
             isinstance(stage[key], bool) or not isinstance(stage[key], int) or stage[key] < 1
         ):
             raise PlanError(f"{where}.{key}: expected a positive integer, found {show(stage[key])}")
+    if stage.get("k", 1) > mini_batch:
+        raise PlanError(
+            f"{where}.k: {show(stage['k'])}, and a mini-batch of {mini_batch} samples has at most as many micro-batches; "
+            f"give 1 to {mini_batch}"
+        )
     ranks = stage.get("ranks", [0])
     is_list = isinstance(ranks, list) and ranks and all(type(rank) is int and rank >= 0 for rank in ranks)
     if not is_list:

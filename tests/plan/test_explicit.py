@@ -100,7 +100,7 @@ def test_a_saved_plan_is_read_back():
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([{"modules": ["vison_model"]}, {"modules": ["*"]}], "no module 'vison_model'.*vision_model"),
+        ([{"modules": ["vison_model"]}, {"modules": ["*"]}], 'no module "vison_model".*vision_model'),
         ([{"modules": ["vision_model"]}], r"blocks are in no stage .*add \"\*\""),
         ([{"modules": ["*"]}, {"modules": ["*"]}], "only one can"),
         ([{"module": ["*"]}], r"unknown keys \['module'\]"),

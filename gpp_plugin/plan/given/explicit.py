@@ -214,8 +214,8 @@ def _check_stage(i: int, stage: Any, mini_batch: int) -> None:
             raise PlanError(f"{where}.{key}: expected a positive integer, found {show(stage[key])}")
     if stage.get("k", 1) > mini_batch:
         raise PlanError(
-            f"{where}.k: {show(stage['k'])}, and a mini-batch of {mini_batch} samples has at most as many micro-batches; "
-            f"give 1 to {mini_batch}"
+            f"{where}.k: {show(stage['k'])}, and a mini-batch of {mini_batch} samples has at most as many "
+            f"micro-batches; give 1 to {mini_batch}"
         )
     ranks = stage.get("ranks", [0])
     is_list = isinstance(ranks, list) and ranks and all(type(rank) is int and rank >= 0 for rank in ranks)
@@ -246,7 +246,7 @@ def _assign_blocks(stages: list[dict[str, Any]], request: PlanRequest) -> list[l
     for path, i in paths:
         if not any(is_under(block.name, path) for block in graph.blocks):
             raise PlanError(
-                f"plan.stages[{i}].modules: no module {path!r} in the model{nearest_names(graph, path)}"
+                f"plan.stages[{i}].modules: no module {show(path)} in the model{nearest_names(graph, path)}"
             )
     groups: list[list[str]] = [[] for _ in stages]
     unnamed = []

@@ -389,7 +389,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
     limit = args.memory_limit_gb
     if limit is not None and not 0 < limit < float("inf"):
         raise ConfigError(f"--memory-limit-gb {limit:g}: give more than 0")
-    if args.cluster == "auto" and args.devices is not None and args.devices < 1:
+    if args.devices is not None and args.devices < 1:
         raise ConfigError(f"--devices {args.devices}: give at least 1")
     for option, value in (("--mini-batch", args.mini_batch), ("--loss-unit", args.loss_unit)):
         if value is not None and value < 1:

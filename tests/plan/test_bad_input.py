@@ -70,7 +70,7 @@ REQUESTS = [
     ),
     (["--planner", "grahpipe"], "no planner 'grahpipe'; did you mean 'graphpipe'?"),
     (["--data-parallel", "3"], "--data-parallel 3 does not divide 4 ranks; choose a divisor"),
-    (["--devices", "0"], "summit.json: 0 devices are asked for; give at least 1"),
+    (["--devices", "0"], "--devices 0: give at least 1"),
 ]  # fmt: skip
 
 

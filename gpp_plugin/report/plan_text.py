@@ -49,9 +49,10 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
 def headline(plan: PipelinePlan) -> str:
     """Return two lines: model, stages, ranks, planner, predicted step; samples."""
     predicted = f", {format_ms(plan.iteration_us)} ms a step predicted" if plan.iteration_us else ""
+    noun = "stage" if len(plan.stages) == 1 else "stages"
     return (
         fill_text(
-            f"{plan.model}: {len(plan.stages)} stages in depth {plan.depth} on {plan.num_ranks} ranks "
+            f"{plan.model}: {len(plan.stages)} {noun} in depth {plan.depth} on {plan.num_ranks} ranks "
             f"(planner {plan.planner}{', asynchronous' if plan.mode == 'async' else ''}){predicted}"
         )
         + f"\nmini-batch {plan.mini_batch} samples, one loss on {plan.loss_unit}"

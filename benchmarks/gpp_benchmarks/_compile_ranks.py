@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ from gpp_plugin.launch import emit_event, end_rank
 WAYS: dict[str, Any] = {"torch": False, "compiled": True, "auto": "auto"}
 LEAST_SCALE = 1e-3
 """Share of the largest gradient's norm by which smaller ones are compared: a key's bias has one of rounding alone."""
-TOLERANCE = 1e-5
-"""A gradient's largest error beside one process, or what that process is off itself in fp64 where that is more."""
 
 
 def main() -> None:
@@ -42,8 +40,8 @@ def main() -> None:
         batches.append(make_batch("none"))
     right: dict[str, Tensor] = {}
     losses = train_alone(copy.deepcopy(model), batches, right)
-    rounding = roundings(model, batches[0]) if int(os.environ["RANK"]) == 0 else {}
-    rank = 0
+    rank = int(os.environ["RANK"])
+    rounding = roundings(model, batches[0]) if rank == 0 else {}
     for number in range(settings["turns"]):
         for way in settings["ways"]:
             block = {"compile": WAYS[way], "profile_dir": settings["folder"], "comm_timeout_s": 300}
@@ -51,11 +49,12 @@ def main() -> None:
             found, plan = train(
                 copy.deepcopy(model), batches, block, settling=settings["settling"], keeps_gradients=True
             )
-            rank = found.pop("rank")
-            worst = _worst(found.pop("gradients"), right, rounding)
+            del found["rank"]
+            error, name = _worst(found.pop("gradients"), right)
             if rank == 0:
+                found |= {"gradient_error": error, "worst": name, "rounding": rounding.get(name, 0.0)}
                 compiled = sum(len(stage.compiled) for stage in plan.stages)
-                emit_event(way=way, turn=number, num_compiled=compiled, **worst, **found)
+                emit_event(way=way, turn=number, num_compiled=compiled, **found)
     if rank == 0:
         emit_event(way="eager", losses=losses)
     end_rank()
@@ -86,13 +85,11 @@ def roundings(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]
     return largest
 
 
-def _worst(
-    own: Mapping[str, Tensor], right: Mapping[str, Tensor], rounding: Mapping[str, float]
-) -> dict[str, Any]:
-    """Return on rank 0 the gradient of any rank that is furthest beyond what is allowed; collective."""
+def _worst(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Return the largest error of a gradient of any rank by its norm, and which parameter's it is; collective."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, gradient_errors(own, right))
-    return worst_of(of_ranks, dict.fromkeys(right, 0.0) | dict(rounding))
+    return worst_of(of_ranks, right)
 
 
 def gradient_errors(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
@@ -106,17 +103,11 @@ def gradient_errors(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> d
     }
 
 
-def worst_of(of_ranks: Sequence[Mapping[str, float]], rounding: Mapping[str, float]) -> dict[str, Any]:
-    """Return the error of all ranks that is the largest share of its limit, whose it is, and the rounding there.
-
-    Args:
-        rounding: of one process, by name; an error of inf is that of a name that no rank has a gradient of.
-    """
+def worst_of(of_ranks: Sequence[Mapping[str, float]], names: Iterable[str]) -> tuple[float, str]:
+    """Return the largest error of all ranks, and whose it is; inf for a name that no rank has a gradient of."""
     found = [(error, name) for errors in of_ranks for name, error in errors.items()]
     there = {name for _, name in found}
-    found += [(math.inf, name) for name in rounding if name not in there]
-    error, name = max(found, key=lambda each: each[0] / max(TOLERANCE, rounding.get(each[1], 0.0)))
-    return {"gradient_error": error, "worst": name, "rounding": rounding.get(name, 0.0)}
+    return max([*found, *((math.inf, name) for name in names if name not in there)])
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ EXTRAS = {
         "transformers>=5.17",
     ],
     "dev": [
+        "mutmut==3.8.1",
         "ruff==0.17.5",
         "mypy==2.4.1",
         "mkdocs==1.6.1",

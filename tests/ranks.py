@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpp_plugin.launch import reserved_port
+from tests.mutants import import_hook
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
@@ -88,7 +89,7 @@ class _Ranks:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         for tasks in self._tasks:
-            tasks.put((function, args))
+            tasks.put((function, args, os.environ.get("PYTEST_CURRENT_TEST", "")))
         return self._collect(timeout_s)
 
     def end(self) -> None:
@@ -152,8 +153,11 @@ def _serve(rank: int, num_ranks: int, port: int, is_kept: bool, tasks: Any, answ
     if is_kept:
         answers.put((rank, *_answer(_join, ())))
     while True:
-        function, args = tasks.get()
-        answers.put((rank, *_answer(function, args)))
+        function, args, os.environ["PYTEST_CURRENT_TEST"] = tasks.get()
+        import_hook.note("before the ranks' first test")
+        answer = _answer(function, args)
+        import_hook.note()
+        answers.put((rank, *answer))
         vars(get_accelerator()).pop("is_fp16_supported", None)  # what `allow_fp16` of a test may have set
         if is_kept:
             _drop_groups()

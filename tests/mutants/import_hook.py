@@ -26,7 +26,9 @@ HITS = bytearray()
 
 
 def install() -> None:
-    """Make this process's imports of the package change as the environment says."""
+    """Make this process's imports of the package change as the environment says; once, however often it is called."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
     if "GPP_FAULT" in os.environ:
         fault = Fault(**json.loads(os.environ["GPP_FAULT"]))
         sys.meta_path.insert(0, _Finder(_Planted(fault, place_of(fault))))

@@ -14,7 +14,7 @@ from typing import Any
 from tests.processor_time import Family
 
 MOST_TIMES = 10.0
-WORK_SHARE = 0.05
+WORK_SHARE = 0.02
 """Of one core: ranks that wait for each other wake up some hundred times a second, which is no work."""
 LOOK_S = 1.0
 

@@ -1,6 +1,7 @@
 """What all tests share: the environment of what they start, their tiers, and how they are spread over workers."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -8,22 +9,23 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import tiers
-from tests.processor_time import LIMIT_S, METER, ProcessorTimes
+from tests.processor_time import LIMIT_S, Meter, ProcessorTimes
 from tests.waits import LOOK_S, Patience
 
 MOST_WORKERS = 4
-collect_ignore = ["capture/placement_job.py"]  # loads a library as it is imported, for a process of its own
 ONE_PROCESS = frozenset({"capture", "library", "nccl", "plan", "profile", "report", "schedule", "simulate"})
 """Folders whose tests start no other process."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)  # 80 in workers; tables are as wide as they are, but where a test says else
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process started compiles this package anew
+sys.dont_write_bytecode = False  # else pytest rewrites the asserts of all files anew
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the directory of the process that starts them
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="gpp-tests-")  # profiles are of this run
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -66,7 +68,7 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
         return None
     from pytest_timeout import timeout_sigalrm
 
-    patience = Patience(settings.timeout, METER.total_s)
+    patience = Patience(settings.timeout, Meter().total_s)  # its own: it interrupts the other
 
     def look(signum: int, frame: Any) -> None:
         __tracebackhide__ = True
@@ -116,6 +118,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for key, value in report.user_properties:
             if key == "told" and report.when == "call":
                 terminalreporter.write_line(f"{report.nodeid}: {value}")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Import no other file of this folder to look for doctests: there are none, and some are for ranks."""
+    is_other = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if is_other and collection_path.name != "__init__.py" else None
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what lives to the end: modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | soak | check | wheel-check | docs: each makes .venv, installs what is missing, runs.
+# make demo | test | test-all | test-gpu | soak | check | wheel-check | docs: each makes .venv, installs what is missing, runs.
 # `make help` lists them.
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ PIP_FLAGS := -q --no-index --find-links $(abspath $(WHEELS))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu soak check wheel-check docs install clean
+.PHONY: help demo test test-all test-gpu soak check wheel-check docs install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -27,13 +27,18 @@ help:  ## list the targets
 demo: $(STAMP)  ## train a CLIP on handwritten digits on four ranks (about two minutes)
 	$(BIN)/gpp demo $(ARGS)
 
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+
 test: $(STAMP)  ## run the tests, one worker a core, e.g. make test WORKERS=0 ARGS="tests/plan -x"
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(STAMP)  ## with those that tests/tiers.toml leaves out of `make test`: an hour or more, for nights and releases
+	$(PYTEST) --tier all $(ARGS)
 
 test-gpu: $(STAMP)  ## on CUDA devices: make test-gpu WHEELS=dir ARGS="-k swap"; ARGS="--device cpu" is a dry run
 	$(BIN)/python -m tests.gpu $(ARGS)
 
-soak: $(STAMP)  ## what is too long for `make test`: make soak ARGS="fuzz --count 20000"
+soak: $(STAMP)  ## what is too long for any tests: make soak ARGS="fuzz --count 20000"
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.soak $(ARGS)
 
 check: $(STAMP)  ## lint, formatting, types, import rules, documents
@@ -43,8 +48,8 @@ check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/python -m pytest -q --durations=0 tests/test_imports.py
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
-wheel-check: $(STAMP)  ## build, install elsewhere, train and plan; PYTHONS="python3.12 python3.13" in bare environments too
-	WHEEL_PYTHONS="$(or $(PYTHONS),$(WHEEL_PYTHONS))" $(BIN)/python .ci/wheel.py
+wheel-check: $(STAMP)  ## build, install elsewhere, train and plan; PYTHONS="python3.12 python3.13" too; ARGS=--quick is short
+	WHEEL_PYTHONS="$(or $(PYTHONS),$(WHEEL_PYTHONS))" $(BIN)/python .ci/wheel.py $(ARGS)
 
 docs: $(STAMP)  ## write the generated pages anew and build all of them into build/site
 	$(BIN)/python .ci/docs.py

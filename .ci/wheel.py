@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Builds sdist and wheel, installs the wheel away from the checkout, and trains, plans and measures with it there.
 
-.venv/bin/python .ci/wheel.py [--keep FOLDER] [--pythons python3.12 python3.13 ...]
+.venv/bin/python .ci/wheel.py [--quick] [--keep FOLDER] [--pythons python3.12 python3.13 ...]
+
+With --quick it trains two steps and plans once, and no more.
 
 The environment it makes holds the wheel alone and sees the dependencies of the Python that runs this, so nothing is
 downloaded. An editable install in that Python is not seen: what a `.pth` file there does is not done again.
@@ -55,6 +57,7 @@ def main() -> int:
     """Run all steps; return 0 if each of them worked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--keep", type=Path, help="keep sdist, wheel and environment in this folder")
+    parser.add_argument("--quick", action="store_true", help="train two steps and plan once, and no more")
     parser.add_argument(
         "--pythons",
         nargs="*",
@@ -68,10 +71,10 @@ def main() -> int:
         if args.keep is not None:
             shutil.rmtree(args.keep, ignore_errors=True)
             args.keep.mkdir(parents=True)
-            check(args.keep.resolve(), pythons)
+            check(args.keep.resolve(), pythons, is_quick=args.quick)
         else:
             with tempfile.TemporaryDirectory(prefix="gpp_wheel_") as folder:
-                check(Path(folder), pythons)
+                check(Path(folder), pythons, is_quick=args.quick)
     except CheckFailed as error:
         print(f"wheel: {error}", file=sys.stderr)
         return 1
@@ -101,7 +104,7 @@ def find_pythons(names: Sequence[str]) -> list[str]:
     return found
 
 
-def check(folder: Path, pythons: Sequence[str] = ()) -> None:
+def check(folder: Path, pythons: Sequence[str] = (), *, is_quick: bool = False) -> None:
     """Build in ``folder``, install there and run; then in a bare environment of each further interpreter.
 
     Raises:
@@ -109,11 +112,11 @@ def check(folder: Path, pythons: Sequence[str] = ()) -> None:
     """
     sdist, wheel = build(folder)
     check_files(sdist, wheel)
-    use(folder, install(folder, wheel))
+    use(folder, install(folder, wheel), is_quick=is_quick)
     for number, python in enumerate(pythons):
         inner = folder / f"bare{number}"
         inner.mkdir()
-        use(inner, install_bare(inner, wheel, python))
+        use(inner, install_bare(inner, wheel, python), is_quick=is_quick)
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -190,8 +193,8 @@ def release_of_torch() -> str:
     return next(word for word in words if word.startswith("torch==")).removeprefix("torch==")
 
 
-def use(folder: Path, python: Path) -> None:
-    """Train, plan, simulate, measure and run the demo from an empty directory.
+def use(folder: Path, python: Path, *, is_quick: bool = False) -> None:
+    """Train, plan, simulate, measure and run the demo from an empty directory; if quick, train and plan.
 
     Raises:
         CheckFailed: a command failed, or something was imported from elsewhere than the wheel.
@@ -211,10 +214,12 @@ def use(folder: Path, python: Path) -> None:
     _require_inside(folder, trained["package"])
     if len(trained["losses"]) != 2 or len(trained["stages"]) != 2:
         raise CheckFailed(f"two steps in two stages were asked for; trained: {line}")
+    run([gpp, "plan", "clip-l14", "--devices", "4", "--cluster", "dgx_a100", "--out", "plan.json"], cwd=work)
+    if is_quick:
+        return
     for arguments in (
         ["doctor"],
         ["doctor", "--patches"],
-        ["plan", "clip-l14", "--devices", "4", "--cluster", "dgx_a100", "--out", "plan.json"],
         ["plan", "llava-7b", "--devices", "8", "--cluster", "dgx_h100", "--against", "none"],
         ["compare", "mmt", "--size", "branches=2", "--cluster", "summit", "--modes", "single,stock,graph"],
         ["compare", "gpt2_tiny", *SMALL],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.waits import run_program
 
 PYPROJECT = """
 [build-system]
@@ -206,5 +207,5 @@ def pip_install(folder: Path, target: Path) -> None:
         "--quiet",
     ]
     command += ["--disable-pip-version-check", "--target", str(target), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_program(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

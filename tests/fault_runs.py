@@ -14,7 +14,9 @@ from typing import Any
 
 from gpp_plugin.launch import reserved_port
 from tests.fault_job import train
+from tests.processor_time import Family
 from tests.ranks import _CONTEXT
+from tests.waits import Patience
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,9 @@ def run_job(
         ended: dict[int, float] = {}
         stopped = settings.fault["rank"] if settings.fault and settings.fault["kind"] == "stop" else None
         started = time.monotonic()
+        patience = Patience(limit_s, Family(*(process.pid for process in processes if process.pid)).used_s)
         try:
-            while time.monotonic() - started < limit_s and len(ended) < num_ranks:
+            while len(ended) < num_ranks and not patience.is_over():
                 for rank, process in enumerate(processes):
                     if rank not in ended and process.exitcode is not None:
                         ended[rank] = time.monotonic()

@@ -15,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch  # noqa: E402
 
 from gpp_plugin.capture.export import capture_model  # noqa: E402
+from tests import ranks, reference  # noqa: E402, F401  (each rank imports them)
 from tests.models import MODELS, build  # noqa: E402
 
 torch.set_num_threads(1)

@@ -8,19 +8,20 @@ import multiprocessing
 import os
 import pickle
 import queue
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from gpp_plugin.launch import reserved_port
 from tests.mutants import import_hook
+from tests.processor_time import METER, Family
+from tests.waits import Patience
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 START_TIMEOUT_S = 120.0
 LIMIT_S = 240.0
-"""A hang fails before pytest's own limit; four ranks on two busy cores need minutes for what takes seconds alone."""
+"""Of ranks that stand still (`tests.waits`): a hang fails before pytest's own limit."""
 LAST_WORDS_S = 10.0
 """How long the other ranks may say what they saw after the first one failed."""
 
@@ -54,9 +55,8 @@ def run_kept_ranks(
     """
     ranks = _kept.get(num_ranks)
     if ranks is None:
-        ranks = _kept[num_ranks] = _Ranks(num_ranks, are_kept=True)
+        ranks = _start_kept(num_ranks)
     try:
-        ranks.wait_until_joined()
         return ranks.run(function, args, timeout_s)
     except BaseException:
         del _kept[num_ranks]
@@ -64,10 +64,34 @@ def run_kept_ranks(
         raise
 
 
+def _start_kept(num_ranks: int) -> _Ranks:
+    with METER.apart(f"the start of {num_ranks} kept ranks"):
+        ranks = _kept[num_ranks] = _Ranks(num_ranks, are_kept=True)
+        try:
+            ranks.wait_until_joined()
+        except BaseException:
+            del _kept[num_ranks]
+            ranks.end()
+            raise
+    return ranks
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from, and wait until it has imported what they need."""
+    global _has_server
+    if not _has_server:
+        with METER.apart("the start of the server of ranks"):
+            first = _CONTEXT.Process(target=os.getpid)
+            first.start()
+            first.join()
+        _has_server = True
+
+
 class _Ranks:
     """Processes that run one function after the other, or one and no more."""
 
     def __init__(self, num_ranks: int, *, are_kept: bool) -> None:
+        _start_server()
         self._port = contextlib.ExitStack()
         port = self._port.enter_context(reserved_port())
         self._answers = _CONTEXT.Queue()
@@ -99,16 +123,17 @@ class _Ranks:
         self._port.close()
 
     def _collect(self, timeout_s: float) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
+        family = Family(*(process.pid for process in self._processes if process.pid is not None))
+        patience = Patience(timeout_s, family.used_s)
         answers: dict[int, Any] = {}
         failed: dict[int, str] = {}
-        while len(answers) + len(failed) < len(self._tasks) and time.monotonic() < deadline:
+        while len(answers) + len(failed) < len(self._tasks) and not patience.is_over():
             has_died = any(process.exitcode not in (None, 0) for process in self._processes)
             try:
                 rank, is_answer, value = self._answers.get(timeout=0.2)
             except queue.Empty:
                 if has_died and not failed:
-                    deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+                    patience = Patience(LAST_WORDS_S, family.used_s)
                     failed.update(
                         {r: "died" for r, p in enumerate(self._processes) if p.exitcode not in (None, 0)}
                     )
@@ -117,15 +142,16 @@ class _Ranks:
                 answers[rank] = pickle.loads(value)
             else:
                 failed[rank] = value
-                deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+                patience = Patience(LAST_WORDS_S, family.used_s)
         silent = set(range(len(self._tasks))) - set(answers) - set(failed)
-        failed.update({rank: f"no answer, ended (limit {timeout_s:g} s)" for rank in silent})
+        failed.update({rank: f"no answer, ended (limit {timeout_s:g} s without work)" for rank in silent})
         if failed:
             raise RanksFailed("\n".join(f"--- rank {rank}\n{failed[rank]}" for rank in sorted(failed)))
         return [answers[rank] for rank in range(len(self._tasks))]
 
 
 _kept: dict[int, _Ranks] = {}
+_has_server = False
 
 
 @atexit.register

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ScheduleEr
 from gpp_plugin.ir.serialize import load
 from gpp_plugin.plan.cluster_files import read_cluster
 from tests.models import build
+from tests.waits import run_program
 
 SMALL = {
     "num_devices": 4,
@@ -183,7 +183,7 @@ print("called", len(names))
 
 
 def test_nothing_is_shadowed_before_or_after_every_module_is_imported() -> None:
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", CALLS, str(PACKAGE)],
         capture_output=True,
         text=True,

@@ -17,6 +17,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.simulate.predict import simulate_plan
+from tests.waits import run_program
 
 BENCHES = Path(gpp_benchmarks.__file__).parent
 
@@ -51,15 +52,13 @@ def last_json(text):
 
 def test_help_names_every_command_and_needs_no_torch():
     code = "import sys; from gpp_plugin.cli import main\ntry: main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_program([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "False"
     assert all(f"    {command.name}" in done.stdout for command in COMMANDS)
 
 
 def test_the_package_run_as_a_module_is_the_command():
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "gpp_plugin", "--version"],
         capture_output=True,
         text=True,
@@ -132,7 +131,7 @@ def gpp(*arguments, **variables):
     code = "import sys; from gpp_plugin.cli import main; sys.exit(main())"
     environment = {**os.environ, **variables}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, env=environment, timeout=120)
+    return run_program(command, capture_output=True, env=environment, timeout=120)
 
 
 def test_a_reader_that_goes_ends_the_command_quietly(plan_file):
@@ -146,7 +145,7 @@ def test_a_reader_that_goes_ends_the_command_quietly(plan_file):
         code = "import sys; from gpp_plugin.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", code, *arguments]
         environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, timeout=120, env=environment)
+        done = run_program(command, stdout=write_end, stderr=subprocess.PIPE, timeout=120, env=environment)
         os.close(write_end)
         assert (done.returncode, done.stderr) == (141, b"")
 
@@ -173,9 +172,7 @@ def test_an_encoding_without_boxes_gets_them_in_ascii(plan_file):
 def test_what_is_not_installed_is_one_line_with_the_pip_command(arguments, missing, extra):
     # in a process of its own: in this one it is imported, and so is what uses it; None is a ModuleNotFoundError
     code = f"import sys; sys.modules[{missing!r}] = None; from gpp_plugin.cli import main; sys.exit(main({arguments!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_program([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     error = done.stderr
     name = " ".join(arguments[: 1 + (arguments[0] == "bench")])

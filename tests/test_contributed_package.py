@@ -16,6 +16,7 @@ from tests.integrations.engine_jobs import B, U, config_of
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.reference import train_reference
+from tests.waits import run_program
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -32,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def run_python(target: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(REPOSITORY), str(target)])
     environment = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.run(
+    return run_program(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=280, env=environment, cwd=target
     )
 

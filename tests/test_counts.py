@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.waits import run_program
 
 ROOT = Path(__file__).parent.parent
 FILES = {
@@ -39,7 +40,7 @@ class _Thing:
 
 
 def counts_of(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-I", str(ROOT / ".ci" / "counts.py"), *arguments, "--json"],
         capture_output=True,
         text=True,

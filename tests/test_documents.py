@@ -6,7 +6,6 @@ import ast
 import contextlib
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from gpp_plugin.config.deepspeed_json import load_deepspeed_json
 from gpp_plugin.config.reader import read_config
 from tests.doc_blocks import LANGUAGES, ROOT, Block, Page, commands_of, read_pages, run_page
 from tests.ranks import run_kept_ranks
+from tests.waits import run_program
 
 PAGES = read_pages()
 BLOCKS = [block for page in PAGES for block in page.blocks]
@@ -41,7 +41,7 @@ def is_installed(name: str) -> bool:
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, str(ROOT / ".ci" / "docs.py"), "--check"],
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ from transformers import CLIPModel
 from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.reader import read_config
 from tests.ranks import run_kept_ranks
-from tests.tiers import long, some
+from tests.waits import communicate
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "clip_graph_pipeline.json"
@@ -48,7 +48,7 @@ def run_example(name, *arguments):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment, start_new_session=True,
     )  # fmt: skip
     try:
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = communicate(process, limit_s=240)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the launcher's ranks are in its session
         raise
@@ -56,7 +56,6 @@ def run_example(name, *arguments):
     return printed
 
 
-@long
 def test_the_example_trains_and_saves(tmp_path):
     out = tmp_path / "model"
     arguments = ["--deepspeed_config", str(CONFIG), "--steps", "3", "--save", str(out)]
@@ -67,16 +66,12 @@ def test_the_example_trains_and_saves(tmp_path):
     assert sum(p.numel() for p in model.parameters()) > 100_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "example", "said"),
-    some(
-        [
-            ("torchrun", "train_llava_megatron.py", r"loss on unseen images: (\d+\.\d+)"),
-            ("deepspeed", "train_two_encoders.py", r"loss on what it has not seen or heard: (\d+\.\d+)"),
-        ],
-        every=2,
-    ),
+    [
+        ("torchrun", "train_llava_megatron.py", r"loss on unseen images: (\d+\.\d+)"),
+        ("deepspeed", "train_two_encoders.py", r"loss on what it has not seen or heard: (\d+\.\d+)"),
+    ],
 )
 def test_graphs_of_stages_train_as_the_examples_say(name, example, said):
     printed = run_example(name, f"examples/{example}", "--steps", "3")
@@ -94,7 +89,7 @@ def read_digits(name, config):
     return example.train(name, steps=2, config=config)
 
 
-@pytest.mark.parametrize("name", some(["qwen2_5_vl", "t5", "llava", "whisper"], every=2))
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "t5", "llava", "whisper"])
 def test_digit_readers_train_alike_on_all_ranks(name):
     config = json.loads((ROOT / "configs" / "digit_readers.json").read_text())
     config["graph_pipeline"]["stages"] = 2

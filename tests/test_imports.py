@@ -2,11 +2,12 @@
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.waits import run_program
 
 PACKAGE = Path(__file__).parent.parent / "gpp_plugin"
 HEAVY = {"torch", "deepspeed", "megatron", "transformers"}
@@ -97,7 +98,7 @@ def compiled(tmp_path_factory):
 
 def probe_import(names: list[str]) -> dict:
     """Import the modules in a fresh process; return its seconds and the heavy packages it loaded."""
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", PROBE, *names], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent
     )
     assert done.returncode == 0, f"importing {names} fails: {done.stderr}"
@@ -132,7 +133,7 @@ def test_the_command_line_loads_no_library_before_it_knows_what_is_asked():
     probe = (
         f"import sys; from gpp_plugin import cli; sys.exit(' '.join(m for m in {names} if m in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
+    done = run_program([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "", f"gpp --help loads {done.stderr}"
 
 
@@ -150,5 +151,5 @@ def test_public_names_resolve_to_what_they_say():
 def test_the_hook_waits_for_deepspeed_to_be_imported(before: str) -> None:
     """Also where another package looks for DeepSpeed first without importing it, as transformers does."""
     code = f"import gpp_plugin; {before}import deepspeed; print(deepspeed.initialize._gpp_plugin_original)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_program([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

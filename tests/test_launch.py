@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 
 import pytest
 
@@ -54,13 +53,11 @@ time.sleep(0.5)
 print("something about the cause")
 sys.exit(3)
 """
-    start = time.monotonic()
     pids = []
     with pytest.raises(RuntimeFailure) as raised:
         pids += [event["pid"] for event in job(text)]
         raise AssertionError("no failure")
     assert str(raised.value) == "rank 1 ended with exit code 3; it said last:\nsomething about the cause"
-    assert time.monotonic() - start < 300
 
 
 def test_ranks_that_hang_are_ended_after_the_time(job):

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import run_program
+
 SCRIPT = Path(__file__).parents[1] / ".ci" / "make_venv.py"
 
 
 def make(python: Path | str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [str(python), str(SCRIPT), str(folder), "--without-pip"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_program(command, capture_output=True, text=True, timeout=120)
 
 
 def site_of(folder: Path) -> Path:
@@ -32,7 +34,7 @@ def add_package(folder: Path, name: str, text: str, version: str = "1.0") -> Non
 
 
 def ask(folder: Path, code: str) -> str:
-    done = subprocess.run(
+    done = run_program(
         [folder / "bin" / "python", "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     return done.stdout.strip()
@@ -43,7 +45,7 @@ def caller(tmp_path: Path) -> Path:
     """An environment without packages, made from this Python's installation."""
     folder = tmp_path / "caller"
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    subprocess.run([base, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
+    run_program([base, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     return folder
 
 

@@ -17,6 +17,7 @@ from gpp_plugin.launch import reserved_port
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.rehearse.saved_programs import programs_of_plan
 from gpp_plugin.runtime.lane import channels_of
+from tests.waits import communicate, run_program
 
 SECONDS = 150
 
@@ -58,7 +59,7 @@ def test_ranks_of_a_launcher_and_a_saved_plan(tmp_path):
             )
             for rank in range(2)
         ]
-        said = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+        said = [communicate(rank, limit_s=SECONDS)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert "2 ranks are ready" in said[0] and said[1] == "", "one rank speaks"
 
@@ -78,7 +79,7 @@ def test_a_rank_that_does_not_come_is_named(capfd):
     ]
     with reserved_port() as port:
         variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        alone = subprocess.run(
+        alone = run_program(
             command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=SECONDS
         )
     assert alone.returncode == 1

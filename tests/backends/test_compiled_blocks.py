@@ -33,7 +33,6 @@ from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import StageCode
 from tests.compilers import compile_plainly
 from tests.models import build
-from tests.tiers import some
 
 aten = torch.ops.aten
 
@@ -89,7 +88,7 @@ def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("gpp_plugin")]
 
 
-@pytest.mark.parametrize("name", some(["gpt2", "clip", "t5"], every=3))
+@pytest.mark.parametrize("name", ["gpt2", "clip", "t5"])
 def test_outputs_and_gradients_are_those_of_the_code(name: str) -> None:
     whole, stages = Whole(name, layers=2 if name == "gpt2" else 3), stages_with(compile_plainly)
     code = whole.code(stages)

@@ -47,7 +47,6 @@ def test_every_task_has_a_draw_of_its_own_within_the_jitter():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_both_systems_run_even_and_drawn_times(capsys):
     arguments = ["--micro-batches", "4", "--forward-ms", "4", "--backward-ms", "4", "--rounds", "2"]

@@ -7,7 +7,6 @@ import pytest
 from gpp_plugin.cli import main
 
 
-@pytest.mark.slow
 def test_what_is_sent_is_the_formulas(capsys):
     arguments = ["--ranks", "2", "--batch", "4", "--length", "9", "--steps", "4", "--head-size", "8"]
     arguments += "--stages 2 --prompts 4 --micro-batches 2 --tokens 3 --row-ms 1".split()

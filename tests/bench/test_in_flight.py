@@ -9,7 +9,6 @@ import pytest
 from gpp_benchmarks import in_flight
 
 
-@pytest.mark.slow
 def test_a_short_branch_holds_as_little_as_its_successors_need() -> None:
     parser = argparse.ArgumentParser()
     in_flight.add_arguments(parser)

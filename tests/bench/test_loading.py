@@ -47,7 +47,6 @@ def test_refused() -> None:
         loading.run(parser.parse_args(["--ranks", "1"]))
 
 
-@pytest.mark.slow
 def test_two_ranks_load_fifty_million_parameters_in_their_share() -> None:
     parser = argparse.ArgumentParser()
     loading.add_arguments(parser)

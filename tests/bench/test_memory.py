@@ -12,7 +12,6 @@ from gpp_benchmarks import memory
 from gpp_plugin.cli import main
 
 
-@pytest.mark.slow
 def test_counted_bytes_are_the_predicted_ones() -> None:
     parser = argparse.ArgumentParser()
     memory.add_arguments(parser)
@@ -26,7 +25,6 @@ def test_counted_bytes_are_the_predicted_ones() -> None:
         assert (row["swapped_bytes"] + row["recomputed_bytes"] > 0) == (row["plan"] != "none")
 
 
-@pytest.mark.slow
 def test_swapping_runs_on_a_cpu_and_says_that_it_proves_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "swap", "--device", "cpu", "--steps", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -9,7 +9,6 @@ from gpp_benchmarks.p2p import num_messages
 from gpp_plugin.cli import main
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_every_system_sends_every_size(capsys):
     arguments = ["--bytes", "1024", "262144", "--messages", "4", "--rounds", "2"]

@@ -10,7 +10,6 @@ from gpp_plugin.cli import main
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 
-@pytest.mark.slow
 def test_a_chain_is_run_by_all_three_runtimes_in_turn(capsys):
     arguments = [
         "--what",

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 import sysconfig
 from pathlib import Path
+
+from tests.waits import run_program
 
 _SOURCE = """
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -45,7 +46,7 @@ def compile_library(directory: Path) -> Path:
     source, library = directory / "fake_cuda.cpp", directory / "fake_cuda.so"
     source.write_text(_SOURCE)
     torch_root = Path(sysconfig.get_paths()["purelib"]) / "torch"
-    subprocess.run(
+    run_program(
         [
             COMPILER, "-shared", "-fPIC", "-std=c++20", f"-I{torch_root / 'include'}", str(source), "-o", str(library),
             f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_root / 'lib'}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import networkx as nx
@@ -16,6 +15,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
 from tests.capture.graphs import captured
 from tests.models import MODELS
+from tests.waits import run_program
 
 
 def _names(graph: BlockGraph) -> list[str]:
@@ -190,7 +190,7 @@ def test_blocks_do_not_depend_on_the_order_of_hashes() -> None:
         "from gpp_plugin.capture.coarsen import GRANULARITIES, coarsen\n"
         f"from gpp_plugin.ir.serialize import fingerprint\nprint({call})"
     )
-    other = subprocess.run(
+    other = run_program(
         [sys.executable, "-c", script],
         env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=120, check=True,

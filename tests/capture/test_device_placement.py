@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.stage_module import build_stage_function
 from tests.capture import fake_cuda
 from tests.capture.placement_checks import FAMILIES, make_part, stage_codes, written_devices
+from tests.waits import run_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def test_code_of_every_rank_names_its_own_device(name: str, is_training: bool) -
 )
 def test_captured_on_its_own_device_a_rank_computes_forward_and_backward_there(tmp_path: Path) -> None:
     library = fake_cuda.compile_library(tmp_path)
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "tests.capture.placement_job", str(library)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"},

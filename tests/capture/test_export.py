@@ -18,7 +18,6 @@ from gpp_plugin.capture.tracing.torch_export import TALKATIVE
 from gpp_plugin.errors import CaptureError
 from tests.capture.graphs import captured, eager_loss, run_graph
 from tests.models import MODELS, build
-from tests.tiers import long
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -416,7 +415,6 @@ def test_recapture_of_a_changed_structure_is_refused() -> None:
         recapture(model, first.analysis, {"x": torch.randn(2, 4)})
 
 
-@long
 def test_seven_billion_parameters_on_meta_within_time_and_memory() -> None:
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 

@@ -14,7 +14,6 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.ir.analysis import Sharding, TensorShard
 from gpp_plugin.ir.block_graph import BlockSharding
 from tests.models import TEXT_LENGTH, build
-from tests.tiers import some
 
 
 def captured(name: str) -> CapturedGraph:
@@ -81,7 +80,7 @@ def test_each_rank_reads_its_heads_of_a_bias():
     assert [shard.axis for shard in own.sliced] == [1] and own.sliced[0].name in own.shared
 
 
-@pytest.mark.parametrize("name", some(["clip", "siglip", "whisper", "bert", "llava"], every=4))
+@pytest.mark.parametrize("name", ["clip", "siglip", "whisper", "bert", "llava"])
 def test_every_layer_of_other_models_is_shared_out(name):
     blocks = coarsen(captured(name))
     layers = {b.name for b in blocks.blocks if b.name.rpartition(".")[2].isdigit()}

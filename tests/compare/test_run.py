@@ -8,7 +8,6 @@ from gpp_plugin.cli import main
 from gpp_plugin.commands.compare_command import format_comparison, remarks, speed_ups
 from gpp_plugin.compare.compare_run import ModeResult, result_rows
 from gpp_plugin.compare.loss_difference import loss_difference
-from tests.tiers import long
 
 QUICK = ["--devices", "2", "--stages", "2", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
 
@@ -17,7 +16,6 @@ def last_json(text):
     return json.loads(text.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_all_modes_train_alike(tmp_path, capsys):
     out = tmp_path / "rows.json"
     options = ["--steps", "2", "--warm-up", "1", "--planner", "uniform", "--out", str(out), "--json"]
@@ -47,7 +45,6 @@ def test_all_modes_train_alike(tmp_path, capsys):
     assert any("travel as the bits of floats" in note for note in stock["notes"]) == (stock["stages"] > 2)
 
 
-@pytest.mark.slow
 def test_a_mode_that_stock_deepspeed_cannot_run_is_a_row_with_the_reason(capsys):
     options = ["--devices", "3", "--planner", "graphpipe", "--steps", "1", "--emulate", "--json"]
     assert main(["compare", "gpt2_tiny", *QUICK, *options, "--modes", "stock,graph"]) == 0
@@ -67,7 +64,6 @@ def test_emulated_modes_that_none_can_run_are_an_error(capsys):
     assert "no mode can run this; stock: stock_1f1b: 2 ranks a stage take 8" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_emulated_pipelines_take_at_least_their_bound(capsys):
     options = ["--planner", "uniform", "--steps", "2", "--emulate", "--scale-time", "2", "--json"]
     assert main(["compare", "gpt2_tiny", *QUICK, *options]) == 0
@@ -166,7 +162,6 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
     ]
 
 
-@long
 def test_a_model_with_dropout_says_why_losses_differ():
     rows = [
         {"mode": mode, "ranks": 1, "notes": [], "losses": [1.0], "draws": draws}

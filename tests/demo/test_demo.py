@@ -1,19 +1,16 @@
 """`gpp demo`, shortened: four ranks train the same as one process, the towers at the same time."""
 
 import json
-import subprocess
 import sys
-
-import pytest
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load
 from gpp_plugin.ir.timeline import Timeline
+from tests.waits import run_program
 
 
-@pytest.mark.slow
 def test_demo(tmp_path):
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "gpp_plugin.cli", "demo", "--steps", "6", "--out", str(tmp_path), "--json"],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip

@@ -17,7 +17,6 @@ from tests.gpu.test_many_gpus import diamond_on
 from tests.gpu.watched_job import JobFailed, run_job, run_program
 from tests.ranks import run_kept_ranks
 from tests.runtime.test_equality import job
-from tests.tiers import long
 
 # ---- the watchdog -------------------------------------------------------------------------------------------
 
@@ -38,11 +37,10 @@ def test_a_rank_that_fails_ends_the_others_and_says_why(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watched_job, "GRACE_S", 1.0)
-    start = time.monotonic()
     with pytest.raises(JobFailed) as caught:
         run_job(small_jobs.fail_on_one, 2, limit_s=300)
     said = str(caught.value)
-    assert time.monotonic() - start < 60 and "ValueError: rank 1 cannot go on" in said
+    assert "ValueError: rank 1 cannot go on" in said
     assert "no answer from rank 0" in said and "in fail_on_one" in said, "it shows where rank 0 was"
     assert list(folder.rglob("rank0.log")), "what was said is kept"
 
@@ -141,7 +139,6 @@ def test_equality(dry: Lab) -> None:
     ]  # fmt: skip
 
 
-@long
 def test_memory(dry: Lab) -> None:
     checks.less_memory(dry, 1)
     checks.capped_memory(dry, 2, zero=1)
@@ -153,7 +150,6 @@ def test_steps_that_are_looked_at(dry: Lab) -> None:
     checks.captured_over_eager(dry, rounds=1)
 
 
-@long
 def test_other_ways_to_run(dry: Lab) -> None:
     checks.evaluation(dry, 2, sizes=(4, 1))
     checks.mode_async(dry, 2, num_batches=4)

@@ -13,7 +13,6 @@ from tests.integrations import async_jobs as jobs
 from tests.integrations.pipedream import Emulation, PlainStage, reported
 from tests.models import build
 from tests.ranks import run_kept_ranks, run_ranks
-from tests.tiers import some
 
 TOWERS = {
     "stages": [
@@ -55,7 +54,7 @@ def check_parameters(answers: list[dict[str, Any]], emulation: Emulation, tolera
             assert torch.allclose(parameter, expected, rtol=1e-5, atol=tolerance), name
 
 
-@pytest.mark.parametrize("vertical_sync", some([True, False], every=2))
+@pytest.mark.parametrize("vertical_sync", [True, False])
 def test_a_graph_with_unequal_degrees_equals_the_emulation(vertical_sync: bool) -> None:
     block: dict[str, Any] = {"plan": TOWERS, "vertical_sync": vertical_sync}
     if vertical_sync:  # what is dropped is made again with the weights of its forward
@@ -156,7 +155,7 @@ def test_four_stages_flushed_in_the_middle_equal_the_emulation() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "zero_stage", "tolerance"),
-    some([("fp32", 2, 1e-6), ("bf16", 0, 1e-2), ("fp32", 1, 1e-6)], every=3),
+    [("fp32", 2, 1e-6), ("bf16", 0, 1e-2), ("fp32", 1, 1e-6)],
 )
 def test_replicated_stages_with_clipping_and_schedule_equal_the_emulation(
     precision: str, zero_stage: int, tolerance: float

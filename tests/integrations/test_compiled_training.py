@@ -9,7 +9,6 @@ import pytest
 
 from tests.integrations import compile_jobs as jobs
 from tests.ranks import run_kept_ranks
-from tests.tiers import long
 
 
 def train(
@@ -39,7 +38,7 @@ def test_losses_and_gradients_are_those_of_torch(tmp_path: Path) -> None:
     assert blocks == ["transformer.h.0", "transformer.h.1"]
 
 
-@pytest.mark.parametrize("is_plain", [True, pytest.param(False, marks=long)])
+@pytest.mark.parametrize("is_plain", [True, False])
 def test_weights_that_ranks_hold_in_parts_are_whole_while_their_stage_is_compiled(
     is_plain: bool, tmp_path: Path
 ) -> None:
@@ -49,7 +48,6 @@ def test_weights_that_ranks_hold_in_parts_are_whole_while_their_stage_is_compile
         assert own["again"] == 0 and own["wrong"] == []
 
 
-@long
 @pytest.mark.parametrize("model", ["gpt2", "clip", "t5"])
 def test_inductor_on_real_ranks(model: str, tmp_path: Path) -> None:
     off, whole = train([False, True], tmp_path, model=model, dropout=0.0, is_plain=False)

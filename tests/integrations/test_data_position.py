@@ -25,7 +25,6 @@ from gpp_plugin.runtime.batches import OwnRows, UnitBatch
 from tests.integrations import data_position_jobs as jobs
 from tests.integrations.loading_jobs import Noisy, Samples, Streamed
 from tests.ranks import run_kept_ranks
-from tests.tiers import some
 
 B = 6
 
@@ -116,7 +115,7 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", some(KINDS, every=2))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_next_mini_batch_is_the_one_after_the_last_trained(kind: str, workers: int) -> None:
     straight = data_of(KINDS[kind](workers))
     wanted = taken(straight, 11, ahead=True)  # three epochs of three, and a half

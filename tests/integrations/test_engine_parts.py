@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.integrations import framework_jobs as jobs
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.reference import loss_of, units_of
+from tests.waits import run_program
 
 FOLDER = Path(engine.__path__[0])
 ENGINE = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
@@ -41,7 +41,7 @@ def test_the_engine_loads_without_a_framework() -> None:
         f"import importlib, json, sys; [importlib.import_module('gpp_plugin.engine.' + m) for m in {ENGINE}]; "
         f"print(json.dumps([m for m in {FRAMEWORKS} if m in sys.modules]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_program([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
 

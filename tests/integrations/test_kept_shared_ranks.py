@@ -12,24 +12,20 @@ from tests.integrations.pipedream import reported
 from tests.integrations.test_async import check_parameters, emulate
 from tests.models import build
 from tests.ranks import run_kept_ranks
-from tests.tiers import some
 
 
 @pytest.mark.parametrize(
     ("case", "mini_batch", "unit", "changes"),
-    some(
-        [
-            ("clip, a tower on both ranks", 16, 4, {"zero_optimization": {"stage": 1}}),
-            ("clip, both towers data-parallel", 8, 4, {"block": {"vertical_sync": True}}),
-            (
-                "llava, interleaved",
-                4,
-                2,
-                {"gradient_clipping": 0.05, "block": {"memory": {"recompute": "full"}}},
-            ),
-        ],
-        every=2,
-    ),
+    [
+        ("clip, a tower on both ranks", 16, 4, {"zero_optimization": {"stage": 1}}),
+        ("clip, both towers data-parallel", 8, 4, {"block": {"vertical_sync": True}}),
+        (
+            "llava, interleaved",
+            4,
+            2,
+            {"gradient_clipping": 0.05, "block": {"memory": {"recompute": "full"}}},
+        ),
+    ],
 )
 def test_it_equals_the_emulation(
     case: str, mini_batch: int, unit: int, changes: dict[str, Any], tmp_path: Path

@@ -254,7 +254,7 @@ def test_a_worker_that_fails_ends_the_job_on_all_ranks(bad_rank: int) -> None:
     assert (
         first[1 - bad_rank] == f"RuntimeFailure: rank {bad_rank} could not load its mini-batch; see its error"
     )
-    assert all(answer["children"] == 0 and answer["seconds"] < 120 for answer in answers)
+    assert all(answer["children"] == 0 for answer in answers)
 
 
 def test_workers_end_with_a_failed_step() -> None:

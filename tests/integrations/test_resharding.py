@@ -17,7 +17,6 @@ from tests.integrations import reshard_jobs as jobs
 from tests.integrations.engine_jobs import B, U, decay_groups
 from tests.models import build
 from tests.ranks import run_kept_ranks
-from tests.tiers import long, some
 
 
 def assert_same_bits(one: WholeState, other: WholeState) -> None:
@@ -53,7 +52,7 @@ def resharded(tmp_path_factory: pytest.TempPathFactory) -> Resharded:
     return run
 
 
-@pytest.mark.parametrize("name", some(jobs.MORE, every=4))
+@pytest.mark.parametrize("name", jobs.MORE)
 def test_pairs_of_plans(name: str, resharded: Resharded) -> None:
     directory, answers = resharded(name)
     first, *others = jobs.PLANS
@@ -118,7 +117,6 @@ def test_one_process_goes_on_and_hands_back(
         assert answer["losses"] == pytest.approx(answers[0][first], rel=2e-5) and answer["steps"] == 7
 
 
-@long
 def test_groups_are_those_of_one_process(resharded: Resharded, tmp_path: Path) -> None:
     """T5's groups by decay, and its tied embedding under each of its names."""
     directory, _ = resharded("t5")

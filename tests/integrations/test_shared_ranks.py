@@ -12,7 +12,6 @@ from tests.integrations import shared_rank_jobs as jobs
 from tests.integrations.engine_jobs import U
 from tests.ranks import run_ranks
 from tests.reference import gradient_errors, loss_of, units_of
-from tests.tiers import some
 
 CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("gpt2, interleaved", 2, 1, {"clipping": 0.05}),
@@ -48,7 +47,7 @@ def train_alone(case: str, clipping: float) -> tuple[list[float], dict[str, Any]
     return losses, gradients, first_norm, model
 
 
-@pytest.mark.parametrize(("case", "num_ranks", "zero", "options"), some(CASES, every=3))
+@pytest.mark.parametrize(("case", "num_ranks", "zero", "options"), CASES)
 def test_a_rank_of_several_stages_trains_as_one_process(
     case: str, num_ranks: int, zero: int, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -12,7 +12,6 @@ from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
 from tests.runtime import jobs
 from tests.runtime.test_regressions import by_hand
-from tests.tiers import long
 
 
 def job(model: str, *, mini_batch: int = 8, unit: int = 2, zero: int = 0, **more: Any) -> jobs.Job:
@@ -71,7 +70,6 @@ def test_mixed_precision() -> None:
     assert answer["losses"] == pytest.approx(reference.losses, rel=2e-2)
 
 
-@long
 def test_lengths_schedule_clipping_evaluation_timeline_and_export(tmp_path: Path) -> None:
     answers, graph = (
         run_kept_ranks(stock_jobs.train_with_everything, 3, name, str(tmp_path / name), timeout_s=180)

@@ -9,27 +9,23 @@ import pytest
 
 from tests.integrations import unit_jobs as jobs
 from tests.ranks import run_kept_ranks, run_ranks
-from tests.tiers import some
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "zero", "block", "loss_mean"),
-    some(
-        [
-            (
-                "gpt2",
-                3,
-                0,
-                {"stages": 3, "schedule": "greedy", "memory": {"recompute": "full"}, "unit_order": "given"},
-                "tokens",
-            ),
-            ("t5", 3, 0, {"data_parallel": 1}, "units"),
-            ("t5", 4, 1, {"stages": 2, "data_parallel": 2, "schedule": "zero_bubble"}, "units"),
-            ("llava", 2, 0, {"data_parallel": 2}, "tokens"),
-            ("llava", 3, 1, {"data_parallel": 1, "schedule": "gpipe"}, "tokens"),
-        ],
-        every=3,
-    ),
+    [
+        (
+            "gpt2",
+            3,
+            0,
+            {"stages": 3, "schedule": "greedy", "memory": {"recompute": "full"}, "unit_order": "given"},
+            "tokens",
+        ),
+        ("t5", 3, 0, {"data_parallel": 1}, "units"),
+        ("t5", 4, 1, {"stages": 2, "data_parallel": 2, "schedule": "zero_bubble"}, "units"),
+        ("llava", 2, 0, {"data_parallel": 2}, "tokens"),
+        ("llava", 3, 1, {"data_parallel": 1, "schedule": "gpipe"}, "tokens"),
+    ],
 )
 def test_losses_and_gradients_equal_one_process(
     name: str, ranks: int, zero: int, block: dict[str, Any], loss_mean: str
@@ -58,9 +54,7 @@ def test_units_of_any_number_of_samples_share_one_capture() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "block", "workers"), some([(3, {"stages": 3}, 0), (2, {"data_parallel": 2}, 0)], every=2)
-)
+@pytest.mark.parametrize(("ranks", "block", "workers"), [(3, {"stages": 3}, 0), (2, {"data_parallel": 2}, 0)])
 def test_packed_units_of_the_engines_own_loader_equal_one_process(
     ranks: int, block: dict[str, Any], workers: int
 ) -> None:

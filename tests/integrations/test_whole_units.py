@@ -15,7 +15,6 @@ from tests.integrations import whole_unit_jobs
 from tests.integrations.unit_jobs import losses_of, one_process, with_weights
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, loss_of
-from tests.tiers import some
 
 
 def trained(
@@ -55,7 +54,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", some(sorted(JOBS), every=2))
+@pytest.mark.parametrize("num_ranks", sorted(JOBS))
 def test_units_train_as_in_one_process(num_ranks: int) -> None:
     tasks = JOBS[num_ranks]
     per_rank = run_kept_ranks(whole_unit_jobs.train, num_ranks, tasks, timeout_s=150)
@@ -122,15 +121,12 @@ def plain_family(name: str, loss_mean: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "block", "loss_mean"),
-    some(
-        [
-            ("llava_next", 3, {"stages": 3}, "tokens"),
-            ("qwen2_5_vl", 1, {}, "units"),
-            ("qwen2_5_vl", 3, {"stages": 3}, "units"),
-            ("llava_next", 1, {}, "tokens"),
-        ],
-        every=4,
-    ),
+    [
+        ("llava_next", 3, {"stages": 3}, "tokens"),
+        ("qwen2_5_vl", 1, {}, "units"),
+        ("qwen2_5_vl", 3, {"stages": 3}, "units"),
+        ("llava_next", 1, {}, "tokens"),
+    ],
 )
 def test_families_train_on_unlike_images_and_lengths(
     name: str, ranks: int, block: dict[str, Any], loss_mean: str

@@ -23,7 +23,7 @@ from tests.nccl.mutants import answer, exchange, jobs_of, mutants, random_job
 from tests.nccl.operations import Job, Tape, Transfer
 from tests.nccl.recording import Run, record_job
 from tests.schedule.plans import chain_plan
-from tests.tiers import IS_LONG, some
+from tests.tiers import is_whole, some
 
 SMALL = [
     *(
@@ -107,7 +107,7 @@ def test_exhaustive_interleaving_finds_the_same_hangs(tell: Tell) -> None:
     total, hang = sum(counts.values()), sum(count for (_, hangs), count in counts.items() if hangs)
     tell(f"{total} mutants and mappings, {hang} hang, {len(wrong)} judged otherwise")
     assert wrong == []
-    assert min(hang, total - hang) > (300 if IS_LONG else 100)
+    assert min(hang, total - hang) > (300 if is_whole() else 100)
 
 
 def _mappings(job: Job) -> list[dict[tuple[int, int], int]]:

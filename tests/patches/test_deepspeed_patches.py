@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.patches.deepspeed_scenarios import SCENARIOS
+from tests.waits import run_program
 
 ROOT = Path(__file__).parents[2]
 VERSION = "0.19.8"
@@ -37,7 +38,7 @@ def outcomes(folder: Path, *, is_patched: bool) -> dict[str, str]:
         str(folder / "out.json"),
     ]
     with (folder / "log.txt").open("w") as log:
-        subprocess.run(program, cwd=folder, env=environment, check=True, timeout=200, stdout=log, stderr=log)
+        run_program(program, cwd=folder, env=environment, check=True, timeout=200, stdout=log, stderr=log)
     found: dict[str, str] = json.loads((folder / "out.json").read_text())
     assert found.pop("deepspeed") == str(folder / "deepspeed")
     return found

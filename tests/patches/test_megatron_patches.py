@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import run_program
+
 ROOT = Path(__file__).parents[2]
 VERSION = "0.16.1"
 PATCHES = sorted((ROOT / "patches" / f"megatron-core-{VERSION}").glob("*.patch"))
@@ -67,7 +69,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log.txt").open("w") as log:
-        subprocess.run(program, cwd=folder, env=environment, check=True, timeout=280, stdout=log, stderr=log)
+        run_program(program, cwd=folder, env=environment, check=True, timeout=280, stdout=log, stderr=log)
     found: dict[str, str] = json.loads((folder / "out.json").read_text())
     return found
 

@@ -35,7 +35,6 @@ from gpp_plugin.plan.shared.shared_judge import SharedJudge
 from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.simulate.predict import predict_iteration_us
 from tests.plan.graphs import GB, branches, chain, make_cluster, make_graph, make_profile, make_request
-from tests.tiers import some
 
 
 def shared(
@@ -135,7 +134,7 @@ def brute_force(request: PlanRequest) -> Iterator[float]:
                 yield plan.iteration_us
 
 
-@pytest.mark.parametrize("case", some(SMALL, every=3), ids=str)
+@pytest.mark.parametrize("case", SMALL, ids=str)
 def test_nothing_is_shorter_than_what_is_found_in_small_cases(case):
     request = random_request(*case)
     _, plan = shared(request, planner="uniform")

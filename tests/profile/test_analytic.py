@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.costs.device_speed import roofline_us
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
+from tests.waits import run_program
 
 COMPUTE_BOUND = Device(
     name="matrix machine",
@@ -185,4 +185,4 @@ def test_roofline_takes_the_slower_side() -> None:
 
 def test_planners_can_import_it_without_torch() -> None:
     code = "import sys, gpp_plugin.profile.analytic_costs, gpp_plugin.profile.cost_store; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert run_program([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -27,6 +27,7 @@ from gpp_plugin.report.html_page import ReportedPlan, report_page
 from gpp_plugin.report.stage_figure import draw_stage_graph
 from gpp_plugin.report.timeline_chart import chart_timeline, draw_memory, draw_timeline
 from gpp_plugin.simulate.predict import simulate_plan
+from tests.waits import run_program
 
 BAD_NAME = "<script>alert(1)</script><!--</title>&\"'\x07"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
@@ -215,7 +216,7 @@ def test_a_browser_draws_the_page(plan, tmp_path):
     browser = next(filter(None, map(shutil.which, BROWSERS)))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     try:
-        dom = subprocess.run(
+        dom = run_program(
             [*command, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=60, check=True
         ).stdout
     except subprocess.TimeoutExpired:

@@ -11,6 +11,7 @@ import pytest
 
 from gpp_plugin.report import progress
 from gpp_plugin.report.progress import shown_as, step
+from tests.waits import run_program
 
 SLOW = """
 import time
@@ -39,7 +40,7 @@ def on_a_terminal(code, **variables):
     """Return standard output of a process, and what it wrote to a terminal as standard error."""
     ours, theirs = pty.openpty()
     environment = {key: value for key, value in os.environ.items() if key not in progress.RANK_VARIABLES}
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         stderr=theirs,

@@ -111,7 +111,7 @@ JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(sorted(JOBS), every=2))
+@pytest.mark.parametrize("name", sorted(JOBS))
 def test_training_equals_single_process(name: str) -> None:
     num_ranks, tasks = JOBS[name][0], some(JOBS[name][1], every=3)
     per_rank = run_ranks(jobs.train, num_ranks, tasks, timeout_s=240)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.ranks import run_ranks
 from tests.runtime import jobs
 from tests.runtime.test_halves import SLICED, SPLIT, job, stage
 
 
-@pytest.mark.slow
 def test_a_trace_shows_tasks_and_messages(tmp_path: Path) -> None:
     one = job("diamond", stage("stem"), stage("up"), overrides={0: SLICED, 1: SPLIT})
     one["steps"] = 1

@@ -1,4 +1,4 @@
-"""`make soak`: what is too long for `make test`, by name; each part prints its counts and fails where one is wrong.
+"""`make soak`: what is too long for any tests, by name; each part prints its counts and fails where one is wrong.
 
 python -m tests.soak                 all parts
 python -m tests.soak fuzz --count 20000 --reader plan
@@ -18,7 +18,6 @@ PARTS = {
     "endurance": "tests.soak.endurance:main",
     "generation": "tests.soak.generation:main",
     "trainer": "tests.soak.trainer:main",
-    "tables": "tests.soak.tables:main",
     "fuzz": "tests.soak.fuzz:main",
 }
 """Name -> the function, of arguments, that returns 0 where all is well. The last one limits this process's memory."""

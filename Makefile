@@ -36,6 +36,10 @@ test-gpu: $(STAMP)  ## on CUDA devices: make test-gpu WHEELS=dir ARGS="-k swap";
 soak: $(STAMP)  ## what is too long for `make test`: make soak ARGS="fuzz --count 20000"
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.soak $(ARGS)
 
+.PHONY: claims
+claims: $(STAMP)  ## run the cheap commands behind the numbers of README and docs/state.md again; ARGS="--only zoo", "--list", "--all"
+	$(BIN)/python .ci/claims.py $(ARGS)
+
 check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,7 +47,11 @@ check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/python -m pytest -q --durations=0 tests/test_imports.py
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
-wheel-check: $(STAMP)  ## build, install elsewhere, train and plan; PYTHONS="python3.12 python3.13" in bare environments too
+wheel-.PHONY: claims
+claims: $(STAMP)  ## run the cheap commands behind the numbers of README and docs/state.md again; ARGS="--only zoo", "--list", "--all"
+	$(BIN)/python .ci/claims.py $(ARGS)
+
+check: $(STAMP)  ## build, install elsewhere, train and plan; PYTHONS="python3.12 python3.13" in bare environments too
 	WHEEL_PYTHONS="$(or $(PYTHONS),$(WHEEL_PYTHONS))" $(BIN)/python .ci/wheel.py
 
 docs: $(STAMP)  ## write the generated pages anew and build all of them into build/site

@@ -3,8 +3,8 @@
 
     python .ci/claims.py [--all] [--only TEXT ...] [--list] [--json]
 
-docs/claims.toml has the commands and, of each, what pages claim by it. The cheap ones are run; ``--all`` runs the dear ones
-too. A claim has a line of its page as it stands there, and checks of the last line of ``command --json``::
+docs/claims.toml has the commands and, of each, what pages claim by it. The cheap ones are run, with ``--all`` the dear
+ones too. A claim has a line of its page as it stands there, and checks of the last line of ``command --json``::
 
     rows[system=gpp].status each == exact      every selected value is the word
     rows[system=gpp].error max <= 1e-12        the largest, least, sum or number of them is within a bound

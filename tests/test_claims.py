@@ -21,7 +21,7 @@ COMMAND = re.compile(r"`(?:gpp (?:bench )?[a-z-]+[^`]*|make [^`]+|\.ci/[^`]+|tes
 """What a reader can run, in backticks; a file of tests is run by `make test ARGS=FILE`."""
 NUMBER = re.compile(r"\d+\.\d+|\b\d+ (?:of|%|ms|s|MiB|GiB)\b|\d %|\b(?:exact|deadlock|wrong)\b")
 """What is measured: a decimal number, a number with a unit, a verdict. Versions and ZeRO stages are others."""
-VERSION = re.compile(r"(?:Python|torch|DeepSpeed|transformers|megatron-core|Qwen)[- ]?\d[\d.]*", re.I)
+VERSION = re.compile(r"(?:Python|torch|DeepSpeed|transformers|megatron-core|Qwen|Apache)[- ]?\d[\d.]*", re.I)
 
 
 def load() -> ModuleType:

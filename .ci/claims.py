@@ -63,7 +63,7 @@ class Command:
     """A command, and what is claimed by it.
 
     Args:
-        seconds: processor seconds that it takes, of all processes, as measured once.
+        seconds: processor seconds that it takes, of all processes, about.
         is_dear: it is listed, and run by ``--all`` alone.
     """
 

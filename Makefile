@@ -19,7 +19,7 @@ PIP_FLAGS := -q --no-index --find-links $(abspath $(WHEELS))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu soak check wheel-check docs install clean
+.PHONY: help demo test test-all claims mutants test-gpu soak check wheel-check docs install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -40,6 +40,12 @@ test-gpu: $(STAMP)  ## on CUDA devices: make test-gpu WHEELS=dir ARGS="-k swap";
 
 soak: $(STAMP)  ## what is too long for any tests: make soak ARGS="fuzz --count 20000"
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.soak $(ARGS)
+
+claims: $(STAMP)  ## run the cheap commands behind the numbers of README and docs/state.md again; ARGS="--only zoo", "--list", "--all"
+	$(BIN)/python .ci/claims.py $(ARGS)
+
+mutants: $(STAMP)  ## plant faults one at a time and count which of them the tests see; ARGS="--layer costs", "--only kfkb"
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.compare.loss_difference import error_or_inf
+from gpp_plugin.relative_errors import least_scale, tensor_error
 
 Batch = dict[str, Any]
 
@@ -82,11 +82,5 @@ def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict
 
     What is no number is infinitely far off: `max` would pass over it.
     """
-    largest = max(float(g.double().norm()) for g in wanted.values())
-    errors = {}
-    for name, gradient in found.items():
-        reference = wanted[name].double()
-        scale = max(float(reference.norm()), 1e-3 * largest)
-        error = float((gradient.double().cpu() - reference).norm()) / scale
-        errors[name] = error_or_inf(error)
-    return errors
+    least = least_scale(wanted.values())
+    return {name: tensor_error(gradient, wanted[name], least=least) for name, gradient in found.items()}

@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpp_plugin.compare.loss_difference import loss_difference
 from gpp_plugin.launch import run_ranks
+from gpp_plugin.relative_errors import loss_difference
 from gpp_plugin.report.units import fill_text, format_table
 
 NUM_RANKS = 4

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from gpp_benchmarks._attention_models import Size, build_family
 from gpp_benchmarks._backend_ranks import MINI_BATCH, train, train_alone
 from gpp_benchmarks._linear_stages import starts_nearby
-from gpp_plugin.compare.loss_difference import error_or_inf
 from gpp_plugin.launch import emit_event, end_rank
+from gpp_plugin.relative_errors import least_scale, tensor_error
 
 WAYS: dict[str, Any] = {"torch": False, "compiled": True, "auto": "auto"}
-LEAST_SCALE = 1e-3
-"""Share of the largest gradient's norm by which smaller ones are compared: a key's bias has one of rounding alone."""
 
 
 def main() -> None:
@@ -94,11 +92,9 @@ def _worst(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> tuple[floa
 
 def gradient_errors(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the error of each gradient by its norm; inf for what is no number, or is not to be there."""
-    least = LEAST_SCALE * max(float(gradient.norm()) for gradient in right.values())
+    least = least_scale(right.values())
     return {
-        name: error_or_inf(float((gradient - right[name]).norm()) / max(float(right[name].norm()), least))
-        if name in right
-        else math.inf
+        name: tensor_error(gradient, right[name], least=least) if name in right else math.inf
         for name, gradient in own.items()
     }
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from gpp_benchmarks._attention_models import Batch, Size
 from gpp_benchmarks._lengths_models import FAMILIES, build
-from gpp_plugin.compare.loss_difference import loss_difference
+from gpp_plugin.relative_errors import loss_difference
 
 UNITS, SAMPLES = 4, 2
 """Units of a mini-batch, and samples of a unit."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpp_plugin.compare.loss_difference import error_or_inf
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.relative_errors import LEAST_SHARE, gradient_errors, least_scale
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -29,9 +29,6 @@ DATA = "data"
 DATA_WIDTH = 3
 WIDTH = 4
 LOSS = "loss"
-
-SCALE_FLOOR = 1e-3
-"""A gradient's error is relative to its norm, or to this share of the largest gradient tensor's."""
 
 FP32_LIMIT = 1e-5
 ROUNDINGS = 4.0
@@ -297,17 +294,17 @@ def tensor_errors(
     Args:
         expected: of every stage.
     """
-    everything = [g for of_stage in expected for g in of_stage.values() if g is not None]
-    floor = SCALE_FLOOR * (max((float(g.norm()) for g in everything), default=0.0) or 1.0)
-    zero, errors = torch.zeros(()), {}
-    for stage, gradients in ours.items():
-        known = {n: g for n, g in expected[stage].items() if g is not None}
-        for name in gradients.keys() | known.keys():
-            wanted = known.get(name, zero)
-            found = gradients.get(name, zero)
-            error = float((found - wanted).norm()) / max(float(wanted.norm()), floor)
-            errors[stage, name] = error_or_inf(error)
-    return errors
+    wanted = {
+        (stage, name): gradient
+        for stage, of_stage in enumerate(expected)
+        for name, gradient in of_stage.items()
+        if gradient is not None
+    }
+    found = {
+        (stage, name): gradient for stage, of_stage in ours.items() for name, gradient in of_stage.items()
+    }
+    own = {key: gradient for key, gradient in wanted.items() if key[0] in ours}
+    return gradient_errors(found, own, least=least_scale(wanted.values()) or LEAST_SHARE)
 
 
 def in_double(parameters: Parameters) -> Parameters:

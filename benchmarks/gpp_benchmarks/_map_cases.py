@@ -71,7 +71,7 @@ def check_map(seed: int) -> dict[str, Any]:
         "stages": request.num_stages,
         "ranks": request.num_ranks,
         "us": us,
-        "best_us": best,
+        "best_us": best if best < math.inf else None,
         "ratio": us / best if us is not None and best < math.inf else None,
         "best": None if found is None else _in_words(found),
         "seconds": round(seconds, 3),

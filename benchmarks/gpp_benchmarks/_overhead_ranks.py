@@ -19,6 +19,7 @@ from gpp_benchmarks._chains import ChainRuntime, ChainSize, make_runtimes
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.launch import emit_event
+from gpp_plugin.relative_errors import tensor_error
 
 Sample = tuple[float, float, float]
 """Seconds: of all micro-batches, of this process's threads meanwhile, of the optimizer step."""
@@ -65,7 +66,7 @@ def _check_gradients(gradients: Mapping[str, torch.Tensor | None]) -> None:
     reference = next(iter(found.values()), None)
     for name, gradient in found.items():
         assert reference is not None
-        difference = float((gradient - reference).norm() / reference.norm())
+        difference = tensor_error(gradient, reference)
         if not difference <= LARGEST_DIFFERENCE:
             raise RuntimeFailure(
                 f"{name} has another gradient than {next(iter(found))} on rank {dist.get_rank()}: they differ "

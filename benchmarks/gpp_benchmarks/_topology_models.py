@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.compare.loss_difference import error_or_inf
+from gpp_plugin.relative_errors import gradient_errors
 
 WIDTH = 16
 SEQUENCE = 2
@@ -205,15 +205,8 @@ def reference_gradients(topology: Topology) -> Gradients:
 
 
 def largest_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Return the largest relative error of a gradient, by the norms of whole tensors; a missing one counts as 1.
-
-    What is no number is infinitely far off: `max` would pass over it.
-    """
-    errors = [
-        float((found[name] - wanted).norm() / wanted.norm()) if name in found else 1.0
-        for name, wanted in reference.items()
-    ]
-    return max(map(error_or_inf, errors))
+    """Return the largest relative error of a gradient, by the norms of whole tensors; a missing one is zeros."""
+    return max(gradient_errors(found, reference).values())
 
 
 def gather_gradients(topology: Topology, own: Mapping[str, Tensor]) -> Gradients:

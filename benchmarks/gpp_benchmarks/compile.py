@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from gpp_benchmarks._compile_ranks import WAYS
-from gpp_plugin.compare.loss_difference import loss_difference
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
+from gpp_plugin.relative_errors import loss_difference
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import fill_text, format_bytes, format_table
 

@@ -193,14 +193,18 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _ratio_summary(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return how many plans of these rows are as short as the best there is, and the longest over it."""
-    ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+    """Return how many plans of these rows are as short as the best there is, and the longest over it.
+
+    Graphs that fit in no way at all are no cases: nothing is missed there.
+    """
+    feasible = [row for row in rows if row["best_us"] is not None]
+    ratios = [row["ratio"] for row in feasible if row["ratio"] is not None]
     return {
-        f"{kind}_cases": len(rows),
+        f"{kind}_cases": len(feasible),
         f"{kind}_optimal": sum(ratio <= 1 + TOLERANCE for ratio in ratios),
         f"{kind}_within_5_percent": sum(ratio <= 1.05 for ratio in ratios),
         f"{kind}_worst_ratio": max(ratios, default=None),
-        f"{kind}_missed_feasible": sum(row["us"] is None for row in rows),
+        f"{kind}_missed_feasible": sum(row["us"] is None for row in feasible),
     }
 
 

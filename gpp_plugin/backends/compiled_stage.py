@@ -25,6 +25,7 @@ from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
 from gpp_plugin.backends.measured_backends import compare_outputs
 from gpp_plugin.errors import BackendRefused, first_line
 from gpp_plugin.ir.plan import Stage
+from gpp_plugin.relative_errors import least_scale
 from gpp_plugin.runtime.random_streams import kept_streams
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.stage_source import StageCode
@@ -35,8 +36,6 @@ MOST_VERSIONS = 4
 """Versions of a stage's code (shapes, masks) that are compiled: each takes seconds, and where there are many, torch is
 better."""
 
-LEAST_SCALE = 1e-3
-"""Share of the largest gradient's norm below which a gradient is not compared by its own norm, but by this."""
 
 Results = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Outputs, and gradients of what takes one."""
@@ -213,9 +212,7 @@ def compare_results(own: Results, right: Results) -> float:
     if any(bool(tensor.isnan().any()) for tensor in (*right[0], *right[1])):
         raise BackendRefused("torch's own results are not numbers, so nothing is compared")
     worst = compare_outputs(own[0], right[0])
-    # the gradient of a key's bias is rounding around zero: of less than this of the largest nothing can be said
-    least = LEAST_SCALE * max((float(gradient.norm()) for gradient in right[1]), default=0.0)
-    return max(worst, compare_outputs(own[1], right[1], what="gradient", least=least))
+    return max(worst, compare_outputs(own[1], right[1], what="gradient", least=least_scale(right[1])))
 
 
 def run_both(

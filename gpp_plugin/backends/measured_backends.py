@@ -29,6 +29,7 @@ from gpp_plugin.ir.backend_costs import BackendCost, CompiledCost
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.profile.cost_store import default_directory
 from gpp_plugin.profile.machine import describe_device, processor_name
+from gpp_plugin.relative_errors import relative_error
 
 logger = logging.getLogger(__name__)
 
@@ -219,8 +220,9 @@ def compare_outputs(
             raise BackendRefused(
                 f"{what} {i} is not finite where torch's is, the other way round, or otherwise"
             )
-        norm = float(wanted[finite].norm())
-        error = float((wide - wanted)[finite].norm()) / (max(norm, least) or 1.0)
+        # of a tensor of zeros, the difference itself
+        scale = max(float(wanted[finite].norm()), least) or 1.0
+        error = relative_error(float((wide - wanted)[finite].norm()), scale)
         if not error <= most:
             raise BackendRefused(f"{what} {i} differs by {error:.1e} of its norm, more than {most:.0e}")
         worst = max(worst, error)

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any
 
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, SINGLE, CompareSettings
-from gpp_plugin.compare.loss_difference import loss_difference
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
 from gpp_plugin.launch import run_ranks
+from gpp_plugin.relative_errors import loss_difference
 
 Tell = Callable[[str], None]
 

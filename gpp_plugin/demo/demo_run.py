@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.compare.loss_difference import loss_difference
 from gpp_plugin.demo.demo_settings import DemoSettings
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.launch import require_modules, run_ranks
+from gpp_plugin.relative_errors import loss_difference
 from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.report.summary import forward_overlap_us, forward_overlaps_us
 from gpp_plugin.report.timeline_text import format_timeline

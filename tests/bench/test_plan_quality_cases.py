@@ -81,3 +81,11 @@ def test_tensor_sizes_by_devices_are_a_table(capsys: pytest.CaptureFixture[str])
         assert row["auto_us"] <= min(row["forced_us"].values()) * (1 + 1e-9)
     assert "4 x slower" in capsys.readouterr().out
     json.dumps(found)
+
+
+def test_what_fits_in_no_way_is_no_plan_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of seed 13's graph not even brute force has a plan, which was counted as one that `auto` had missed."""
+    (row,) = (found := plan_quality.run(arguments(tensor_cases=1, seed=13)))["rows"]
+    assert row["us"] is row["best_us"] is None
+    summary = found["summary"]
+    assert (summary["tensor_cases"], summary["tensor_missed_feasible"]) == (0, 0)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from gpp_benchmarks import zoo
 from gpp_benchmarks.zoo import _catalogue, _children, _on_ranks, _staged, _trial
-from gpp_benchmarks.zoo._staged import Trained, gradient_errors, worst_of
+from gpp_benchmarks.zoo._staged import Trained, worst_of
 from gpp_plugin.cli import main
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.relative_errors import gradient_errors
 from tests.ranks import run_kept_ranks
 
 SOME = ("qwen2_5_vl", "whisper", "t5", "clip", "detr", "mixtral", "resnet")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.compare.loss_difference import loss_difference
+from gpp_plugin.relative_errors import loss_difference
 from tests.gpu import gpu_jobs
 from tests.gpu.lab import Lab
 from tests.integrations.pipedream import reported

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.backends import compiled_blocks
+from gpp_plugin.relative_errors import gradient_errors
 from tests.compilers import compile_plainly
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
-
-LEAST_SCALE = 1e-3
 
 
 def train(asked: Any, *, model: str, folder: str, dropout: float = 0.0) -> dict[str, Any]:
@@ -97,12 +96,8 @@ def train_all(
         dist.all_gather_object(of_ranks, one["gradients"])
         one["gradients"] = {name: gradient for own in of_ranks for name, gradient in own.items()}
     right = found[0]["gradients"]
-    least = LEAST_SCALE * max(float(gradient.norm()) for gradient in right.values())
     for one in found:
         gradients = one.pop("gradients")
         assert gradients.keys() == right.keys()
-        one["error"] = max(
-            float((gradients[name] - wanted).norm()) / max(float(wanted.norm()), least)
-            for name, wanted in right.items()
-        )
+        one["error"] = max(gradient_errors(gradients, right).values())
     return found

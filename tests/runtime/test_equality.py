@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from gpp_plugin.compare.loss_difference import loss_difference
+from gpp_plugin.relative_errors import loss_difference
 from tests.ranks import run_ranks
 from tests.reference import gradient_errors, train_reference
 from tests.runtime import jobs

@@ -10,7 +10,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from gpp_plugin.compare.loss_difference import loss_difference
+from gpp_plugin.relative_errors import loss_difference
 from tests.integrations import trainer_jobs as jobs
 from tests.ranks import run_kept_ranks
 

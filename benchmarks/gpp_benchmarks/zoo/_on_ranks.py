@@ -25,9 +25,9 @@ from gpp_benchmarks.zoo._trial import LOSS_LIMIT, SAMPLES, empty_row, is_refusal
 from gpp_benchmarks.zoo._verdicts import EXACT, RAW, REFUSED, WRONG
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.sample_batches import is_counted, rows_per_sample
-from gpp_plugin.compare.loss_difference import error_or_inf, loss_difference
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.launch import emit_event, end_rank, run_ranks
+from gpp_plugin.relative_errors import loss_difference, tensor_error
 
 STEPS, UNITS = 3, 2
 PARAMETER_LIMIT = 1e-5
@@ -171,9 +171,8 @@ def _parameter_errors(found: dict[str, Tensor], model: nn.Module) -> dict[str, f
     errors = {}
     for name, parameter in model.named_parameters():
         wanted = parameter.detach().double()
-        own = found[name].double() if name in found else torch.full_like(wanted, torch.inf)
-        error = float((own - wanted).norm() / wanted.norm().clamp_min(1e-12))
-        errors[name] = error_or_inf(error)
+        own = found[name] if name in found else torch.full_like(wanted, torch.inf)
+        errors[name] = tensor_error(own, wanted, least=1e-12)
     return errors
 
 

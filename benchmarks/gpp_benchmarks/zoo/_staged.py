@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.lengths import LengthCapture
-from gpp_plugin.compare.loss_difference import error_or_inf
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.plan import PipelinePlan
@@ -205,23 +204,6 @@ def _untouched(model: nn.Module, *, seed: int = 0) -> Iterator[None]:
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return ||g - w|| / max(||w||, a thousandth of the largest w's norm) of every parameter on either side.
-
-    A gradient that is missing on one side is zero there; what is no number is infinitely far off.
-    """
-    largest = max((float(w.double().norm()) for w in wanted.values()), default=0.0)
-    errors = {}
-    for name in dict.fromkeys([*wanted, *found]):
-        reference = wanted[name].double() if name in wanted else torch.zeros(1, dtype=torch.float64)
-        own = found[name].double() if name in found else torch.zeros_like(reference)
-        difference = float((own - reference).norm())
-        scale = max(float(reference.norm()), 1e-3 * largest)
-        error = difference / scale if difference and scale else difference
-        errors[name] = error_or_inf(error)
-    return errors
 
 
 def worst_of(errors: Mapping[str, float]) -> tuple[float, str]:

@@ -15,7 +15,6 @@ from gpp_benchmarks.zoo._entries import Batch, ZooModel, build_model
 from gpp_benchmarks.zoo._staged import (
     OnePart,
     Trained,
-    gradient_errors,
     train_in_double,
     train_one_step_of_rounding_away,
     train_plain,
@@ -33,6 +32,7 @@ from gpp_plugin.model.graph.stage_graph import prepare_batch
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
+from gpp_plugin.relative_errors import gradient_errors
 from gpp_plugin.runtime.stage_source import Reference, make_reference
 
 LOSS_LIMIT = 1e-6

@@ -3,8 +3,6 @@
 import functools
 import random
 
-import pytest
-
 from gpp_benchmarks._paper import paper_request
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan

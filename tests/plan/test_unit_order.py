@@ -129,7 +129,7 @@ def test_the_orders_that_are_tried() -> None:
     # stages of 30 and 90 us a unit: a unit weighs what it takes on both
     times = MiniBatchTimes(chain([1, 3], 3))
     assert times.stage_us == pytest.approx([30.0, 90.0]) and times.degrees == (1, 3)
-    factors = np.array([[5.0, 1.0], [1.0, 2.0], [9.0, 0.5]])  # 240, 210, 315
+    factors = np.array([[5.0, 1.0], [1.0, 2.0], [2.0, 2.5]])  # 240, 210, 285
     assert _starts(times, factors)[1].tolist() == [2, 0, 1]
 
 

@@ -46,7 +46,11 @@ class ChainCosts:
         ]
         saved = costs.saved_per_sample, costs.saved_fixed
         self._saved, self._saved_fixed = (self._between(self._prefix(values)) for values in saved)
-        for blocks, per_sample, fixed in costs.shared:  # what a stage keeps too that an earlier one is charged with
+        for (
+            blocks,
+            per_sample,
+            fixed,
+        ) in costs.shared:  # what a stage keeps too that an earlier one is charged with
             flags = np.zeros((2, len(self.rows)))
             flags[0, blocks[0]], flags[1, blocks[1:]] = 1.0, 1.0
             first, others = (self._between(self._prefix(own)) > 0.5 for own in flags)

@@ -16,7 +16,7 @@ import networkx as nx
 from gpp_benchmarks._oracle_costs import Groups, fits, least_us, oracle_plan, step_us
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Device, Link
-from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
@@ -237,6 +237,12 @@ def _products(parts: list[list[Parts]]) -> set[frozenset[tuple[int, ...]]]:
 
 def best_series_parallel(request: PlanRequest) -> float | None:
     """Return the smallest bottleneck time a sample of any series-parallel plan that fits, or None."""
+    plans = placed_series_parallel(request)
+    return min((bottleneck_us(plan.stages) for plan in plans if fits(plan, request)), default=None)
+
+
+def placed_series_parallel(request: PlanRequest) -> Iterator[PipelinePlan]:
+    """Yield every series-parallel plan at every choice of degrees that the ranks are enough for."""
     size = the_size(request)
     names = [block.name for block in request.graph.blocks]
     number = {name: i for i, name in enumerate(names)}
@@ -244,19 +250,13 @@ def best_series_parallel(request: PlanRequest) -> float | None:
     edges.add_nodes_from(range(len(names)))
     order = nx.transitive_closure_dag(edges)
     allowed = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
-    best: float | None = None
     for groups in series_parallel_plans(series_parallel_parts(order, range(len(names)))):
         if len(groups) > request.num_ranks:
             continue
         stages = tuple(tuple(names[i] for i in group) for group in sorted(groups))
         for degrees in itertools.product(allowed, repeat=len(stages)):
-            if sum(degrees) > request.num_ranks:
-                continue
-            plan = oracle_plan(request, stages, degrees, size)
-            if fits(plan, request):
-                us = bottleneck_us(plan.stages)
-                best = us if best is None else min(best, us)
-    return best
+            if sum(degrees) <= request.num_ranks:
+                yield oracle_plan(request, stages, degrees, size)
 
 
 def bottleneck_us(stages: Sequence[Stage]) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Sequence
 
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Cluster, Device, Link
-from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.profile import BlockCost, InputCost, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.tensors import UNIT, Layout, TensorSpec, batch_layout
+from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layout
 from gpp_plugin.plan.request import PlanRequest
 
 GB = 1 << 30
@@ -140,3 +142,125 @@ def encoder_decoder(layers: int = 3) -> BlockGraph:
     edges = [*zip(enc, enc[1:], strict=False), *zip(dec, dec[1:], strict=False)]
     edges += [(enc[-1], d) for d in dec[1:-1]]
     return make_graph(edges, names=[*enc, *dec], loss="lm_head", coupled=["lm_head"])
+
+
+def uneven_request(seed: int, *, ranks: int = 8, **changes: object) -> PlanRequest:
+    """Return a request no two of whose numbers are alike, so that what is mixed up, left out or added twice shows.
+
+    Seven blocks in a row with skips: times that do not grow in proportion, gradients of unequal shares, edges of one to
+    three tensors (without a gradient, without samples), parameters tied between unlike blocks, storages kept by
+    several, transients and pending bytes that differ, blocks that tensor ranks divide or do not, three levels of links.
+    """
+    rng = random.Random(seed)
+    names = [f"b{i}" for i in range(7)]
+    pairs = [*zip(names, names[1:], strict=False), ("b0", "b2"), ("b1", "b5"), ("b2", "b6")]
+    tensors: dict[str, TensorSpec] = {}
+    edges = []
+    for src, dst in pairs:
+        own = (f"{src}:out", *rng.sample((f"{src}:mask", f"{src}:bias"), rng.randint(0, 2)))
+        for name in own:
+            is_bias = name.endswith("bias")
+            tensors.setdefault(
+                name,
+                TensorSpec(
+                    name=name,
+                    dtype="float32",
+                    shape=(rng.randint(3, 99),) if is_bias else (2, rng.randint(100, 900)),
+                    num_samples=2,
+                    layout=UNIFORM if is_bias else batch_layout(),
+                    requires_grad=not name.endswith("mask"),
+                ),
+            )
+        edges.append(BlockEdge(src=src, dst=dst, tensors=own))
+    tied = {"words": ("b0", "b4"), "scale": ("b1", "b2", "b6")}
+    blocks, costs, sharding = [], [], []
+    for name in names:
+        parameter = rng.randint(2000, 9000)
+        trained = rng.randint(1000, parameter)
+        first = rng.uniform(20, 90)
+        blocks.append(
+            Block(
+                name=name,
+                parameter_bytes=parameter,
+                trainable_bytes=trained,
+                flops=rng.uniform(1, 9),
+                saved_bytes=rng.randint(100, 900),
+            )
+        )
+        costs.append(
+            BlockCost(
+                block=name,
+                samples=(1, 4),
+                forward_us=(first, first * rng.uniform(2, 4)),
+                backward_us=(first * rng.uniform(1, 3), first * rng.uniform(5, 9)),
+                saved_bytes_per_sample=float(rng.randint(100, 900)),
+                saved_bytes_fixed=float(rng.randint(10, 90)),
+                parameter_bytes=parameter,
+                gradient_bytes=trained,
+                optimizer_bytes=rng.randint(2000, 9000),
+                transient_bytes_per_sample=float(rng.randint(100, 900)),
+                split_factor=rng.uniform(1.0, 1.3),
+                input_share=rng.uniform(0.2, 0.8),
+                pending_bytes_per_sample=float(rng.randint(10, 90)),
+            )
+        )
+        if name not in ("b2", "b5"):
+            sharding.append(
+                BlockSharding(
+                    block=name,
+                    degrees=(2,) if name == "b3" else (2, 4),
+                    flop_share=rng.uniform(0.5, 1),
+                    parameter_bytes=parameter * 3 // 4,
+                    trainable_bytes=trained // 2,
+                    saved_share=rng.uniform(0.2, 0.9),
+                    forward_sums=rng.randint(1, 3),
+                    forward_sum_bytes=rng.randint(1000, 5000),
+                    backward_sums=rng.randint(1, 3),
+                    backward_sum_bytes=rng.randint(1000, 5000),
+                )
+            )
+    graph = BlockGraph(
+        model="uneven",
+        num_samples=2,
+        blocks=tuple(blocks),
+        edges=tuple(edges),
+        tensors=tensors,
+        loss_block="b6",
+        tied=tied,
+        sharding=tuple(sharding),
+    )
+    profile = Profile(
+        graph=fingerprint(graph),
+        device="test",
+        source="given",
+        costs=tuple(costs),
+        tied=tuple(
+            TiedCost(
+                blocks=own,
+                parameter_bytes=900 - 99 * n,
+                gradient_bytes=700 - 99 * n,
+                optimizer_bytes=1300 - 99 * n,
+            )
+            for n, own in enumerate(tied.values())
+        ),
+        shared=(
+            SharedStorage(blocks=("b0", "b2", "b3"), bytes_per_sample=70.0, bytes_fixed=11.0),
+            SharedStorage(blocks=("b1", "b5"), bytes_per_sample=-30.0, bytes_fixed=7.0),
+        ),
+        inputs=(
+            InputCost(blocks=("b0", "b3"), bytes=6400, is_shared_out=True),
+            InputCost(blocks=("b6",), bytes=500, is_shared_out=False),
+        ),
+    )
+    device = Device(name="unit", memory_bytes=GB, flops_per_s=1e12, memory_bytes_per_s=1e12)
+    cluster = Cluster(
+        name="three levels",
+        devices=tuple(
+            dataclasses.replace(device, host_bytes_per_s=(20 - rank) * 1e8) for rank in range(ranks)
+        ),
+        links=tuple(
+            Link(name=f"span {span}", span=span, bytes_per_s=rate, latency_us=us)
+            for span, rate, us in ((2, 4e9, 1.0), (4, 1e9, 3.0), (8, 2e8, 11.0))
+        ),
+    )
+    return make_request(graph, profile, **{"cluster": cluster, "num_ranks": ranks, **changes})

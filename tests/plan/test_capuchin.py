@@ -111,8 +111,8 @@ def test_what_cannot_fit_says_by_how_much():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_choices_fit_and_estimates_are_near_them(seed):
-    """Random stages: an estimate below is divisible tensors; memory is counted again from the lists."""
+def test_choices_fit_and_are_what_their_lists_say(seed):
+    """Random stages: bytes and times are counted again from what is swapped and made again."""
     rng = random.Random(seed)
     graph, profile = random_chain(rng, 60)
     cluster = make_cluster(3)
@@ -120,14 +120,37 @@ def test_choices_fit_and_estimates_are_near_them(seed):
     limit = int(need * rng.uniform(0.5, 1.2)) + 1
     o = factory(graph, profile, [limit] * 3, cluster, memory_optimization=BOTH).at(1, 3)
     start, stop = sorted(rng.sample(range(61), 2))
+    size = dict(zip(o.chain.tensors.names, o.chain.tensors.bytes.tolist(), strict=True))
+    costs = profile.costs[start:stop]
+    forward, backward = sum(c.forward_us[0] for c in costs), sum(c.backward_us[0] for c in costs)
     for stage in range(3):
         excess, us = o.estimate(stage, start, stop)
         choice = o.optimize(stage, start, stop)
-        if choice.excess_bytes == 0:
-            assert choice.memory_bytes <= limit
+        count = 3 - stage
+        kept, working, again, swap = sum(c.saved_bytes_per_sample for c in costs), 0.0, 0.0, 0.0
+        if choice.memory is not None:
+            gone = [name for segment in choice.memory.recomputed for name in segment.tensors]
+            out = [tensor.name for tensor in choice.memory.swapped]
+            assert len({*gone, *out}) == len(gone) + len(out), "each at most once"
+            for segment in choice.memory.recomputed:
+                assert segment.bytes == sum(size[name] for name in segment.tensors)
+                kept += segment.held_bytes
+            kept -= sum(size[name] for name in (*gone, *out))
+            working = max((segment.bytes for segment in choice.memory.recomputed), default=0)
+            working += 2 * max((size[name] for name in out), default=0)
+            again = sum(segment.recompute_us for segment in choice.memory.recomputed)
+            transfer = sum(size[name] for name in out) / o.host.bytes_per_us
+            hides = forward, backward + again
+            swap = (
+                max(transfer - sum(hides), 0.0) if count > 1 else sum(max(transfer - us, 0.0) for us in hides)
+            )
+            assert choice.memory.swap_us == pytest.approx(swap) and choice.memory.working_bytes == working
+        held = sum(c.parameter_bytes + c.gradient_bytes for c in costs)
+        assert choice.memory_bytes == pytest.approx(held + count * kept + working)
+        assert choice.us == pytest.approx(forward + backward + again + swap)
+        assert choice.excess_bytes == pytest.approx(max(choice.memory_bytes - limit, 0.0))
         if excess == 0 and choice.excess_bytes == 0:
-            assert choice.us >= o.chain.stage_us(start, stop) - 1e-6
-            assert us >= o.chain.stage_us(start, stop) - 1e-6
+            assert forward + backward - 1e-6 <= us
 
 
 def best_segments(chain, price: float, cap: float) -> float:

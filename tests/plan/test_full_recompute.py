@@ -166,6 +166,12 @@ def test_counts_that_are_off_are_named() -> None:
     assert expected is not None
     assert (expected.held_bytes, expected.recomputed_bytes) == (RESULT, 4 * KEPT * scale)
     assert differences(plan, 0, expected) == []
+    # 2 % of 400,000 bytes, and of smaller counts 1,024, are no difference; one more is, either way
+    for name, most in (("recomputed_bytes", 8000), ("held_bytes", 1024)):
+        for sign in (1, -1):
+            off = {more: {name: getattr(expected, name) + sign * (most + more)} for more in (0, 1)}
+            assert differences(plan, 0, dataclasses.replace(expected, **off[0])) == []
+            assert len(differences(plan, 0, dataclasses.replace(expected, **off[1]))) == 1
     seen = dataclasses.replace(expected, recomputed_bytes=390_000, swapped_bytes=2000)
     assert differences(plan, 0, seen) == [
         "swaps 2000 bytes a micro-batch where 0 are planned",

@@ -5,16 +5,20 @@ import dataclasses
 import networkx as nx
 import pytest
 
+from gpp_benchmarks.plan_quality import search_bottleneck
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us
+from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.graphpipe.components import decompose
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series
 from gpp_plugin.plan.graphpipe.reconstruction import read_groups
+from gpp_plugin.plan.refine.refine import Refiner
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from tests.plan.graphs import (
     branches,
     chain,
@@ -136,6 +140,14 @@ def test_memory_is_checked_with_each_stages_own_in_flight():
         )
 
 
+def test_the_deepest_level_at_which_any_stage_fits():
+    """Three blocks hold three micro-batches of 10 bytes at most: a byte less, and the first stage is at level 2."""
+    for memory, us in ((30, 300.0), (29, 600.0)):
+        profile = make_profile(chain(3), saved=10.0)
+        request = make_request(chain(3), profile, ranks=3, cluster=make_cluster(3, memory=memory), **FREE)
+        assert search_bottleneck(request) == pytest.approx(us)
+
+
 def test_heavier_stages_get_more_ranks():
     graph = chain(2)
     profile = make_profile(graph, {"layers.0": 300.0, "layers.1": 100.0})
@@ -171,3 +183,30 @@ def test_the_worked_example_of_the_recursion():
     fewest = search.solved[id(root)].fewest[0, 0]  # [level, place]
     assert fewest.T.tolist() == [[inf, 4, 3], [inf, 2, 2], [0, 0, 0]]
     assert read_groups(search, 2) == [(0,), (1,)] and read_groups(search, 1) == [(0, 1)]
+
+
+def test_more_micro_batches_in_flight_hide_slow_messages():
+    """A round trip of 200 us between stages of 300: with Table 2's two in flight the third stage takes one in 400."""
+    graph = chain(4)
+    machines = make_cluster(4, latency=100.0)
+    request = make_request(graph, ranks=4, cluster=machines, num_stages=4, **{**FREE, "mini_batch": 32})
+    plan = make_plan("graphpipe", request)
+    asked = plan_in_flight(plan)
+    stages = tuple(
+        dataclasses.replace(stage, in_flight=count) for stage, count in zip(plan.stages, asked, strict=True)
+    )
+    assert asked == (4, 3, 2, 1) and stages != plan.stages
+    costs = CostModel(graph, request.profile, machines)
+    assert plan.iteration_us < 0.85 * judge_us(dataclasses.replace(plan, stages=stages), costs)
+
+
+@pytest.mark.parametrize("cuts", [(1, 8), (4, 5)])
+def test_stages_are_evened_out_across_plateaus(cuts):
+    """From 1 7 1 or 4 1 4 blocks to 3 3 3, though a move from one of two stages of 4 leaves the other."""
+    request = make_request(chain(9), ranks=3, num_stages=3, **FREE)
+    costs = CostModel(request.graph, request.profile, request.cluster)
+    refiner = Refiner(request, costs, batch_rules(request), budget=1000)
+    names = [block.name for block in request.graph.blocks]
+    start = refiner.candidate([names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] :]], 1)
+    found = refiner.balance(start)
+    assert [len(draft.blocks) for draft in found.drafts] == [3, 3, 3] and found.score < start.score

@@ -10,11 +10,7 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.ir.profile import InputCost
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
-from gpp_plugin.plan.baselines.chain_costs import ChainCosts
-from gpp_plugin.plan.batch_rules import batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown, with_inputs
-from gpp_plugin.plan.memory.operator_chain import OperatorChain
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, make_profile, make_request
@@ -49,29 +45,6 @@ def test_entries_that_are_read_by_whom_and_how_large() -> None:
         InputCost(blocks=("layers.0", "layers.2"), bytes=2 * IMAGE * MINI_BATCH, is_shared_out=True),
         InputCost(blocks=("layers.2",), bytes=4 * TABLE, is_shared_out=False),
     )
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_all_ways_to_add_a_stage_up_agree(degree: int) -> None:
-    request = request_of()
-    costs = CostModel(request.graph, request.profile, request.cluster)
-    without = CostModel(request.graph, dataclasses.replace(request.profile, inputs=()), request.cluster)
-    rules = batch_rules(request)
-    intervals = [(i, j) for i in range(4) for j in range(i + 1, 5)]
-    matrices = [
-        ChainCosts(dataclasses.replace(request, profile=c._profile), c, rules, 2).memory(degree, 1)
-        for c in (costs, without)
-    ]
-    operators = [OperatorChain(c, 1, degree=degree) for c in (costs, without)]
-    for start, stop in intervals:
-        rows = list(range(start, stop))
-        wanted = expected(tuple(f"layers.{i}" for i in rows), degree)
-        plain, with_batch = (
-            c.stage_memory(rows, degree=degree, local=1, in_flight=1) for c in (without, costs)
-        )
-        assert with_batch - plain == wanted
-        assert matrices[0][start, stop] - matrices[1][start, stop] == wanted
-        assert operators[0].held_bytes(start, stop, 1) - operators[1].held_bytes(start, stop, 1) == wanted
 
 
 @pytest.mark.parametrize("planner", [name for name in PLANNERS.names() if name != "stock"])

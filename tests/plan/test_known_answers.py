@@ -1,20 +1,15 @@
-"""The cases with known answers that other modules do not hold: branch grouping, tied gradients."""
+"""The cases with known answers that other modules do not hold: branch grouping, more in flight than asked for."""
 
-import dataclasses
 import functools
 import random
 
-import pytest
-
 from gpp_benchmarks._paper import paper_request
-from gpp_plugin.plan.costs.cost_model import CostModel, ring_us
-from gpp_plugin.plan.costs.estimate import estimate_plan_us
-from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.simulate.predict import simulate_plan
-from tests.plan.graphs import chain, make_cluster, make_profile, make_request
+from tests.plan.graphs import chain, make_profile, make_request
 
 
 def first_and_rest_us(request, costs, size):
@@ -63,54 +58,6 @@ def test_candle_uno_groups_branches_instead_of_first_and_rest():
     plan = make_plan("graphpipe", request)
     found = max((s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages)
     assert found / first_and_rest_us(request, costs, 1) <= 0.71
-
-
-def tied_plan(degree):
-    graph = chain(4)
-    names = [block.name for block in graph.blocks]
-    tied = dataclasses.replace(graph, tied={"weight": (names[0], names[3])})
-    plans = []
-    for model in (graph, tied):
-        profile = make_profile(model, parameter=1000)
-        request = make_request(
-            model,
-            profile,
-            ranks=2 * degree,
-            loss_unit=1,
-            mini_batch=8,
-            cluster=make_cluster(2 * degree, bandwidth=1e6, latency=2.0),
-        )
-        costs = CostModel(model, profile, request.cluster)
-        drafts = [
-            StageDraft(blocks=tuple(names[:2]), degree=degree, micro_batch_size=2),
-            StageDraft(blocks=tuple(names[2:]), degree=degree, micro_batch_size=2),
-        ]
-        plans.append((build_plan(request, drafts, planner="", costs=costs), costs))
-    return plans
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_stages_that_share_a_parameter_sum_its_gradient_over_all_their_ranks(degree):
-    (plain, without), (shared, costs) = tied_plan(degree)
-    link = costs.cluster.link_between(0, 2 * degree - 1)
-    extra = ring_us(1000.0, 2 * degree, link)
-    assert extra > 0
-    assert costs.reduce_times(shared) == pytest.approx(
-        {i: us + extra for i, us in without.reduce_times(plain).items()}
-    )
-    assert estimate_plan_us(shared, costs) == pytest.approx(estimate_plan_us(plain, without) + extra)
-    assert judge_us(shared, costs) == pytest.approx(judge_us(plain, without) + extra)
-
-
-def test_a_stage_that_holds_both_users_of_a_parameter_reduces_it_once():
-    (plain, without), (_, costs) = tied_plan(1)
-    names = tuple(block.name for block in costs.graph.blocks)
-    request = make_request(
-        costs.graph, make_profile(costs.graph, parameter=1000), ranks=1, loss_unit=1, mini_batch=8
-    )
-    draft = StageDraft(blocks=names, degree=1, micro_batch_size=2)
-    assert costs.reduce_times(build_plan(request, [draft], planner="", costs=costs)) == {0: 0.0}
-    assert without.reduce_times(plain) == {0: 0.0, 1: 0.0}
 
 
 def test_more_in_flight_than_asked_for_never_makes_stages_wait_for_each_other() -> None:

@@ -94,20 +94,6 @@ def test_blocks_without_sharding_cost_what_they_do_on_one_rank() -> None:
     assert costs.at_tensor(2).stage_times([1], 1.0) == costs.stage_times([1], 1.0)
 
 
-def test_tensor_ranks_across_nodes_sum_over_the_slower_link() -> None:
-    graph = divisible(2, num_bytes=8_000)
-    links = (
-        Link(name="node", span=2, bytes_per_s=1e9, latency_us=1.0),
-        Link(name="all", span=4, bytes_per_s=1e8, latency_us=9.0),
-    )
-    costs = CostModel(graph, profile_of(graph), dataclasses.replace(make_cluster(4), links=links))
-    within, across = costs.at_tensor(2, (0, 1)), costs.at_tensor(2, (1, 2))
-    assert within is costs.at_tensor(2) is costs.at_tensor(2, (0, 1, 2, 3))
-    # 2 x 8 us of latency, 8,000 bytes at 100 instead of 1,000 a us
-    assert across.stage_times([0], 1.0)[0] - within.stage_times([0], 1.0)[0] == pytest.approx(16.0 + 72.0)
-    assert costs.at_tensor(4).stage_times([0], 1.0)[0] == pytest.approx(40.0 + 2 * 3 * (9.0 + 20.0))
-
-
 def test_tensor_ranks_of_a_data_position_stay_in_a_node() -> None:
     def draft(degree: int, tensor: int) -> StageDraft:
         return StageDraft(blocks=("a",), degree=degree, micro_batch_size=degree, tensor=tensor)

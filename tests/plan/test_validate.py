@@ -59,10 +59,15 @@ def test_broken_stages(changes, message):
         validate_plan(plan_with(**changes), GRAPH)
 
 
-def test_a_coupled_stage_with_part_of_a_unit():
+@pytest.mark.parametrize(
+    ("size", "ranks"),
+    [(2, 1), (8, 1), (4, 2)],
+    ids=["half a unit", "two units, another loss", "half a unit a rank"],
+)
+def test_a_coupled_stage_computes_one_loss_unit_at_a_time(size, ranks):
     plan = plan_with()
-    loss = dataclasses.replace(plan.stages[2], micro_batch_size=2)
-    with pytest.raises(PlanError, match="mixes samples.*set its micro_batch_sizes to 4"):
+    loss = dataclasses.replace(plan.stages[2], micro_batch_size=size, ranks=tuple(range(3, 3 + ranks)))
+    with pytest.raises(PlanError, match=f"mixes samples.*set its micro_batch_sizes to {4 * ranks}"):
         validate_plan(dataclasses.replace(plan, stages=(*plan.stages[:2], loss)), GRAPH)
 
 
@@ -113,10 +118,23 @@ def test_a_plan_of_another_graph():
 
 def test_memory_names_stage_need_limit_and_knob():
     profile = make_profile(GRAPH, saved=1000.0)
+    plan = plan_with()
+    vision = plan.stages[0]
+    # two samples a rank of four blocks of 1,000 bytes; a byte more is rounding
+    need = vision.in_flight * 2 * len(vision.blocks) * 1000
+    others = [stage for stage in plan.stages[1:] if stage.in_flight * 4 * len(stage.blocks) * 1000 > need]
+    devices = [dataclasses.replace(make_cluster(1, memory=need - 1).devices[0])] * 2
+    roomy = make_cluster(4).devices[2:]
+    fits = dataclasses.replace(make_cluster(4), devices=(*devices, *roomy))
+    assert others, "only the first stage's ranks are short"
+    validate_plan(plan, GRAPH, profile=profile, cluster=fits)
+    tight = dataclasses.replace(
+        fits, devices=tuple(dataclasses.replace(d, memory_bytes=need - 2) for d in devices) + roomy
+    )
     with pytest.raises(
-        PlanInfeasible, match="'vision' needs .* on rank 0 .* bytes too many.*lower micro_batch"
+        PlanInfeasible, match="'vision' needs .* on rank 0 .* 2 bytes too many.*lower micro_batch"
     ):
-        validate_plan(plan_with(), GRAPH, profile=profile, cluster=make_cluster(4, memory=5000))
+        validate_plan(plan, GRAPH, profile=profile, cluster=tight)
 
 
 def test_a_unit_tensor_joins_equal_units():
@@ -124,9 +142,10 @@ def test_a_unit_tensor_joins_equal_units():
     spec = {"stages": [{"name": "x", "modules": ["a", "b"], "devices": 1}, {"modules": ["c"], "devices": 1}]}
     plan = explicit_plan(spec, make_request(graph, ranks=2, loss_unit=4))
     assert [s.micro_batch_size for s in plan.stages] == [4, 4]
-    last = dataclasses.replace(plan.stages[1], micro_batch_size=8)
-    with pytest.raises(PlanError, match="one value a loss unit"):
-        validate_plan(dataclasses.replace(plan, stages=(plan.stages[0], last)), graph)
+    for size in (2, 8):
+        last = dataclasses.replace(plan.stages[1], micro_batch_size=size)
+        with pytest.raises(PlanError, match="one value a loss unit"):
+            validate_plan(dataclasses.replace(plan, stages=(plan.stages[0], last)), graph)
 
 
 def test_too_few_in_flight_to_ever_run_a_backward():

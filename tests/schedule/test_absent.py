@@ -18,10 +18,11 @@ from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.early_reductions import stages_that_reduce_early
+from gpp_plugin.schedule.gathers import gathered_at_once
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.simulate.program_times import simulate_programs
-from tests.schedule.plans import on_shared_ranks
+from tests.schedule.plans import on_shared_ranks, sharded
 
 VISION, EMBED, TEXT, LOSS = range(4)
 
@@ -96,6 +97,16 @@ def test_a_unit_without_images_has_no_task_and_no_message_of_the_tower() -> None
         assert sum(i.task is not None for i in program.instructions) == 8
     _, alone = programs_of(language_model(4), of_units([False] * 4))
     assert [i.kind for i in alone[0].instructions] == [InstructionKind.REDUCE_DATA, InstructionKind.STEP]
+
+
+def test_a_rank_without_tasks_gathers_with_the_others_and_lets_go() -> None:
+    """ZeRO 3: the second rank of the tower has only units without images, and its part of the parameters is needed."""
+    plan = sharded(language_model(4, (2, 1, 2, 1)))
+    _, programs = programs_of(plan, of_units([True, False, True, False]))
+    tower = [[str(i) for i in program.instructions if i.message is None] for program in programs[:2]]
+    assert tower[0] == ["gather", "0F0", "0F1", "0B0", "0B1", "free", "reduce_data", "step"]
+    assert tower[1] == ["gather", "free", "reduce_data", "step"]
+    assert [gathered_at_once(plan, program) for program in programs] == [40, 40, 0, 40, 40, 0]
 
 
 def test_a_mix_is_shorter_than_images_alone_and_longer_than_text_alone() -> None:

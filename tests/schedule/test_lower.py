@@ -10,7 +10,7 @@ from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.messages import activation_message, edge_overlaps
+from gpp_plugin.schedule.messages import Slicing, activation_message, edge_overlaps
 from tests.schedule.plans import chain_plan, make_plan, simple_plan
 
 
@@ -264,6 +264,32 @@ def test_costs_affect_the_order_but_never_safety():
         validate_programs(plan, schedules, wild)
         differs += usual != wild
     assert differs > 5
+
+
+def test_overlaps_of_halves_and_of_halves_that_leave_together():
+    """Two ranks of 4 samples each send in halves, but for micro-batch 1, whose halves leave behind the second."""
+    plan = two_stage_plan(BATCH, sizes=(8, 8), degrees=(2, 1), mini_batch=16)
+    producer = Slicing(halved=frozenset({0, 1}), joined=frozenset({1}))
+    assert list(edge_overlaps(plan, 0, producer=producer)) == [
+        (0, 0, 0, 2, False, 0, None),
+        (0, 0, 2, 2, False, 1, None),
+        (1, 0, 4, 2, False, 0, None),
+        (1, 0, 6, 2, False, 1, None),
+        (2, 1, 8, 4, False, 1, None),
+        (3, 1, 12, 4, False, 1, None),
+    ]
+    found = list(edge_overlaps(plan, 0, producer=producer, consumer=Slicing(halved=frozenset({0}))))
+    assert [overlap[-1] for overlap in found] == [0, 0, 1, 1, None, None]
+    wide = two_stage_plan(BATCH, sizes=(8, 8), degrees=(1, 2), mini_batch=16)
+    found = list(edge_overlaps(wide, 0, consumer=Slicing(halved=frozenset({1}))))
+    assert found == [
+        (0, 0, 0, 4, False, None, None),
+        (0, 1, 4, 4, False, None, None),
+        (1, 2, 8, 2, False, None, 0),
+        (1, 2, 10, 2, False, None, 1),
+        (1, 3, 12, 2, False, None, 0),
+        (1, 3, 14, 2, False, None, 1),
+    ]
 
 
 def test_lowering_is_deterministic():

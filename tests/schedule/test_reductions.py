@@ -50,6 +50,22 @@ def test_messages_that_follow_a_backward_leave_before_the_reduction():
     assert kinds[: kinds.index("send")].count("compute") == 2
 
 
+def test_a_reduction_that_stops_the_programs_moves_behind_what_is_sent_or_goes():
+    """The second one of stage 2 stops them right before the next task, and before the receives that stand there it does
+    not. Those of stage 0 between its first backwards stop them wherever they stand."""
+    plan = wide_plan([1, 2, 2], [(0, 2), (1, 2)], [1, 1, 2], mini_batch=8)
+    programs = lower_schedules(plan, build_schedules(plan), reduce_each_backward=True)
+    words = [[i.kind.value if i.task is None else str(i.task) for i in p.instructions] for p in programs[2:]]
+    first, second = (own[own.index("2B1") : own.index("2F2")] for own in words)
+    assert first == ["2B1", "send", "send", "reduce_data", "receive", "receive"]
+    assert second == ["2B1", "reduce_data", "receive", "send", "send", "receive", "receive"]
+    assert [own.count("reduce_data") for own in words] == [4, 4], "all are kept"
+    plan = wide_plan([2, 1], [(0, 1)], [2, 1], mini_batch=8)
+    programs = lower_schedules(plan, build_schedules(plan), reduce_each_backward=True)
+    kept = "0F0 0F1 0B0 0F2 0B1 0F3 0B2 reduce_data 0B3 reduce_data step"
+    assert [short(program) for program in programs[:2]] == [kept, kept]
+
+
 def test_random_programs_still_finish_and_keep_nearly_all_reductions():
     rng = random.Random(3)
     kept = asked = 0

@@ -44,7 +44,18 @@ class ChainCosts:
             self._prefix(values)
             for values in (costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes)
         ]
-        self._saved = self._prefix(costs.saved_per_sample), self._prefix(costs.saved_fixed)
+        saved = costs.saved_per_sample, costs.saved_fixed
+        self._saved, self._saved_fixed = (self._between(self._prefix(values)) for values in saved)
+        for (
+            blocks,
+            per_sample,
+            fixed,
+        ) in costs.shared:  # what a stage keeps too that an earlier one is charged with
+            flags = np.zeros((2, len(self.rows)))
+            flags[0, blocks[0]], flags[1, blocks[1:]] = 1.0, 1.0
+            first, others = (self._between(self._prefix(own)) > 0.5 for own in flags)
+            self._saved += (others & ~first) * per_sample
+            self._saved_fixed += (others & ~first) * fixed
         num = len(self.order)
         self._transient = np.zeros((num + 1, num + 1))
         for start, row in enumerate(self.rows):
@@ -117,7 +128,7 @@ class ChainCosts:
         result = np.full(sizes.shape, np.inf)
         for size in map(int, np.unique(sizes[sizes > 0])):
             local, count = size / degree, min(in_flight, self.request.mini_batch // size)
-            saved = self._between(self._saved[0]) * local + self._between(self._saved[1])
+            saved = self._saved * local + self._saved_fixed
             whole = unreduced_bytes(gradient, saved, degree=degree, zero_stage=zero)
             peak = peak_bytes(held + whole, saved, count, transient=self._transient * local)
             result[sizes == size] = peak[sizes == size]

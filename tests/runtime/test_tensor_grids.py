@@ -384,8 +384,8 @@ def test_what_was_sent_or_read_long_ago_is_let_go():
     data = torch.ones(MINI_BATCH, SIDE, SIDE, dtype=torch.float64)
     ranks = run_threads(plan, [None, None], specs_of(plan), data)
     assert [transport.most_under_way for *_, transport in ranks] == [3, 3]  # and the one that was just posted
-    # five receives posted ahead, what their tasks read, and three sends: of the 24 of a mini-batch
-    assert [transport.most_held for *_, transport in ranks] == [9, 9]
+    # receives that are posted ahead, what a task reads and what is under way: of the 12 of a mini-batch each way
+    assert all(4 < transport.most_held < 8 for *_, transport in ranks)
 
 
 def sharded_pair(axis: int) -> PipelinePlan:

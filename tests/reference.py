@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from gpp_plugin.relative_errors import least_scale, tensor_error
 
 Batch = dict[str, Any]
+NEAR = 2e-6
+"""How far two pieces of code for the same mathematics may be apart, of a tensor's norm."""
 
 
 @dataclass
@@ -77,10 +79,43 @@ def train_reference(
     return ReferenceRun(losses=losses, gradients=gradients)
 
 
-def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
     """Return ||g - g_ref|| / max(||g_ref||, 1e-3 x the largest gradient tensor's norm) of each in ``found``.
 
     What is no number is infinitely far off: `max` would pass over it.
     """
     least = least_scale(wanted.values())
     return {name: tensor_error(gradient, wanted[name], least=least) for name, gradient in found.items()}
+
+
+def assert_near(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    *,
+    exact: Callable[[], dict[str, Tensor]] | None = None,
+    slack: float = 1.0,
+) -> float:
+    """Hold tensors against those that other code made of the same mathematics; return the largest error.
+
+    A captured graph is other code than eager modules, and one partition than another: kernels round by the shapes,
+    strides and addresses that they are given, and each processor has its own. Bits are for the same code: two runs, a
+    resume, recompute or swap against none.
+
+    Args:
+        exact: makes them in double precision. What is off by more than 2e-6 of its norm must be rounding: what is
+            wanted is that far from the truth by itself, and what is found at most four times as far.
+        slack: 2e-6 is wider by this.
+    """
+    assert found.keys() <= wanted.keys()
+    errors = gradient_errors(found, wanted)
+    inexact = {name: error for name, error in errors.items() if error > slack * NEAR}
+    if inexact and exact is not None:
+        truth = exact()
+        noise, ours = gradient_errors({n: wanted[n] for n in inexact}, truth), gradient_errors(found, truth)
+        inexact = {
+            n: (error, ours[n], noise[n])
+            for n, error in inexact.items()
+            if noise[n] <= NEAR or ours[n] > 4 * noise[n]
+        }
+    assert not inexact, f"apart by their norms (and from the truth, as is what is wanted): {inexact}"
+    return max(errors.values(), default=0.0)

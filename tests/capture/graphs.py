@@ -1,7 +1,8 @@
-"""Captures of the tiny models, made once; and running a captured graph, whole or by block."""
+"""Captures of the tiny models, made once; running a captured graph, whole or by block; and holding it to its model."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.export import capture_model
 from tests.models import build
+from tests.reference import assert_near
 
 
 @functools.cache
@@ -56,3 +58,33 @@ def eager_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     if isinstance(result, torch.Tensor):
         return result
     return result["loss"]
+
+
+def assert_is_model(
+    capture: CapturedGraph,
+    model: nn.Module,
+    batch: dict[str, Any],
+    *,
+    prepared: dict[str, Any] | None = None,
+) -> None:
+    """Hold the graph on a batch against copies of the eager model: loss, gradients and buffers, but for rounding.
+
+    Args:
+        prepared: what the graph reads in place of ``batch``.
+    """
+    eager, own = copy.deepcopy(model), copy.deepcopy(model)
+    state = torch.get_rng_state()
+    wanted = eager_loss(eager, batch)
+    torch.set_rng_state(state)
+    found = run_graph(capture, own, batch if prepared is None else prepared)[capture.op_graph.loss]
+    assert_near({"loss": found}, {"loss": wanted})
+    if wanted.requires_grad:
+        wanted.backward()
+        found.backward()
+    gradients = [
+        {name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (own, eager)
+    ]
+    assert gradients[0].keys() == gradients[1].keys()
+    assert_near(*gradients)
+    for (name, buffer), expected in zip(own.named_buffers(), eager.buffers(), strict=True):
+        assert_near({name: buffer}, {name: expected})

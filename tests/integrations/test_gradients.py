@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_plugin.engine.gradients import partitioned_gradients
 from gpp_plugin.engine.gradients.flat_gradients import sum_over
 from gpp_plugin.engine.gradients.gradient_store import GradientStore
+from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
 from gpp_plugin.errors import RuntimeFailure
 from tests.ranks import run_kept_ranks
 
@@ -331,3 +334,67 @@ def test_an_engine_trains_the_same_bits_early() -> None:
         assert early["sent"] >= 2 and late["sent"] == 0, "two mini-batches after the one that is watched"
         assert early["losses"] == late["losses"]
         assert all(torch.equal(early["gradients"][name], g) for name, g in late["gradients"].items())
+
+
+@pytest.mark.parametrize("bucket", [12, 3, 1000])
+@pytest.mark.parametrize("is_reduced_often", [False, True], ids=["ZeRO 1", "ZeRO 2"])
+def test_three_partitions_make_up_the_sums_of_unlike_parameters(
+    bucket: int, is_reduced_often: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's in turn, the others with equal gradients: parameters of 5, 12, 1 and 8 elements over 3 x 10."""
+
+    def all_reduce(tensor: Tensor, *, group: Any, what: str) -> None:
+        assert tensor.numel() <= bucket
+        tensor.mul_(3)
+
+    monkeypatch.setattr(partitioned_gradients, "all_reduce", all_reduce)
+    sizes = {"a": (5,), "b": (3, 4), "c": (1,), "d": (2, 4)}
+    firsts = {"a": 0, "b": 5, "c": 17, "d": 18}
+    spans = tuple(
+        ParameterSpan(name=n, first=firsts[n], num_elements=math.prod(size)) for n, size in sizes.items()
+    )
+    made = [{n: torch.randn(size, generator=torch.Generator().manual_seed(i)) for n, size in sizes.items() if n != "c"}
+            for i in range(3)]  # fmt: skip
+    total = {name: 3 * sum(each[name] for each in made) for name in ("a", "b", "d")}
+    flat = torch.cat(
+        [total.get(n, torch.zeros(size)).flatten() for n, size in sizes.items()] + [torch.zeros(4)]
+    )
+    shares, tied, norms = [], [], []
+    for position in range(3):
+        parameters = {n: torch.nn.Parameter(torch.zeros(size)) for n, size in sizes.items()}
+        store = PartitionedGradients(
+            parameters, [FlatGroup(spans=spans, partition_size=10)], dtype=torch.float32, group=None,
+            position=position, degree=3, communication_dtype=None, bucket_elements=bucket,
+            is_reduced_often=is_reduced_often,
+        )  # fmt: skip
+        for _ in range(2):  # the second mini-batch begins with nothing
+            assert store.is_empty()
+            for number, each in enumerate(made):
+                for name, gradient in each.items():
+                    held = parameters[name].grad
+                    parameters[name].grad = gradient.clone() if held is None else held.add_(gradient)
+                store.accumulate()
+                if is_reduced_often or number == 2:
+                    store.reduce_data()
+                    assert not is_reduced_often or all(p.grad is None for p in parameters.values())
+            assert not store.is_empty()
+            torch.testing.assert_close(store.partitions[0], flat[10 * position : 10 * position + 10])
+            share = float(store.squared_norm(without=["d"], precision=torch.float64))
+            (summands,) = [list(store.tied_summands(["d", "b"]))]
+            assert [len(s.brought) for s in summands] == {12: [12, 8], 3: [3] * 6 + [2], 1000: [20]}[bucket]
+            brought = torch.cat([summand.brought for summand in summands])
+            own = store.norms(["d", "a"]).square()
+            for summand in summands:
+                summand.take(summand.brought * 2)
+            doubled = flat.clone()
+            doubled[5:17] *= 2
+            doubled[18:26] *= 2
+            torch.testing.assert_close(store.partitions[0], doubled[10 * position : 10 * position + 10])
+            store.clear()
+        shares.append(share)
+        tied.append(brought)
+        norms.append(own)
+    wanted = flat.double().square()
+    assert sum(shares) == pytest.approx(float(wanted[:18].sum()))
+    torch.testing.assert_close(sum(tied), torch.cat([total["d"].flatten(), total["b"].flatten()]))
+    torch.testing.assert_close(sum(norms), torch.stack([wanted[18:26].sum(), wanted[:5].sum()]))

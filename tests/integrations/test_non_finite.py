@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.engine.guards.non_finite import SkippedSteps
+from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.errors import RuntimeFailure
 from tests.ranks import run_kept_ranks
 
 STEPS_ALLOWED = 3
@@ -79,6 +83,35 @@ def test_the_module_and_micro_batch_of_the_first_nan_are_named() -> None:
         assert "module layers.2" in said and "(operator sqrt" in said, said
         assert "in micro-batch 2" in said
         assert after == "" and is_unchanged
+
+
+def step_of(overflow: bool, scale: float = 1.0) -> StepResult:
+    return StepResult(loss_scale=scale, overflow=overflow, grad_norm=0.0, learning_rates=())
+
+
+def test_only_skipped_steps_running_count_and_none_while_the_loss_scale_sinks() -> None:
+    skipped = SkippedSteps(3)
+    number = itertools.count(1)
+    for overflow in (True, True, False, True, True):  # of two running each
+        skipped.count(step_of(overflow), number=next(number))
+    with pytest.raises(RuntimeFailure, match=r"3 steps running were skipped \(steps 4 to 6\)"):
+        skipped.count(step_of(True), number=next(number))
+    for _ in range(2):
+        skipped.count(step_of(True), number=next(number))
+    with pytest.raises(RuntimeFailure, match=r"\(steps 7 to 9\): .*since: layers.1; lower"):
+        skipped.count(step_of(True), number=next(number), where="layers.1")
+    sinking = SkippedSteps(2)
+    for scale in (
+        8.0,
+        4.0,
+        2.0,
+        1.0,
+    ):  # the first is not lower than one before it: it counts, and the others do not
+        sinking.count(step_of(True, scale), number=next(number))
+    with pytest.raises(RuntimeFailure, match=r"2 steps running were skipped \(steps 13 to 14\)"):
+        sinking.count(step_of(True, 1.0), number=next(number))
+    for _ in range(100):
+        SkippedSteps(None).count(step_of(True), number=next(number))
 
 
 def skip_one(block: dict[str, Any], config: dict[str, Any], bad: float) -> dict[str, Any]:

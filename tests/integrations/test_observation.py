@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gpp_plugin.engine import metrics
+from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.runtime.batches import UnitBatch
 from tests.integrations import observation_jobs as jobs
 from tests.ranks import run_ranks
 
@@ -27,6 +31,59 @@ def test_lines_reach_users_who_ask_and_have_set_up_no_logging(
     monkeypatch.setattr(metrics.logger, "hasHandlers", lambda: is_set_up)
     found._say("step %d: loss %.1f", 3, 0.5)
     assert capsys.readouterr().err == ("step 3: loss 0.5\n" if is_asked and not is_set_up else "")
+
+
+def test_numbers_are_of_the_steps_since_the_last_line() -> None:
+    """Two stages of unlike work, the first frozen, on four ranks; tokens are elements of two keys, in every unit."""
+    graph = SimpleNamespace(
+        num_samples=2,
+        blocks=[SimpleNamespace(name=n, flops=f) for n, f in (("a", 4e9), ("b", 6e9), ("c", 2e9))],
+    )
+    stages = [
+        SimpleNamespace(name="tower", blocks=("a",), forward_us=5.0, backward_us=0.0),
+        SimpleNamespace(name="text", blocks=("b", "c"), forward_us=5.0, backward_us=9.0),
+    ]
+    written: list[tuple[str, float, int]] = []
+    found = metrics.Metrics(
+        {"steps_per_print": 2},
+        SimpleNamespace(rank=0, device=torch.device("cpu"), dtype=torch.float32),  # type: ignore[arg-type]
+        SimpleNamespace(block_graph=graph),  # type: ignore[arg-type]
+        SimpleNamespace(stages=stages, mini_batch=8, num_ranks=4),  # type: ignore[arg-type]
+        monitor=SimpleNamespace(enabled=True, write_events=written.extend),  # type: ignore[arg-type]
+        meeting=None,  # type: ignore[arg-type]
+    )
+    lines: list[str] = []
+    found._say = lambda text, *values: lines.append(text % values)  # type: ignore[method-assign]
+    unit = {
+        "input_ids": torch.zeros(2, 7),
+        "decoder_input_ids": torch.zeros(2, 3),
+        "labels": torch.zeros(2, 9),
+    }
+    batch = UnitBatch(units=(unit, {"input_ids": torch.zeros(1, 4), "pixel_values": torch.zeros(99)}))
+    step = StepResult(
+        grad_norm=0.5, overflow=False, learning_rates=(3e-4, 1.0), loss_scale=2.0, stage_norms={1: 0.3}
+    )
+    for number, seconds in enumerate((0.5, 1.5, 0.25, 0.25), start=1):
+        found.after_step(
+            loss=float(number), step=step, events=(), batch=batch, global_steps=number,
+            global_samples=8 * number, seconds=seconds,
+        )  # fmt: skip
+    # per sample 2 GFLOP in the tower, once, and 4 in the text, three times: of 8 samples 112
+    assert lines == [
+        "step 2: loss 2.0000, lr 0.0003, 1, gradient norm 0.5, 1000.0 ms a step, 8.0 samples/s, 24 tokens/s, "
+        "0.028 TFLOP/s a rank",
+        "step 4: loss 4.0000, lr 0.0003, 1, gradient norm 0.5, 250.0 ms a step, 32.0 samples/s, 96 tokens/s, "
+        "0.112 TFLOP/s a rank",
+    ]
+    second = {name: value for name, value, samples in written if samples == 16}
+    assert second == pytest.approx(
+        {
+            "Train/Samples/train_loss": 2.0, "Train/Samples/lr": 3e-4, "Train/Samples/loss_scale": 2.0,
+            "Train/Samples/grad_norm": 0.5, "Train/GradNorm/text": 0.3,
+            "Train/Throughput/samples_per_second": 8 / 1.5, "Train/Throughput/tokens_per_second": 24 / 1.5,
+            "Train/Throughput/tflops_per_rank": 0.112 / 1.5 / 4,
+        }
+    )  # fmt: skip
 
 
 def test_every_report_of_the_configuration(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.config.reader import read_config
-from gpp_plugin.engine.guards.spikes import LEAST, Spikes
-from gpp_plugin.engine.guards.task_digests import _is_close
+from gpp_plugin.engine.guards.repetition import Repetition, Verdict, _listed
+from gpp_plugin.engine.guards.spikes import LEAST, SPIKE, WINDOW, Spikes
+from gpp_plugin.engine.guards.task_digests import TaskDigest, TaskDigests, _is_close
 from gpp_plugin.errors import ConfigError
 from tests.ranks import run_kept_ranks
 
@@ -109,6 +112,83 @@ def test_spikes() -> None:
     assert spikes.note(float("nan")) is None and spikes.note(0.0) is None, "below, or no number"
     flat = Spikes()
     assert not any(flat.note(1.0) for _ in range(LEAST)) and flat.note(1.01) is None and flat.note(1.2)
+
+
+def test_what_is_usual_is_the_last_numbers_that_are_finite_and_spikes_among_them() -> None:
+    # around 0, of 1.4826 times the median distance 1: a spike is above 8 of these, and from the 21st number on
+    sides, deviation = [1.0, -1.0], 1.4826
+    early, late = Spikes(), Spikes()
+    for i in range(LEAST):
+        late.note(sides[i % 2])
+        if i < LEAST - 1:
+            early.note(sides[i % 2])
+    assert early.note(1e6) is None and early.note(1e6) is not None
+    for _ in range(WINDOW):  # no number of these is kept, or the range would be none
+        assert late.note(float("nan")) is None and late.note(float("inf")) is None
+    assert late.note(-1e6) is None and late.note(1e6) is not None, "far below, and far above"
+    late = Spikes()
+    for i in range(WINDOW):
+        late.note(sides[i % 2])
+    assert late.note(SPIKE * deviation * 0.999) is None
+    found = late.note(SPIKE * deviation * 1.02)
+    assert found == pytest.approx(SPIKE * 1.02, rel=0.01)
+    alarms = [late.note(100.0) is not None for _ in range(WINDOW)]
+    assert alarms == [i < WINDOW // 2 - 1 for i in range(WINDOW)], "a level that stays becomes the usual one"
+    small = Spikes()
+    for _ in range(LEAST):
+        small.note(-2.0)
+    assert small.note(-2.0 + 0.02 * SPIKE * 0.99) is None, "a hundredth of the median's size"
+    assert small.note(-2.0 + 0.02 * SPIKE * 1.01)
+
+
+def digest(task: str, given: float, made: float) -> TaskDigest:
+    return TaskDigest(task=task, given=(given,), made=(made,))
+
+
+def test_a_step_is_run_again_for_its_gradient_or_in_its_turn() -> None:
+    noted: list[str] = []
+    stages = SimpleNamespace(global_steps=0, stages=[])
+    digests = SimpleNamespace(note=lambda given, made, task: noted.append(task))
+    guard = Repetition(every=3, stages=stages, digests=digests, meeting=None, step=lambda: None)
+    stages.stages = [
+        SimpleNamespace(stage_index=i, is_trained=i != 1, gradients=SimpleNamespace(parts=list),
+                        stage=SimpleNamespace(name=f"s{i}"))
+        for i in range(3)
+    ]  # fmt: skip
+    guard.note_gradients(stages.stages[0])
+    held = []
+    for step in range(LEAST + 1):
+        stages.global_steps = step
+        held.append(guard._is_to_be_held(1.0))
+    assert [step + 1 for step, is_held in enumerate(held) if is_held] == [3, 6, 9, 12, 15, 18, 21]
+    assert noted == ["the gradients of stage 's0'", "the gradients of stage 's2'"], "once each"
+    stages.global_steps = 21
+    for norm, reason in ((5.0, "its gradient's norm 5 is "), (math.nan, "its gradient is not finite")):
+        assert guard._is_to_be_held(norm) and guard._reason.startswith(reason)
+    guard._is_again = True
+    assert guard._is_to_be_held(1.0), "the second run's step waits for the verdict as well"
+    assert not Repetition(
+        every=None, stages=stages, digests=digests, meeting=None, step=print
+    )._is_to_be_held(1.0)
+
+
+def test_a_rank_s_own_results_are_told_from_what_came_to_it() -> None:
+    differ = TaskDigests(torch.device("cpu"), tolerance=0.0).differ
+    guard = Repetition(
+        every=1, stages=None, digests=SimpleNamespace(differ=differ), meeting=None, step=lambda: None
+    )
+    first = [
+        digest("0F0", 1, 2),
+        digest("0F1", 3, 4),
+        digest("0B0", 5, 6),
+        digest("the gradients of a", 0, 7),
+    ]
+    assert guard._verdict(first, first) == Verdict()
+    own = [first[0], digest("0F1", 3, 9), first[2], digest("the gradients of a", 0, 9)]
+    assert guard._verdict(first, own) == Verdict(own=["0F1", "the gradients of a"])
+    came = [digest("0F0", 9, 9), digest("0F1", 3, 9), first[2], digest("the gradients of a", 0, 9)]
+    assert guard._verdict(first, came) == Verdict(own=["0F1"], came=["0F0"]), "sums follow from what came"
+    assert _listed(["a", "b", "c"]) == "a, b, c" and _listed(list("abcde")) == "a, b, c and 2 more"
 
 
 @pytest.mark.parametrize("other", [{"mode": "async"}, {"look_ahead": 1}])

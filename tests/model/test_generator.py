@@ -15,9 +15,10 @@ from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
+from gpp_plugin.ir.cache_report import RankCaches
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.samples import even_ranges
-from gpp_plugin.model.generation.generator import GeneratedModel, Generator
+from gpp_plugin.model.generation.generator import GeneratedModel, Generator, _all_caches
 from gpp_plugin.model.generation.lane_parts import DrawsOfAll, lanes_of
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.runtime.ranks.meeting import Meeting
@@ -81,8 +82,10 @@ def test_it_generates_with_the_weights_in_training_and_reports_caches() -> None:
     assert report.counted_bytes == report.predicted_bytes == 4 * 2 * 16 * 4 * report.length
     plain: Any = generating("llama")[0].eval()
     plain.load_state_dict(doubled(plain))
+    drawn = torch.get_rng_state()
     torch.manual_seed(5)
     assert torch.equal(found, plain.generate(**prompts("llama", 1), **ways("llama")["sampled"]))
+    assert torch.equal(drawn, torch.get_rng_state()), "the next call draws on from there"
     assert all(module.training for module in model.modules()) and not generator.is_broken
 
 
@@ -114,6 +117,51 @@ def test_what_generate_or_a_module_refuses_is_one_line_and_breaks_nothing() -> N
     with pytest.raises(ConfigError, match=r"on rank 0, which has 1000 B for them: \d+ bytes are missing"):
         generator.generate({**prompts("gpt2"), "max_new_tokens": 4})
     assert not generator.is_broken
+
+
+def test_every_rank_draws_as_rank_0_and_only_rank_0_draws_on() -> None:
+    generator = generator_of(generating("gpt2")[0])
+    torch.manual_seed(3)
+    told = torch.get_rng_state(), None
+    ends = {}
+    for rank, seed in ((0, 3), (1, 4)):
+        torch.manual_seed(seed)
+        own = torch.get_rng_state()
+        asked: list[int] = []
+        generator._setting = SimpleNamespace(rank=rank, device=torch.device("cpu"))  # type: ignore[assignment]
+        generator._meeting = SimpleNamespace(  # type: ignore[assignment]
+            tell=lambda value, source, what, asked=asked: asked.append(source) or told
+        )
+        with generator._same_streams():
+            ends[rank] = torch.rand(4).tolist()
+        assert asked == [0] and torch.equal(own, torch.get_rng_state()) == (rank == 1)
+    assert ends[0] == ends[1]
+
+
+def test_what_is_remembered_of_modules_lasts_as_long_as_the_model_is_called_the_same_way() -> None:
+    model: Any = generating("gpt2")[0]
+    generator = generator_of(model)
+    found = []
+    for own in ({}, {"do_sample": True}):
+        generator.generate({**prompts("gpt2"), "max_new_tokens": 2, **own})
+        generator._memories.setdefault("transformer.h.0", object())  # type: ignore[arg-type]
+        found.append(generator._memories)
+    assert found[0] is found[1] and len(found[0]) == 1
+    model.config.output_hidden_states = True
+    generator.generate({**prompts("gpt2"), "max_new_tokens": 2})
+    assert generator._memories == {}, "modules may return something else now"
+
+
+def test_caches_of_micro_batches_add_up() -> None:
+    each = [
+        RankCaches(
+            rank=3, layers=2, rows=rows, length=length, predicted_bytes=10 * rows, counted_bytes=7 * rows
+        )
+        for rows, length in ((2, 9), (1, 12))
+    ]
+    assert _all_caches(each) == RankCaches(
+        rank=3, layers=2, rows=3, length=12, predicted_bytes=30, counted_bytes=21
+    )
 
 
 def test_lanes_have_one_rank_of_each_stage() -> None:

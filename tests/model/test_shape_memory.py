@@ -109,3 +109,52 @@ def test_token_ids_of_an_embedding_are_known_by_their_shape() -> None:
     for token in range(5):
         assert memory.call(run, embed, 0, (torch.tensor([[token]]),), {}).shape == (1, 1, 4)
     assert len(calls) == 1
+
+
+def test_what_decides_about_a_shape_is_small_integers_and_how_a_module_is_called() -> None:
+    """256 numbers are looked at, more are data; a flag is another call; of 65 kinds of calls the first is forgotten."""
+    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    memory, calls = ShapeMemory(), []
+
+    def tower(numbers: Tensor, *, flag: Any = None) -> Any:
+        calls.append(numbers)
+        return StageTensor(torch.empty(2, 4, dtype=torch.float16, device="meta"), (0,), run)
+
+    def num_calls(*given: Tensor, **flags: Any) -> int:
+        calls.clear()
+        for numbers in given:
+            made = memory.call(run, tower, 0, (numbers,), flags)
+            assert made.dtype == torch.float16 and made.holders == (0,)
+        return len(calls)
+
+    def of(size: int, number: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full((size,), number, dtype=dtype)
+
+    assert num_calls(of(256), of(256, 1), of(256)) == 2 and num_calls(of(257), of(257, 1)) == 1
+    assert num_calls(of(8, 0, torch.float32), of(8, 1, torch.float32)) == 1, "pixels"
+    assert num_calls(of(8), of(8, 0, torch.int32), of(8)) == 2
+    assert num_calls(of(8), flag=True) == num_calls(of(8), flag="a") == num_calls(of(8), flag=2) == 1
+    assert num_calls(of(8), flag=True) == num_calls(of(8), flag=2) == 0
+    fresh = ShapeMemory()
+    memory = fresh
+    assert num_calls(*(of(4, number) for number in range(65))) == 65
+    assert num_calls(of(4, 1)) == 0 and num_calls(of(4, 0)) == 1
+
+
+def test_a_call_with_a_full_cache_says_nothing_of_one_with_an_empty_one() -> None:
+    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    layer, memory = Layer(), ShapeMemory()
+
+    def step(cache: Any, length: int, mask: int) -> None:
+        hidden = StageTensor(torch.empty(2, length, 3, device="meta"), (0,), run)
+        memory.call(run, layer, 0, (hidden,), {"mask": torch.ones(2, mask), "cache": cache})
+
+    first, second = DynamicCache(), DynamicCache()
+    for at in range(3):  # prompts of one token: the key is the same, the cache empty and then full
+        step(first, 1, 1 + at)
+    assert layer.calls == 3
+    step(first, 1, 4)
+    assert layer.calls == 3, "two lengths of full caches gave the same"
+    step(second, 1, 9)
+    assert layer.calls == 4, "an empty one with another mask"
+    assert [first.get_seq_length(), second.get_seq_length()] == [4, 1]

@@ -121,6 +121,33 @@ def test_every_way_gives_the_gradients_of_plain_autograd(is_split: bool, is_halv
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_each_backward_is_of_its_own_micro_batch_at_the_scale_of_the_day() -> None:
+    """Unlike micro-batches, in another order than their forwards; sums may begin in the last one's backward alone."""
+    log: list[str] = []
+    hooks = Hooks()
+    hooks.begin_reduction = lambda: log.append("begin")  # type: ignore[attr-defined]
+    compute, parameters = make(hooks)
+    compute._reduces_in = 1
+    given = {m: inputs() for m in (1, 2)}
+    for m, (data, rows, shared) in given.items():
+        compute.forward(m, None, [data], [rows.clone(), shared.clone()])
+    before = [torch.zeros_like(p) for p in parameters]
+    for m, scale in ((2, 4.0), (1, 32.0)):
+        data, rows, shared = given[m]
+        loss = call(*parameters, data, rows, shared)[3]
+        wanted = torch.autograd.grad(loss * scale * 0.5, parameters, allow_unused=True)
+        hooks.loss_scale = scale
+        hooks.accumulate = lambda: log.append("accumulate")  # type: ignore[method-assign]
+        compute.backward(m, [None, None, None])
+        for p, old, gradient in zip(parameters, before, wanted, strict=True):
+            found = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.testing.assert_close(found, old + (0 if gradient is None else gradient))
+        before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+    assert log == ["accumulate", "begin", "accumulate"]
+    with pytest.raises(KeyError):
+        compute.backward(1, [None, None, None])
+
+
 def test_a_stage_without_backwards_keeps_nothing() -> None:
     compute, _ = make(None)
     data, rows, shared = inputs()

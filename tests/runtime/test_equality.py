@@ -10,11 +10,11 @@ from torch import Tensor
 
 from gpp_plugin.relative_errors import loss_difference
 from tests.ranks import run_ranks
-from tests.reference import gradient_errors, train_reference
+from tests.reference import assert_near, train_reference
 from tests.runtime import jobs
 from tests.tiers import some
 
-FIRST_LOSS, LATER_LOSSES, GRADIENTS = 1e-6, 1e-5, 2e-6
+FIRST_LOSS, LATER_LOSSES = 1e-6, 1e-5
 
 
 def job(model: str, *, mini_batch: int = 8, unit: int = 2, zero: int = 0, **block: Any) -> jobs.Job:
@@ -54,32 +54,9 @@ def compare(
     worst = 0.0
     for answer in answers:
         covered |= set(answer["gradients"])
-        errors = gradient_errors(answer["gradients"], gradients)
-        worst = max(worst, *errors.values(), 0.0)
-        inexact = {name: error for name, error in errors.items() if error > slack * GRADIENTS}
-        if inexact:
-            assert_is_rounding(answer["gradients"], gradients, exact(), inexact)
+        worst = max(worst, assert_near(answer["gradients"], gradients, exact=exact, slack=slack))
     assert covered == set(gradients), "some parameters are on no stage"
     return loss_difference(found, losses), worst
-
-
-def assert_is_rounding(
-    found: dict[str, Tensor],
-    reference: dict[str, Tensor],
-    exact: dict[str, Tensor],
-    inexact: dict[str, float],
-) -> None:
-    """Hold gradients that differ in fp32 against fp64: both must be equally far from the truth.
-
-    Only gradients that fp32 itself does not reproduce may get here (a key projection's bias, whose
-    gradient is structurally zero): what is left of them is noise, which changes with the micro-batch size.
-    """
-    noise = gradient_errors(reference, exact)
-    ours = gradient_errors(found, exact)
-    for name, error in inexact.items():
-        assert noise[name] > GRADIENTS and ours[name] <= 3 * noise[name], (
-            f"{name}: error {error:.1e} against fp32, {ours[name]:.1e} against fp64 (single process {noise[name]:.1e})"
-        )
 
 
 JOBS: dict[str, tuple[int, list[jobs.Job]]] = {

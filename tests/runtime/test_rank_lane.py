@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_in_flight
 from gpp_benchmarks._exactness_ranks import LinearHooks, gradient_error, rank_executor, stage_rows
@@ -163,6 +164,64 @@ def test_a_consumer_reads_the_tensor_that_its_producer_made() -> None:
         made, read = watched[2].made["B", micro_batch][0], watched[1].read["B", micro_batch][0]
         assert made.data_ptr() == read.data_ptr()
     assert not any(hand_overs()._places.values())
+
+
+class Counted(Watched):
+    """Counts what stages hand over to each other and is still there, as tasks begin."""
+
+    def __init__(self, compute: Any, held: list[StorageWeakRef], most: list[int]) -> None:
+        super().__init__(compute)
+        self._held, self._most = held, most
+
+    def _watch(self, tensors: Sequence[Tensor]) -> None:
+        known = {each.cdata for each in self._held if not each.expired()}
+        self._held[:] = [each for each in self._held if not each.expired()]
+        new = {t.untyped_storage()._cdata: StorageWeakRef(t.untyped_storage()) for t in tensors if t.ndim}
+        self._held += [each for key, each in new.items() if key not in known]
+        self._most.append(len(self._held))
+
+    def forward(
+        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        made = self._compute.forward(micro_batch, half, inputs, received)
+        self._watch(made)
+        return made
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        made = self._compute.backward(micro_batch, gradients)
+        self._watch(made)
+        return made
+
+
+def test_what_was_handed_over_and_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpp_benchmarks._exactness_ranks as ranks
+
+    held, most = list[StorageWeakRef](), list[int]()
+    plain, step = ranks.stage_compute, LinearHooks.step
+    monkeypatch.setattr(ranks, "stage_compute", lambda *given: Counted(plain(*given), held, most))
+    left: list[int] = []
+
+    def count(hooks: LinearHooks) -> Any:
+        left.append(sum(not each.expired() for each in held))
+        return step(hooks)
+
+    monkeypatch.setattr(LinearHooks, "step", count)
+    plan = emulated_plan("chain", chain_links(3), num_micro_batches=12, samples=2)
+    plan = with_in_flight(
+        dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, ranks=(0,)) for s in plan.stages))
+    )
+    network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
+    hooks = {i: LinearHooks({n: p.clone() for n, p in network.starts[i].items()}, None) for i in range(3)}
+    programs = lower_schedules(plan, build_schedules(plan))
+    executor = rank_executor(programs[0], network, hooks, transport=None)
+    executor.run(
+        [
+            stage_rows(network, i, 0, torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64))
+            for i in hooks
+        ]
+    )
+    assert left and not any(left), "at the step nothing of the mini-batch is there"
+    assert max(most) <= 8 < 12, most
 
 
 def test_hand_overs_are_no_messages_of_a_recorded_mini_batch() -> None:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpp_plugin.errors import PlanError, RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
@@ -48,12 +49,21 @@ class ThreadTransport:
     def __init__(self, queues: dict[Message, Channel]) -> None:
         self._queues = queues
         self.under_way = self.most_under_way = 0
+        self.held: list[StorageWeakRef] = []
+        self.most_held = 0
+
+    def watch(self, tensors: Sequence[Tensor]) -> None:
+        """Count what was sent or received and is still there."""
+        self.held = [each for each in self.held if not each.expired()]
+        self.held += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor.numel()]
+        self.most_held = max(self.most_held, len(self.held))
 
     def bind_send(self, message, wires, edge):
         def post(tensors: Sequence[Tensor]) -> _Sent:
             for tensor, wire in zip(tensors, wires, strict=True):
                 assert tensor.shape == wire.shape
             self._queues[message].put(([tensor.clone() for tensor in tensors], taken := threading.Event()))
+            self.watch(tensors)
             self.under_way += 1
             self.most_under_way = max(self.most_under_way, self.under_way)
             return _Sent(self, taken)
@@ -61,7 +71,11 @@ class ThreadTransport:
         return post
 
     def bind_receive(self, message, wires, edge):
-        return lambda buffers: _Arrival(self._queues[message], buffers)
+        def post(buffers: Sequence[Tensor]) -> _Arrival:
+            self.watch(buffers)
+            return _Arrival(self._queues[message], buffers)
+
+        return post
 
     def open(self, channels) -> None:
         pass
@@ -106,7 +120,16 @@ class _Arrival:
 
 
 class Hooks:
+    """Takes no step; notes what of the mini-batch's messages is held when all of it is through.
+
+    Args:
+        transport: of the rank.
+    """
+
     loss_scale = 1.0
+
+    def __init__(self, transport: ThreadTransport | None = None) -> None:
+        self._transport = transport
 
     def accumulate(self) -> None:
         pass
@@ -118,7 +141,9 @@ class Hooks:
         pass
 
     def step(self) -> None:
-        pass
+        if self._transport is not None:
+            self._transport.watch(())
+            assert not self._transport.held, "nobody reads or sends them any more"
 
 
 # ---- a random graph --------------------------------------------------------------------------------------
@@ -224,7 +249,7 @@ def received_by(plan: PipelinePlan, index: int) -> tuple[str, ...]:
 
 
 def run_rank(plan, axes, program: RankProgram, specs, queues, data: Tensor):
-    """Return this rank's parameters after a mini-batch, with their gradients, its losses, and its most sends."""
+    """Return this rank's parameters after a mini-batch, with their gradients, its losses, and its transport."""
     transport = ThreadTransport(queues)
     stage, index, rank = plan.stages[program.stage], program.stage, program.rank
     held = {
@@ -266,14 +291,14 @@ def run_rank(plan, axes, program: RankProgram, specs, queues, data: Tensor):
         compute=compute,
         specs=specs,
         transport=transport,
-        hooks=Hooks(),
+        hooks=Hooks(transport),
         device=torch.device("cpu"),
         loss="loss" if has_loss else None,
     )
     rows = [stage.samples(m, rank) for m in range(plan.num_micro_batches(index))]
     whole = shard(data, stage, rank, axes[index])
     result = executor.run([(whole[r.first_sample : r.end],) for r in rows])
-    return held, result.losses, transport.most_under_way
+    return held, result.losses, transport
 
 
 def alone(plan: PipelinePlan, data: Tensor) -> tuple[list[dict[str, Tensor]], float]:
@@ -349,7 +374,7 @@ def test_gradients_equal_those_of_one_process(seed):
                     )
 
 
-def test_sends_of_long_ago_are_let_go():
+def test_what_was_sent_or_read_long_ago_is_let_go():
     """Twelve micro-batches, one at a time, of a stage that sends one tensor for each: two may be under way."""
     stages = (
         Stage(name="s0", blocks=("b0",), ranks=(0,), micro_batch_size=1, in_flight=1),
@@ -358,7 +383,9 @@ def test_sends_of_long_ago_are_let_go():
     plan = make_plan(stages, (edge_between(0, 1, [None, None], has_whole=False),), mini_batch=MINI_BATCH)
     data = torch.ones(MINI_BATCH, SIDE, SIDE, dtype=torch.float64)
     ranks = run_threads(plan, [None, None], specs_of(plan), data)
-    assert [most for *_, most in ranks] == [3, 3]  # and the one that was just posted
+    assert [transport.most_under_way for *_, transport in ranks] == [3, 3]  # and the one that was just posted
+    # receives that are posted ahead, what a task reads and what is under way: of the 12 of a mini-batch each way
+    assert all(4 < transport.most_held < 8 for *_, transport in ranks)
 
 
 def sharded_pair(axis: int) -> PipelinePlan:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import re
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +16,8 @@ from torch import Tensor
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.runtime.messages.mailbox import Mailbox
+from gpp_plugin.runtime.messages.pending import MessagePlace, Posted
 from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, make_transport
 from gpp_plugin.runtime.messages.wires import Wire
 from tests.ranks import run_kept_ranks
@@ -130,3 +136,80 @@ def test_a_wait_in_vain_names_rank_edge_and_micro_batch() -> None:
         "receive of activation from rank 0 on rank 1, edge text -> loss, micro-batch 3, samples 4..5: nothing came "
         "within 0.5 s; look for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
     )
+
+
+class Work:
+    def __init__(self, log: list[object], error: str = "", done: bool = True) -> None:
+        self._log, self._error, self._done = log, error, done
+
+    def wait(self, *limit: object) -> None:
+        self._log.append(limit)
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def is_completed(self) -> bool:
+        return self._done
+
+
+def test_what_was_posted_is_waited_for_once_and_then_kept_no_longer() -> None:
+    log: list[object] = []
+    place = MessagePlace("send", message(0, edge=0, micro_batch=1), "a -> b", datetime.timedelta(seconds=9))
+    sent, staged, arrives = torch.ones(2), torch.full((2,), 3.0), torch.zeros(2)
+    watched = weakref.ref(sent)
+    posted = Posted([Work(log), Work(log, done=False)], place, [sent], [(arrives, staged)])  # type: ignore[list-item]
+    del sent
+    assert not posted.is_done() and watched() is not None
+    for _ in range(2):
+        posted.wait()
+        assert log == [(place.timeout,)] * 2 and arrives.tolist() == [3.0, 3.0]
+        arrives.zero_().add_(3.0)
+    assert posted.is_done() and watched() is None
+    Posted([Work(log)], MessagePlace("send", place.message, "a", None), []).wait()  # type: ignore[list-item]
+    assert log[2:] == [()], "no limit"
+
+
+@pytest.mark.parametrize(
+    ("verb", "waited_s", "error", "said"),
+    [
+        (
+            "receive",
+            8.2,
+            "late",
+            r"from rank 0 on rank 1, edge a, micro-batch 4, .*: nothing came within 9 s",
+        ),
+        (
+            "send",
+            8.0,
+            "odd",
+            r"to rank 1 on rank 0, edge a, micro-batch 1, samples 4..5: after 8.0 s: odd; look",
+        ),
+        ("send", 9.5, "Connection RESET by peer", "after 9.5 s the other rank is gone"),
+    ],
+)
+def test_a_failed_message_says_where_and_why(verb: str, waited_s: float, error: str, said: str) -> None:
+    place = MessagePlace(verb, message(0, edge=0, micro_batch=1), "a", datetime.timedelta(seconds=9))
+    assert re.search(said, place.describe(RuntimeError(error), waited_s))
+
+
+@pytest.mark.parametrize(
+    ("depth", "limit", "sizes", "carried", "marks"),
+    [
+        (4, 1000, [1] * 8, 0, [5, 5, 5, 8, 8, 8, 8, 8]),
+        (0, 1000, [1] * 3, 0, [1, 2, 3]),
+        (1, 1000, [1] * 4, 0, [2, 2, 4, 4]),
+        (4, 1000, [1] * 8, 2, [7, 7, 7, 8, 8, 8]),
+        (4, 2, [1] * 8, 0, [4, 4, 6, 6, 8, 8, 8, 8]),
+        (4, 9, [1, 5, 1, 10, 1, 1, 1, 1], 0, [3, 3, 7, 7, 7, 8, 8, 8]),
+    ],
+)  # fmt: skip
+def test_receives_are_posted_ahead_in_batches_within_their_bytes(
+    depth: int, limit: int, sizes: list[int], carried: int, marks: list[int]
+) -> None:
+    mail = object.__new__(Mailbox)
+    vars(mail).update(
+        _transport=SimpleNamespace(prepost_depth=depth, prepost_bytes=limit),
+        _travelling=list(range(len(sizes))),
+        _num_carried=carried,
+        _routes=SimpleNamespace(receives=[(None, [SimpleNamespace(num_bytes=size)]) for size in sizes]),
+    )
+    assert mail._posted_at() == marks

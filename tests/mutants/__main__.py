@@ -149,6 +149,8 @@ def try_fault(fault: Fault, reach: Reach, first: str = "") -> Result:
     by = by.split(" - ")[0].partition(" ")[2]
     if status == 0:
         return Result(fault=fault, verdict="not seen", tests=len(tests), seconds=seconds)
+    if status in (3, 4, 5):  # pytest itself did not run them
+        raise SystemExit(f"{fault}: the tests did not run (exit {status}): {text[-2000:]}")
     if status is None:
         return Result(fault=fault, verdict="not seen", by="time was up", tests=len(tests), seconds=seconds)
     return Result(fault=fault, verdict="seen", by=by or "does not end", tests=len(tests), seconds=seconds)

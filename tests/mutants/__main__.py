@@ -54,27 +54,27 @@ class Result:
 
 
 class Reach:
-    """Which tests reach which function, cheapest first; tests that fail without a fault are left out."""
+    """Which tests reach which block of the package; tests that fail without a fault are left out."""
 
     def __init__(self, folder: Path) -> None:
         self._seconds: dict[str, float] = {}
+        self._shared: dict[str, float] = defaultdict(float)
         failing = set()
         for path in folder.glob("times-*.jsonl"):
-            for test, seconds, passed in map(json.loads, path.read_text().splitlines()):
-                self._seconds[test] = seconds
+            for test, setup_s, call_s, passed in map(json.loads, path.read_text().splitlines()):
+                self._seconds[test] = call_s
+                file = test.split("::")[0]
+                self._shared[file] = max(self._shared[file], setup_s)
                 failing |= set() if passed else {test}
         self._seconds = {test: s for test, s in self._seconds.items() if test not in failing}
         self.failing = sorted(failing)
-        places = block_places()
-        reached: dict[str, set[int]] = defaultdict(set)
+        self._places = block_places()
+        self._tests: dict[int, set[str]] = defaultdict(set)
         for path in folder.glob("[0-9]*.jsonl"):
             for label, blocks in map(json.loads, path.read_text().splitlines()):
-                reached[label.replace(" (teardown)", CALL)].update(blocks)
-        self._tests: dict[tuple[str, str], set[str]] = defaultdict(set)
-        for label, blocks in reached.items():
-            tests = self._tests_of(label)
-            for function in {places[block][:2] for block in blocks}:
-                self._tests[function] |= tests
+                tests = self._tests_of(label.replace(" (teardown)", CALL))
+                for block in blocks:
+                    self._tests[block] |= tests
 
     def _tests_of(self, label: str) -> set[str]:
         """Return the tests that a phase counts for: what a fixture reached is reached by all tests of its file."""
@@ -83,10 +83,26 @@ class Reach:
             return {test for test in self._seconds if test.split("::")[0] == file}
         return {label.removesuffix(CALL)} & self._seconds.keys()
 
-    def tests(self, file: str, function: str, first: str = "") -> list[str]:
-        """Return the tests that reach a function, cheapest first behind the one named ``first``."""
-        found = self._tests.get((file, function), set())
-        return sorted(found, key=lambda test: (test != first, self._seconds[test], test))
+    def tests(self, file: str, line: int, first: str = "") -> list[str]:
+        """Return the tests that reach a line.
+
+        In this order: the one named ``first``, those of the folder that mirrors the file's, the others; the cheap ones
+        before the dear ones, with what their file's fixtures take.
+        """
+        around = [
+            (last - begin, number)
+            for number, (name, begin, last) in enumerate(self._places)
+            if name == file and begin <= line <= last
+        ]
+        if not around:
+            return []
+        mirror = f"tests/{file.split('/')[0]}/"
+
+        def place(test: str) -> tuple[bool, bool, float, str]:
+            seconds = self._seconds[test] + self._shared[test.split("::")[0]]
+            return test != first, not test.startswith(mirror), seconds, test
+
+        return sorted(self._tests.get(min(around)[1], set()), key=place)
 
 
 def measure_reach(folder: Path, arguments: Sequence[str]) -> None:
@@ -128,10 +144,10 @@ def try_fault(fault: Fault, reach: Reach, first: str = "") -> Result:
     if fault.equivalent:
         return Result(fault=fault, verdict="equivalent")
     try:
-        path = place_of(fault)
+        path, line = place_of(fault)
     except DoesNotApply:
         return Result(fault=fault, verdict="does not apply")
-    tests = reach.tests(path.relative_to(ROOT / PACKAGE).as_posix(), fault.function.split(".", 1)[1], first)
+    tests = reach.tests(path.relative_to(ROOT / PACKAGE).as_posix(), line, first)
     if not tests:
         return Result(fault=fault, verdict="not reached")
     started = time.monotonic()

@@ -131,7 +131,7 @@ def _fault(rng: random.Random, layer: str, path: Path, name: str) -> Fault | Non
         before, after = ast.unparse(change.before), ast.unparse(change.after)
         fault = Fault(layer=layer, function=f"{path.stem}.{name}", before=before, after=after)
         try:
-            compile(changed(source, fault), str(path), "exec")
+            compile(changed(source, fault)[0], str(path), "exec")
         except (DoesNotApply, SyntaxError, ValueError):
             continue
         return fault

@@ -67,21 +67,20 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
             yield from functions(node, prefix)
 
 
-def place_of(fault: Fault, package: Path = ROOT / "gpp_plugin") -> Path:
-    """Return the file that holds the fault's function: basenames occur once in the package.
+def place_of(fault: Fault, package: Path = ROOT / "gpp_plugin") -> tuple[Path, int]:
+    """Return the file that holds the fault's function, and the line: basenames occur once in the package.
 
     Raises:
         DoesNotApply: no file of that name, or it no longer holds the function or the expression.
     """
     basename = fault.function.split(".")[0]
     for path in package.rglob(f"{basename}.py"):
-        changed(path.read_text(), fault)
-        return path
+        return path, changed(path.read_text(), fault)[1]
     raise DoesNotApply(f"{fault}: no file {basename}.py")
 
 
-def changed(source: str, fault: Fault) -> ast.Module:
-    """Return the syntax tree of a file with the fault planted.
+def changed(source: str, fault: Fault) -> tuple[ast.Module, int]:
+    """Return the syntax tree of a file with the fault planted, and the line where it is.
 
     Raises:
         DoesNotApply: the file does not hold the function, or the function not the expression.
@@ -95,7 +94,7 @@ def changed(source: str, fault: Fault) -> ast.Module:
                 function.body[number] = swap.visit(statement)
             if swap.left >= 0:
                 raise DoesNotApply(f"{fault}: the function no longer holds it")
-            return ast.fix_missing_locations(tree)
+            return ast.fix_missing_locations(tree), swap.line
     raise DoesNotApply(f"{fault}: no such function")
 
 
@@ -110,10 +109,12 @@ class _Swap(ast.NodeTransformer):
         self.kind = ast.expr if isinstance(before, ast.expr) else ast.stmt
         self.after = after
         self.left = fault.occurrence
+        self.line = 0
 
     def visit(self, node: ast.AST) -> ast.AST:
         if self.left >= 0 and isinstance(node, self.kind) and ast.unparse(node) == self.before:
             self.left -= 1
             if self.left < 0:
+                self.line = node.lineno  # type: ignore[attr-defined]
                 return ast.copy_location(self.after, node)
         return self.generic_visit(node)

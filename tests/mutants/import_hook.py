@@ -31,7 +31,7 @@ def install() -> None:
         return
     if "GPP_FAULT" in os.environ:
         fault = Fault(**json.loads(os.environ["GPP_FAULT"]))
-        sys.meta_path.insert(0, _Finder(_Planted(fault, place_of(fault))))
+        sys.meta_path.insert(0, _Finder(_Planted(fault, place_of(fault)[0])))
     else:
         probed = _Probed()
         HITS.extend(bytes(probed.size))
@@ -58,26 +58,26 @@ def note(label: str | None = None) -> None:
             file.write(json.dumps([label, found]) + "\n")
 
 
-def block_places(package: Path = ROOT / PACKAGE) -> list[tuple[str, str, int]]:
-    """Return file, function and line of every block, by its number."""
+def block_places(package: Path = ROOT / PACKAGE) -> list[tuple[str, int, int]]:
+    """Return file, first and last line of every block, by its number."""
     places = []
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
-        for function, block in _blocks(ast.parse(path.read_text())):
-            places.append((name, function, block[0].lineno))
+        for block in _blocks(ast.parse(path.read_text())):
+            places.append((name, block[0].lineno, block[-1].end_lineno or block[-1].lineno))
     return places
 
 
-def _blocks(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """Yield every list of statements in functions, with the innermost function's name, in a fixed order."""
-    for name, function in functions(tree):
+def _blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    """Yield every list of statements in functions, in a fixed order."""
+    for _, function in functions(tree):
         stack: list[ast.AST] = [function]
         while stack:
             node = stack.pop()
             for field in ("body", "orelse", "finalbody"):
                 block = getattr(node, field, None)
                 if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
-                    yield name, block
+                    yield block
             inner = ast.iter_child_nodes(node)
             stack += [each for each in inner if not isinstance(each, ast.expr) and not _is_definition(each)]
 
@@ -94,7 +94,7 @@ class _Planted:
         self._path = path
 
     def tree(self, path: Path, source: str) -> ast.Module | None:
-        return changed(source, self._fault) if path == self._path else None
+        return changed(source, self._fault)[0] if path == self._path else None
 
     def names(self) -> dict[str, Any]:
         return {}
@@ -115,7 +115,7 @@ class _Probed:
         if name not in self._first:
             return None
         tree = ast.parse(source)
-        for number, (_, block) in enumerate(list(_blocks(tree)), self._first[name]):
+        for number, block in enumerate(list(_blocks(tree)), self._first[name]):
             probe = ast.parse(f"__gpp_hits__[{number}] = 1").body[0]
             is_docstring = isinstance(block[0], ast.Expr) and isinstance(block[0].value, ast.Constant)
             for each in ast.walk(probe):

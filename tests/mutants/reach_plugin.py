@@ -3,7 +3,7 @@
     pytest -p tests.mutants.reach_plugin
 
 Where `GPP_REACH` names a folder a process appends there what ran (`import_hook.note`), and to ``times-PID.jsonl`` a row
-``[test, seconds, passed]`` a test. Where `GPP_ORDER` names a file of node ids the tests run in its order.
+``[test, seconds of its set-up, seconds of its call, passed]`` a test. Where `GPP_ORDER` names a file of node ids the tests run in its order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 
 from tests.mutants import import_hook
 
+SETUP_S = pytest.StashKey[float]()
 SETUP, CALL = " (setup)", " (call)"
 
 
@@ -33,7 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     import_hook.note("before")
+    start = time.monotonic()
     yield
+    item.stash[SETUP_S] = time.monotonic() - start
     import_hook.note(item.nodeid + SETUP)
 
 
@@ -48,4 +51,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if "GPP_REACH" in os.environ:
             path = Path(os.environ["GPP_REACH"], f"times-{os.getpid()}.jsonl")
             with path.open("a") as file:
-                file.write(json.dumps([item.nodeid, time.monotonic() - start, passed]) + "\n")
+                file.write(
+                    json.dumps([item.nodeid, item.stash[SETUP_S], time.monotonic() - start, passed]) + "\n"
+                )

@@ -156,7 +156,7 @@ def try_fault(fault: Fault, reach: Reach, first: str = "") -> Result:
         order.write_text("\n".join(tests))
         files = dict.fromkeys(test.split("::")[0] for test in tests)
         ids.write_text("\n".join(tests if len(tests) < 400 else files))
-        command = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        command = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-n0"]
         command += ["--timeout", str(HANG_S), "--timeout-method", "thread", "--durations=0", f"@{ids}"]
         variables = {"GPP_FAULT": json.dumps(dataclasses.asdict(fault)), "GPP_ORDER": str(order)}
         status, text = _run(_pytest(*command), _environment(variables))
@@ -166,7 +166,7 @@ def try_fault(fault: Fault, reach: Reach, first: str = "") -> Result:
     if status == 0:
         return Result(fault=fault, verdict="not seen", tests=len(tests), seconds=seconds)
     if status in (3, 4, 5):  # pytest itself did not run them
-        raise SystemExit(f"{fault}: the tests did not run (exit {status}): {text[-2000:]}")
+        raise RuntimeError(f"{fault}: the tests did not run (exit {status}): {text[-2000:]}")
     if status is None:
         return Result(fault=fault, verdict="not seen", by="time was up", tests=len(tests), seconds=seconds)
     return Result(fault=fault, verdict="seen", by=by or "does not end", tests=len(tests), seconds=seconds)

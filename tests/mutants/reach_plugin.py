@@ -22,6 +22,10 @@ SETUP_S = pytest.StashKey[float]()
 SETUP, CALL = " (setup)", " (call)"
 
 
+def pytest_sessionstart() -> None:
+    import_hook.come_first()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "GPP_ORDER" in os.environ:

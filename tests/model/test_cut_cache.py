@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.model.generation.cache_peers import CachePeers
-from gpp_plugin.model.generation.sequence_cache import (
+from gpp_plugin.integrations.huggingface.sequence_cache import (
     SequenceLayer,
     attention,
     merge_partial,

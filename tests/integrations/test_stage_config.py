@@ -117,15 +117,9 @@ def test_other_optimizers_pass_unchanged(optimizer: dict[str, Any], device_type:
     assert derived.notes == ()
 
 
-def test_what_has_no_effect_is_said() -> None:
-    notes = derive(
-        {"prescale_gradients": True, "wall_clock_breakdown": True, "flops_profiler": {"enabled": True}}
-    ).notes
-    assert [note.split()[0] for note in notes] == [
-        "prescale_gradients",
-        "wall_clock_breakdown",
-        "flops_profiler",
-    ]
+def test_what_the_stages_own_engines_do_not_do_is_said() -> None:
+    notes = derive({"wall_clock_breakdown": True, "flops_profiler": {"enabled": True}}).notes
+    assert [note.split()[0] for note in notes] == ["wall_clock_breakdown", "flops_profiler"]
 
 
 def test_zero_3_is_zero_1_to_deepspeed() -> None:
@@ -136,7 +130,6 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
     assert zero["stage"] == 1 and not [
         key for key in zero if key.startswith("stage3") or key == "sub_group_size"
     ]
-    assert [note for note in derived.notes if "stage3_max_live_parameters, sub_group_size without" in note]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +164,7 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
             "tensor_parallel.autotp_size: stages are shared out among ranks by graph_pipeline.",
         ),
         ({"optimizer": {"type": "Muon", "params": {}}}, "optimizer.type: Muon"),
-        ({"elasticity": {"enabled": True}}, "elasticity.enabled: "),
+        ({"elasticity": {"enabled": False}}, "elasticity: "),  # DeepSpeed has removed it
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal: "),
     ],
 )
@@ -186,7 +179,6 @@ def test_what_stages_cannot_do_is_refused_by_its_key(config: dict[str, Any], sta
     "config",
     [
         {"torch_autocast": {"enabled": False}},
-        {"elasticity": {"enabled": False}},
         {"compile": {"deepcompile": False}},
         {"gradient_allreduce_op": "mean"},
         {"tensor_parallel": {"autotp_size": 1}},

@@ -5,8 +5,8 @@
 
 DeepSpeed's classes drop "auto", take old names, and turn texts into numbers: whoever read the text a second time might
 read something else (``bool("auto")``). So all that follows reads the settled configuration. What they would let through
-and trip over after minutes is refused before: a clipping of NaN, a learning rate that is a text. The batch arithmetic is
-ours (`config.batch_sizes`), so their classes see one that always multiplies out.
+and trip over after minutes is refused before: a clipping of NaN, a learning rate that is a text. The batch arithmetic
+is ours (`config.batch_sizes`), so their classes see one that always multiplies out.
 
 Tests: tests/integrations/test_deepspeed_keys.py, tests/test_malformed.py
 """
@@ -257,9 +257,10 @@ def _why_refused(config: Mapping[str, Any], error: Exception) -> str:
                 f"{place}: unknown key (value {show(item['input'])}); the keys are {', '.join(known)}"
             )
         else:
-            lines.append(
-                f"{place}: {show(item['input'])} is not valid; {item['msg'][:1].lower()}{item['msg'][1:]}"
-            )
+            # of a whole block the input is an object of DeepSpeed's
+            found = item["input"] if item["loc"] else value
+            reason = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+            lines.append(f"{place}: {show(found)} is not valid; {reason[:1].lower()}{reason[1:]}")
     return "\n".join(dict.fromkeys(lines))
 
 
@@ -314,7 +315,7 @@ def _refuse(given: Mapping[str, Any], settled: Mapping[str, Any]) -> None:
     kind = (settled.get("optimizer") or {}).get("type")
     why = REFUSED_OPTIMIZERS.get(str(kind).lower())
     if why is not None:
-        lines["optimizer"] = f"optimizer.type: {kind} {why}; use AdamW"
+        lines["optimizer"] = f"optimizer.type: {kind} {why}: use AdamW"
     zero = settled.get("zero_optimization") or {}
     held = (zero.get("offload_optimizer") or {}).get("device", "none")
     place = "zero_optimization.offload_optimizer"

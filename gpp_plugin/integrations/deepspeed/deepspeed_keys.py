@@ -1,7 +1,7 @@
 """Every key of DeepSpeed's configuration, sub-keys included, and what a graph of stages makes of it: one table.
 
-`config_values` and `stage_config` go by it, `gpp doctor --keys` prints it, and a test walks the configuration classes of
-the installed DeepSpeed: a key of theirs that is not here fails it.
+`config_values` and `stage_config` go by it, `gpp doctor --keys` prints it, and a test walks the configuration classes
+of the installed DeepSpeed: a key of theirs that is not here fails it.
 
 Tests: tests/integrations/test_deepspeed_keys.py
 """
@@ -202,8 +202,8 @@ _NO_EFFECT: tuple[tuple[str, str, str, bool], ...] = (
     ("zero_optimization", "load_from_fp32_weights elastic_checkpoint legacy_stage1 pipeline_loading_checkpoint",
      _OWN_FILES, False),
     ("zero_optimization", "memory_efficient_linear override_module_apply log_trace_cache_warnings "
-         "enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module cpu_offload_use_pin_memory sub_group_size "
-         "zero_hpz_partition_size",
+         "enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module cpu_offload_use_pin_memory "
+         "sub_group_size zero_hpz_partition_size",
      "the program says when a stage's weights are gathered, and files always hold whole ones", False),
     ("zero_optimization", "prefetch_bucket_size stage3_prefetch_bucket_size param_persistence_threshold "
          "stage3_param_persistence_threshold model_persistence_threshold stage3_model_persistence_threshold "
@@ -240,7 +240,7 @@ REFUSED_OPTIMIZERS = {
     "muon": "orthogonalises gradients inside DeepSpeed's own reduction, which stages do not use",
     **dict.fromkeys(
         ("onebitadam", "zerooneadam", "onebitlamb"),
-        "compresses gradients inside DeepSpeed's own reduction, which stages do not use (and DeepSpeed 0.19 has removed)",
+        "compresses gradients inside DeepSpeed's own reduction, which stages do not use; DeepSpeed 0.19 has removed it",
     ),
 }
 """Lower-case names of optimizers that DeepSpeed has or had, and why stages cannot have them."""
@@ -266,8 +266,15 @@ def _rows() -> Iterator[Key]:
 KEYS: Mapping[str, Key] = {key.path: key for key in sorted(_rows(), key=lambda key: key.path)}
 """Path -> the key. What an optimizer and a schedule take is their constructors'; `bfloat16` has the keys of `bf16`."""
 
-FREE = frozenset({"optimizer.params", "scheduler.params", "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
-                  "autotuning.arg_mappings", "tensor_parallel.partition_config"})  # fmt: skip
+FREE = frozenset(
+    {
+        "optimizer.params",
+        "scheduler.params",
+        "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
+        "autotuning.arg_mappings",
+        "tensor_parallel.partition_config",
+    }
+)
 """Objects whose keys are names of the user's, or of the class that gets them."""
 
 

@@ -211,6 +211,8 @@ def use(folder: Path, python: Path) -> None:
     _require_inside(folder, trained["package"])
     if len(trained["losses"]) != 2 or len(trained["stages"]) != 2:
         raise CheckFailed(f"two steps in two stages were asked for; trained: {line}")
+    for how in ("missing", "broken"):  # all that an extra brings
+        run([*ranks, "wheel_job.py", how], cwd=work)
     for arguments in (
         ["doctor"],
         ["doctor", "--patches"],

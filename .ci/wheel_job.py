@@ -1,13 +1,38 @@
-"""What .ci/wheel.py runs on two ranks with the installed wheel: two steps with a `graph_pipeline` block."""
+"""What .ci/wheel.py runs on two ranks with the installed wheel: two steps with a `graph_pipeline` block.
+
+python wheel_job.py [missing | broken]      without all that an extra brings, or where importing it fails
+"""
 
 import json
 import sys
 
-import deepspeed
-import torch
-from torch import nn
+OPTIONAL = frozenset(
+    "PIL accelerate datasets huggingface_hub matplotlib megatron onnxruntime openvino peft scipy sklearn tensorboard "
+    "timm tokenizers torchaudio torchvision transformers".split()
+)
 
-import gpp_plugin
+
+class _Without:
+    """Finds no optional package, or one that raises."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        """Refuse those of `OPTIONAL`."""
+        if name.partition(".")[0] not in OPTIONAL:
+            return None
+        if sys.argv[1] == "missing":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        raise RuntimeError(f"{name} is broken")
+
+
+if len(sys.argv) > 1:
+    sys.meta_path.insert(0, _Without)
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+import gpp_plugin  # noqa: E402
 
 CONFIG = {
     "train_batch_size": 8,

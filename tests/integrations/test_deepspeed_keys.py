@@ -88,7 +88,7 @@ def fields_of(model: type[DeepSpeedConfigModel], path: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         for each in {name, field.alias or name}:
             yield f"{path}.{each}"
-            for word in re.findall(r"[A-Z]\\w+", str(field.annotation)):
+            for word in re.findall(r"[A-Z]\w+", str(field.annotation)):
                 kind = next((k for k in models() if k.__name__ == word), None)
                 if kind is not None:
                     yield from fields_of(kind, f"{path}.{each}")

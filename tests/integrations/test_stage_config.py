@@ -137,13 +137,13 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
     [
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-            "zero_optimization.offload_param.device: 'cpu'",
+            'zero_optimization.offload_param.device: "cpu"',
         ),
         ({"zero_optimization": 1}, "zero_optimization: expected an object"),
         ({"zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow: "),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
-            "zero_optimization.offload_optimizer.device: 'nvme'",
+            'zero_optimization.offload_optimizer.device: "nvme"',
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
@@ -154,14 +154,14 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
             "data_types.grad_accum_dtype: ",
         ),
-        ({"communication_data_type": "int8"}, "communication_data_type: 'int8'"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: 'sum'"),
+        ({"communication_data_type": "int8"}, 'communication_data_type: "int8"'),
+        ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: "sum"'),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: "),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled: "),
         ({"sparse_gradients": True}, "sparse_gradients: "),
         (
             {"tensor_parallel": {"autotp_size": 2}},
-            "tensor_parallel.autotp_size: stages are shared out among ranks by graph_pipeline.",
+            "tensor_parallel.autotp_size: 2 is not supported: stages are shared out among ranks by graph_pipeline.",
         ),
         ({"optimizer": {"type": "Muon", "params": {}}}, "optimizer.type: Muon"),
         ({"elasticity": {"enabled": False}}, "elasticity: "),  # DeepSpeed has removed it

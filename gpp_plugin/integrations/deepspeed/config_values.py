@@ -253,9 +253,7 @@ def _why_refused(config: Mapping[str, Any], error: Exception) -> str:
         place = path if path.endswith(f".{name}") else ".".join([*guilty[:1], *map(str, item["loc"])])
         known = names_in(place.rpartition(".")[0])
         if item["type"] == "extra_forbidden":
-            lines.append(
-                f"{place}: unknown key (value {show(item['input'])}); the keys are {', '.join(known)}"
-            )
+            lines.append(f"{place}: unknown key (value {show(item['input'])}); {nearest_key(name, known)}")
         else:
             # of a whole block the input is an object of DeepSpeed's
             found = item["input"] if item["loc"] else value

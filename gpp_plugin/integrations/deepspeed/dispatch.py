@@ -38,7 +38,7 @@ from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.guards.agreement import agree_on_job
 from gpp_plugin.engine.loading.feed import sample_from_dataset
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.import_hook import original_initialize
 from gpp_plugin.integrations.deepspeed.adam_build import with_usable_adam
 from gpp_plugin.integrations.deepspeed.config_values import DeepSpeedReading, read_deepspeed
@@ -419,6 +419,11 @@ class DeepSpeedFramework:
             name = error.name or "a package"
             raise ConfigError(
                 f"a monitor of the configuration needs {name}, which is not installed; pip install {name}, or set its "
+                '"enabled" to false'
+            ) from error
+        except Exception as error:  # whatever a package of a monitor raises where it is broken
+            raise ConfigError(
+                f"a monitor of the configuration cannot be made: {first_line(error)}; mend what it needs, or set its "
                 '"enabled" to false'
             ) from error
 

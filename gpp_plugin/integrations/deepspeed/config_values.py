@@ -39,7 +39,7 @@ from gpp_plugin.integrations.deepspeed.deepspeed_keys import (
     names_in,
 )
 from gpp_plugin.integrations.huggingface.config_entries import guilty_key
-from gpp_plugin.ir.typed_leaves import Range, WrongLeaf, reader_of, show
+from gpp_plugin.ir.typed_leaves import Range, WrongLeaf, nearest_key, reader_of, show
 
 _AUTO = "auto"
 _MODELS: Mapping[str, Callable[[DeepSpeedConfig], BaseModel | None]] = {

@@ -61,7 +61,7 @@ HONOURED_KEYS = {
     "communication_data_type gradient_clipping zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
     "wall_clock_breakdown optimizer scheduler fp16 bf16 bfloat16 zero_optimization data_types comms_logger "
     "tensorboard wandb csv_monitor comet flops_profiler",
-    "optimizer": "type params legacy_fusion",
+    "optimizer": "type params",
     "scheduler": "type params",
     "fp16": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
     "min_loss_scale",
@@ -194,6 +194,7 @@ _NO_EFFECT: tuple[tuple[str, str, str, bool], ...] = (
      False),
     ("flops_profiler", "recompute_fwd_factor module_depth top_modules detailed",
      "the graph engine counts the whole model, and no modules", False),
+    ("optimizer", "legacy_fusion", "DeepSpeed 0.19 reads it and makes nothing of it", False),
     ("fp16", "auto_cast", "give the batch's tensors in the type that the model takes", True),
     ("bf16", "immediate_grad_update", "gradients are added up in data_types.grad_accum_dtype", False),
     ("zero_optimization", "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "

@@ -23,7 +23,7 @@ from gpp_plugin.doctor.check import Check, Status, print_advice, print_checks
 from gpp_plugin.doctor.patch_check import PATCH_DIR, report_patches
 from gpp_plugin.doctor.preflight import add_preflight_arguments, check_optimizer, run_preflight
 from gpp_plugin.errors import GppError, RuntimeFailure
-from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, Verdict
+from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict
 from gpp_plugin.launch import emit_event, run_ranks
 from gpp_plugin.report.units import format_bytes, format_table
 
@@ -111,7 +111,7 @@ def report_keys() -> dict[str, Any]:
     """Print what becomes of every key of DeepSpeed's configuration under a ``graph_pipeline`` block."""
     rows = [[key.path, key.verdict.value, key.note] for key in KEYS.values()]
     print(format_table(["key", "verdict", "note"], rows, left=3))
-    counts = {verdict.value: sum(row[1] == verdict.value for row in rows) for verdict in Verdict}
+    counts = {verdict.value: sum(row[1] == verdict.value for row in rows) for verdict in KeyVerdict}
     print("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()) + f"; {len(rows)} keys")
     return {
         "rows": [dict(zip(("key", "verdict", "note"), row, strict=True)) for row in rows],

@@ -16,7 +16,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from gpp_plugin.cli import main
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import _MODELS, read_deepspeed
-from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, Verdict
+from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict
 from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
 
 # ---- every key of the installed release ------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_the_table_has_every_key_of_the_installed_release() -> None:
     assert not missing, (
         f"DeepSpeed {deepspeed.__version__} reads keys that deepspeed_keys.py has no verdict of: {missing}"
     )
-    assert all(key.note for key in KEYS.values() if key.verdict is not Verdict.HONOURED)
+    assert all(key.note for key in KEYS.values() if key.verdict is not KeyVerdict.HONOURED)
 
 
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

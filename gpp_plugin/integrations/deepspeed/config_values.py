@@ -34,7 +34,7 @@ from gpp_plugin.integrations.deepspeed.deepspeed_keys import (
     KEYS,
     REFUSED_OPTIMIZERS,
     REPLACED_KEYS,
-    Verdict,
+    KeyVerdict,
     given_keys,
     names_in,
 )
@@ -303,7 +303,7 @@ def _refuse(given: Mapping[str, Any], settled: Mapping[str, Any]) -> None:
     lines: dict[str, str] = {}
     for path, value in (*given_keys(given), *given_keys(settled)):
         key = KEYS.get(path)
-        if key is None or key.verdict is not Verdict.REFUSED or not key.asks(value):
+        if key is None or key.verdict is not KeyVerdict.REFUSED or not key.asks(value):
             continue
         if isinstance(value, Mapping) and {"enabled", "device"} & set(names_in(path)):
             continue  # its switch says whether it asks for anything
@@ -336,7 +336,7 @@ def _without_effect(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[s
                 warnings.append(
                     f"{path}: is no key that DeepSpeed {deepspeed.__version__} reads; it has no effect"
                 )
-        elif key.verdict is Verdict.NO_EFFECT and key.asks(value):
+        elif key.verdict is KeyVerdict.NO_EFFECT and key.asks(value):
             if key.warns:
                 warnings.append(f"{path}: {show(value)} has no effect under {BLOCK}: {key.note}")
             elif not isinstance(value, Mapping):

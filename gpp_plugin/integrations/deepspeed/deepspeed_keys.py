@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class Verdict(enum.Enum):
+class KeyVerdict(enum.Enum):
     """What becomes of a key."""
 
     HONOURED = "honoured"
@@ -23,7 +23,7 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class DeepSpeedKey:
     """A key of DeepSpeed's configuration.
 
     Args:
@@ -35,7 +35,7 @@ class Key:
     """
 
     path: str
-    verdict: Verdict
+    verdict: KeyVerdict
     note: str = ""
     off: tuple[Any, ...] = ()
     warns: bool = False
@@ -247,24 +247,26 @@ REFUSED_OPTIMIZERS = {
 """Lower-case names of optimizers that DeepSpeed has or had, and why stages cannot have them."""
 
 
-def _rows() -> Iterator[Key]:
+def _rows() -> Iterator[DeepSpeedKey]:
     def paths(block: str, names: str) -> Iterator[str]:
         return (f"{block}.{name}" if block else name for name in names.split())
 
     for path, note in REPLACED_KEYS.items():
-        yield Key(path=path, verdict=Verdict.HONOURED, note=note)
+        yield DeepSpeedKey(path=path, verdict=KeyVerdict.HONOURED, note=note)
     for block, names in HONOURED_KEYS.items():
         for path in paths(block, names):
-            yield Key(path=path, verdict=Verdict.HONOURED)
+            yield DeepSpeedKey(path=path, verdict=KeyVerdict.HONOURED)
     for block, names, note in _REFUSED:
         for path in paths(block, names):
-            yield Key(path=path, verdict=Verdict.REFUSED, note=note, off=_OFF.get(path, ()))
+            yield DeepSpeedKey(path=path, verdict=KeyVerdict.REFUSED, note=note, off=_OFF.get(path, ()))
     for block, names, note, warns in _NO_EFFECT:
         for path in paths(block, names):
-            yield Key(path=path, verdict=Verdict.NO_EFFECT, note=note, off=_OFF.get(path, ()), warns=warns)
+            yield DeepSpeedKey(
+                path=path, verdict=KeyVerdict.NO_EFFECT, note=note, off=_OFF.get(path, ()), warns=warns
+            )
 
 
-KEYS: Mapping[str, Key] = {key.path: key for key in sorted(_rows(), key=lambda key: key.path)}
+KEYS: Mapping[str, DeepSpeedKey] = {key.path: key for key in sorted(_rows(), key=lambda key: key.path)}
 """Path -> the key. What an optimizer and a schedule take is their constructors'; `bfloat16` has the keys of `bf16`."""
 
 FREE = frozenset(

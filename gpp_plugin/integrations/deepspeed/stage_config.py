@@ -13,7 +13,7 @@ from typing import Any
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
-from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, Verdict
+from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict
 
 DTYPE_NAMES = {
     "fp32": "float32",
@@ -175,7 +175,7 @@ def _derive_zero(derived: dict[str, Any]) -> None:
     # what its own reduction and its stage 3 are tuned by would only stand in the way of the flat buffers
     for path, key in KEYS.items():
         block, _, name = path.rpartition(".")
-        if block == "zero_optimization" and key.verdict is not Verdict.HONOURED:
+        if block == "zero_optimization" and key.verdict is not KeyVerdict.HONOURED:
             zero.pop(name, None)
     zero.update(
         stage=1,

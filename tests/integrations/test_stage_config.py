@@ -102,6 +102,15 @@ def test_adam_on_the_cpu_is_torchs_with_fused_adams_defaults(kind: str) -> None:
     assert len(derived.notes) == 1 and '"torch_adam": false' in derived.notes[0]
 
 
+@pytest.mark.parametrize("held", [{"device": "none"}, {"device": "auto"}, None])
+def test_an_optimizer_that_is_not_offloaded_is_torchs_on_the_cpu(held: Any) -> None:
+    zero = {"stage": 1, "offload_optimizer": held}
+    derived = derive(
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": zero}, "cpu"
+    )
+    assert derived.deepspeed["optimizer"]["params"]["torch_adam"] is True
+
+
 @pytest.mark.parametrize(
     ("optimizer", "device_type"),
     [

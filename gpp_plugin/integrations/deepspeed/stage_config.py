@@ -192,7 +192,8 @@ def _derive_optimizer(derived: dict[str, Any], *, device_type: str, notes: list[
     if not isinstance(block, dict) or device_type != "cpu":
         return
     given = block.get("params") or {}
-    offloaded = "offload_optimizer" in derived.get("zero_optimization", {})
+    held = derived.get("zero_optimization", {}).get("offload_optimizer") or {}
+    offloaded = held.get("device", "none") == "cpu"
     if str(block.get("type", "")).lower() not in ("adam", "adamw") or "torch_adam" in given or offloaded:
         return
     # DeepSpeed makes its own Adam of both names, on the CPU with a C++ operator that it compiles when first used.

@@ -79,6 +79,9 @@ def configuration_page() -> str:
         "Beside the block, `train_batch_size` is the samples of one optimizer step over the whole graph, and "
         "`train_micro_batch_size_per_gpu` the *loss unit*: the loss of a step is the mean over losses of that many "
         "samples each. Left out, one loss sees the whole mini-batch, or its part by `gradient_accumulation_steps`.\n",
+        'Every other key of the JSON is read by DeepSpeed\'s own classes: what they refuse never trains, and `"auto"` '
+        "in a block is their default. A graph of stages honours it, refuses it, or says that it has no effect; "
+        "`gpp doctor --keys` lists all of them.\n",
         "`gpp plan --help` lists the planners and schedules there are, those of other packages among them.\n",
         *_keys(GraphPipelineConfig, ""),
         "\n## The keys of `memory`\n",

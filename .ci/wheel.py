@@ -214,6 +214,8 @@ def use(folder: Path, python: Path, *, is_quick: bool = False) -> None:
     _require_inside(folder, trained["package"])
     if len(trained["losses"]) != 2 or len(trained["stages"]) != 2:
         raise CheckFailed(f"two steps in two stages were asked for; trained: {line}")
+    for how in ("missing", "broken"):  # all that an extra brings
+        run([*ranks, "wheel_job.py", how], cwd=work)
     run([gpp, "plan", "clip-l14", "--devices", "4", "--cluster", "dgx_a100", "--out", "plan.json"], cwd=work)
     if is_quick:
         return

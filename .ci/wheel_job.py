@@ -1,13 +1,57 @@
-"""What .ci/wheel.py runs on two ranks with the installed wheel: two steps with a `graph_pipeline` block."""
+"""What .ci/wheel.py runs on two ranks with the installed wheel: two steps with a `graph_pipeline` block.
 
+python wheel_job.py [missing | broken]      without all that an extra brings, or where importing it fails
+"""
+
+import importlib.abc
+import importlib.machinery
 import json
 import sys
 
-import deepspeed
-import torch
-from torch import nn
+OPTIONAL = frozenset(
+    "PIL accelerate datasets huggingface_hub matplotlib megatron onnxruntime openvino peft scipy sklearn tensorboard "
+    "timm tokenizers torchaudio torchvision transformers".split()
+)
 
-import gpp_plugin
+
+class _Missing:
+    """A finder as it was, but for what is `OPTIONAL`, which it does not find."""
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        """Find all but optional packages."""
+        is_hidden = name.partition(".")[0] in OPTIONAL
+        return None if is_hidden else self.finder.find_spec(name, path, target)
+
+
+class _Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds what is `OPTIONAL`, and fails to import it, as a package built for another torch does."""
+
+    def find_spec(self, name, path=None, target=None):
+        """Find optional packages."""
+        is_hidden = name.partition(".")[0] in OPTIONAL
+        return importlib.machinery.ModuleSpec(name, self) if is_hidden else None
+
+    def exec_module(self, module):
+        """Fail."""
+        raise RuntimeError(f"{module.__name__} is broken")
+
+
+if sys.argv[1:] == ["missing"]:
+    sys.meta_path[:] = [_Missing(finder) for finder in sys.meta_path]
+elif sys.argv[1:] == ["broken"]:
+    sys.meta_path.insert(0, _Broken())
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+import gpp_plugin  # noqa: E402
 
 CONFIG = {
     "train_batch_size": 8,

@@ -5,6 +5,7 @@ from __future__ import annotations
 EXTRAS = {
     "transformers": "hf",
     "tokenizers": "hf",
+    "accelerate": "trainer",
     "sklearn": "demo",
     "megatron": "megatron",
     "tensorboard": "report",

@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,7 +65,7 @@ def test_pure_layer_names_no_heavy_import(part):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("package", ["deepspeed", "megatron"])
+@pytest.mark.parametrize("package", ["deepspeed", "megatron", "transformers", "accelerate", "peft"])
 def test_only_integrations_imports(package):
     allowed = {PACKAGE / "integrations"}
     wrong = [
@@ -135,6 +137,22 @@ def test_the_command_line_loads_no_library_before_it_knows_what_is_asked():
     )
     done = run_program([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "", f"gpp --help loads {done.stderr}"
+
+
+def test_a_plain_model_trains_where_every_optional_library_is_broken():
+    """Also where transformers is found but cannot be imported, as with a torchvision for another torch."""
+    job = PACKAGE.parent / ".ci" / "wheel_job.py"
+    done = subprocess.run(
+        [sys.executable, str(job), "broken"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=PACKAGE.parent,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith('{"losses"'))
+    assert len(json.loads(line)["losses"]) == 2
 
 
 def test_public_names_resolve_to_what_they_say():

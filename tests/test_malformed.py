@@ -47,7 +47,7 @@ DEEPSPEED: list[tuple[str, Any]] = [
     ("gradient_clipping", True), ("gradient_clipping", [1]), ("gradient_clipping", "auto"),
     ("gradient_cliping", 1.0), ("gradient_clip", 1.0), ("optimiser", {}), ("zero_optimisation", {"stage": 1}),
     ("zero_optimization.stage", -1), ("zero_optimization.stage", 4),
-    ("zero_optimization.stage", "1"), ("zero_optimization.stage", 1.5), ("zero_optimization.stage", NAN), ("zero_optimization.stage", "auto"), ("tensor_parallel.autotp_size", "two"),
+    ("zero_optimization.stage", "1"), ("zero_optimization.stage", 1.5), ("zero_optimization.stage", NAN), ("tensor_parallel.autotp_size", "two"),
     ("zero_optimization.stages", 1), ("zero_optimization.reduce_bucket_size", 0),
     ("zero_optimization.reduce_bucket_size", -5e8), ("zero_optimization.reduce_bucket_size", "5e8"),
     ("zero_optimization", 1), ("zero_optimization", True), ("zero_optimization", "stage1"),

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
+from gpp_plugin.integrations.huggingface.sequence_cache import SequenceLayer, attention
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.model.generation.cache_peers import CachePeers
-from gpp_plugin.model.generation.sequence_cache import SequenceLayer, attention
 
 TIMEOUT_S = 60.0
 TOLERANCE = 1e-4

@@ -23,8 +23,9 @@ from gpp_plugin.doctor.check import Check, Status, print_advice, print_checks
 from gpp_plugin.doctor.patch_check import PATCH_DIR, report_patches
 from gpp_plugin.doctor.preflight import add_preflight_arguments, check_optimizer, run_preflight
 from gpp_plugin.errors import GppError, RuntimeFailure
+from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict
 from gpp_plugin.launch import emit_event, run_ranks
-from gpp_plugin.report.units import format_bytes
+from gpp_plugin.report.units import format_bytes, format_table
 
 Version = tuple[int, ...]
 
@@ -74,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIRECTORY",
         help="only say which patches the installed DeepSpeed and megatron-core need, and how to apply them",
     )
+    parser.add_argument(
+        "--keys",
+        action="store_true",
+        help="only list every key of DeepSpeed's configuration: honoured, refused or without effect",
+    )
     add_preflight_arguments(parser)
 
 
@@ -85,6 +91,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.patches is not None:
         return report_patches(args.patches)
+    if args.keys:
+        return report_keys()
     if args.gpus is not None:
         return run_preflight(args)
     checks = list(run_checks())
@@ -96,6 +104,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "rows": [{**asdict(check), "status": check.status.value} for check in checks],
         "ok": not broken,
         "broken": broken,
+    }
+
+
+def report_keys() -> dict[str, Any]:
+    """Print what becomes of every key of DeepSpeed's configuration under a ``graph_pipeline`` block."""
+    rows = [[key.path, key.verdict.value, key.note] for key in KEYS.values()]
+    print(format_table(["key", "verdict", "note"], rows, left=3))
+    counts = {verdict.value: sum(row[1] == verdict.value for row in rows) for verdict in KeyVerdict}
+    print("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()) + f"; {len(rows)} keys")
+    return {
+        "rows": [dict(zip(("key", "verdict", "note"), row, strict=True)) for row in rows],
+        "counts": counts,
     }
 
 

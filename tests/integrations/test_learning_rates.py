@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.deepspeed.dispatch import DeepSpeedFramework
+from gpp_plugin.integrations.deepspeed.dispatch import DeepSpeedFramework, _scheduler_of
 from gpp_plugin.integrations.deepspeed.learning_rates import (
     LearningRates,
     StageParameterGroups,
@@ -54,6 +54,41 @@ def test_a_second_name_of_one_parameter_counts_once() -> None:
     assert groups.names() == ["a"]
     with pytest.raises(ConfigError, match="in the groups 0 and 1; name it once"):
         StageParameterGroups({"a": shared, "c": shared}, GROUPS)
+
+
+def test_what_a_block_cannot_make_is_refused_before_anything_is_captured() -> None:
+    """The first optimizer of a stage found it out, after the capture."""
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"optimizer": {"type": "AdmaW", "params": {"lr": 1e-3}}}, "optimizer.type: 'AdmaW' .*'AdamW'"),
+        (
+            {"optimizer": ADAMW, "scheduler": {"type": "WarmupLRR", "params": {}}},
+            "scheduler.type: .*'WarmupLR'",
+        ),
+        (
+            {"optimizer": ADAMW, "scheduler": {"type": "WarmupLR", "params": {"warm": 1}}},
+            "scheduler.params: .*WarmupLR",
+        ),
+    ]
+    for config, line in wrong:
+        with pytest.raises(ConfigError, match=line):
+            DeepSpeedFramework(config)
+    # what the call gives counts, not the block
+    DeepSpeedFramework({"optimizer": {"type": "AdmaW"}}, optimizer=torch.optim.SGD)
+
+
+def test_a_scheduler_class_is_a_callable_like_others() -> None:
+    """It was called "a type, bound to an optimizer"."""
+    constant, step = torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.StepLR
+    assert _scheduler_of({"lr_scheduler": constant}) is constant
+    groups = StageParameterGroups({}, None)
+    assert isinstance(make_rates(groups, optimizer_block=ADAMW, scheduler=constant).scheduler, constant)
+    with pytest.raises(
+        ConfigError, match=r"lr_scheduler: StepLR\(optimizer\) fails: .*step_size.*functools.partial"
+    ):
+        make_rates(groups, optimizer_block=ADAMW, scheduler=step)
+    bound = constant(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    with pytest.raises(ConfigError, match="lr_scheduler is a ConstantLR, bound to an optimizer"):
+        _scheduler_of({"lr_scheduler": bound})
 
 
 def test_groups_must_hold_names() -> None:

@@ -102,6 +102,15 @@ def test_adam_on_the_cpu_is_torchs_with_fused_adams_defaults(kind: str) -> None:
     assert len(derived.notes) == 1 and '"torch_adam": false' in derived.notes[0]
 
 
+@pytest.mark.parametrize("held", [{"device": "none"}, {"device": "auto"}, None])
+def test_an_optimizer_that_is_not_offloaded_is_torchs_on_the_cpu(held: Any) -> None:
+    zero = {"stage": 1, "offload_optimizer": held}
+    derived = derive(
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": zero}, "cpu"
+    )
+    assert derived.deepspeed["optimizer"]["params"]["torch_adam"] is True
+
+
 @pytest.mark.parametrize(
     ("optimizer", "device_type"),
     [
@@ -117,15 +126,9 @@ def test_other_optimizers_pass_unchanged(optimizer: dict[str, Any], device_type:
     assert derived.notes == ()
 
 
-def test_what_has_no_effect_is_said() -> None:
-    notes = derive(
-        {"prescale_gradients": True, "wall_clock_breakdown": True, "flops_profiler": {"enabled": True}}
-    ).notes
-    assert [note.split()[0] for note in notes] == [
-        "prescale_gradients",
-        "wall_clock_breakdown",
-        "flops_profiler",
-    ]
+def test_what_the_stages_own_engines_do_not_do_is_said() -> None:
+    notes = derive({"wall_clock_breakdown": True, "flops_profiler": {"enabled": True}}).notes
+    assert [note.split()[0] for note in notes] == ["wall_clock_breakdown", "flops_profiler"]
 
 
 def test_zero_3_is_zero_1_to_deepspeed() -> None:
@@ -136,7 +139,6 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
     assert zero["stage"] == 1 and not [
         key for key in zero if key.startswith("stage3") or key == "sub_group_size"
     ]
-    assert [note for note in derived.notes if "stage3_max_live_parameters, sub_group_size without" in note]
 
 
 @pytest.mark.parametrize(
@@ -144,13 +146,13 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
     [
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-            "zero_optimization.offload_param.device: 'cpu'",
+            'zero_optimization.offload_param.device: "cpu"',
         ),
         ({"zero_optimization": 1}, "zero_optimization: expected an object"),
         ({"zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow: "),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
-            "zero_optimization.offload_optimizer.device: 'nvme'",
+            'zero_optimization.offload_optimizer.device: "nvme"',
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
@@ -161,17 +163,17 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
             "data_types.grad_accum_dtype: ",
         ),
-        ({"communication_data_type": "int8"}, "communication_data_type: 'int8'"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: 'sum'"),
+        ({"communication_data_type": "int8"}, 'communication_data_type: "int8"'),
+        ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: "sum"'),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: "),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled: "),
         ({"sparse_gradients": True}, "sparse_gradients: "),
         (
             {"tensor_parallel": {"autotp_size": 2}},
-            "tensor_parallel.autotp_size: stages are shared out among ranks by graph_pipeline.",
+            "tensor_parallel.autotp_size: 2 is not supported: stages are shared out among ranks by graph_pipeline.",
         ),
         ({"optimizer": {"type": "Muon", "params": {}}}, "optimizer.type: Muon"),
-        ({"elasticity": {"enabled": True}}, "elasticity.enabled: "),
+        ({"elasticity": {"enabled": False}}, "elasticity: "),  # DeepSpeed has removed it
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal: "),
     ],
 )
@@ -186,7 +188,6 @@ def test_what_stages_cannot_do_is_refused_by_its_key(config: dict[str, Any], sta
     "config",
     [
         {"torch_autocast": {"enabled": False}},
-        {"elasticity": {"enabled": False}},
         {"compile": {"deepcompile": False}},
         {"gradient_allreduce_op": "mean"},
         {"tensor_parallel": {"autotp_size": 1}},

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.model.generation.cache_peers import CachePeers
-from gpp_plugin.model.generation.sequence_cache import (
+from gpp_plugin.integrations.huggingface.sequence_cache import (
     SequenceLayer,
     attention,
     merge_partial,
     partial_attention,
 )
+from gpp_plugin.model.generation.cache_peers import CachePeers
 from gpp_plugin.plan.costs.cache_parallelism import cut_cache_bytes, sent_elements
 
 KV, SIZE = 2, 8

@@ -143,10 +143,10 @@ class _Finder:
     ) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] != PACKAGE:
             return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-                    spec.loader = _Loader(spec.loader.name, spec.loader.path, self._change)
+        for finder in sys.meta_path:  # pytest's own has another loader
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+                spec.loader = _Loader(spec.loader.name, spec.loader.path, self._change)
                 return spec
         return None
 

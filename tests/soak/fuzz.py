@@ -182,7 +182,7 @@ CONFIGS = [
                            "memory": {"limit_gb": 4, "recompute": "auto"}, "lengths": {"max": 64, "typical": [32]},
                            "cluster": {"name": "c", "devices": []}, "eager": ["a.*"], "comm_timeout_s": 30},
     },
-    {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}, "amp": {"enabled": False}, "scheduler": {"type": "WarmupLR", "params": {}},
+    {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}, "scheduler": {"type": "WarmupLR", "params": {}},
      "graph_pipeline": {"units": 4, "mode": "sync", "trace_path": "x{step}.json", "slicing": "off"}},
 ]  # fmt: skip
 MODELS = [

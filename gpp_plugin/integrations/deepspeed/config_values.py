@@ -1,31 +1,66 @@
-"""Values of DeepSpeed's own keys that it would take as something else, or trip over after minutes: refused at once.
+"""The one reader of DeepSpeed's keys: its own classes read the user's configuration, and what they read is what trains.
 
-DeepSpeed reads a clipping of -1 or NaN as none, an unknown key as nothing at all, and passes a learning rate that is a
-text on to the optimizer. `stage_config` decides what of a configuration stages can honour; here is what no job means.
+    the user's ──► values and names ──► DeepSpeed's classes ──► the table ──► settled: no "auto", no old names, each
+                   that no job means    refuse, or read it      refuses         value as DeepSpeed reads it
+
+DeepSpeed's classes drop "auto", take old names, and turn texts into numbers: whoever read the text a second time might
+read something else (``bool("auto")``). So all that follows reads the settled configuration. What they would let through
+and trip over after minutes is refused before: a clipping of NaN, a learning rate that is a text. The batch arithmetic
+is ours (`config.batch_sizes`), so their classes see one that always multiplies out.
+
+Tests: tests/integrations/test_deepspeed_keys.py, tests/test_malformed.py
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any
 
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+from deepspeed.utils import logger as deepspeed_logger
+from pydantic import BaseModel, ValidationError
+
+from gpp_plugin.config.block import BLOCK
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.typed_leaves import Range, WrongLeaf, reader_of, show
+from gpp_plugin.integrations.deepspeed.deepspeed_keys import (
+    FREE,
+    KEYS,
+    REFUSED_OPTIMIZERS,
+    REPLACED_KEYS,
+    KeyVerdict,
+    given_keys,
+    names_in,
+)
+from gpp_plugin.integrations.huggingface.config_entries import guilty_key
+from gpp_plugin.ir.typed_leaves import Range, WrongLeaf, nearest_key, reader_of, show
 
 _AUTO = "auto"
-"""What HuggingFace's Trainer fills in, and DeepSpeed takes for its default inside objects."""
-_READ_HERE = frozenset(
-    {
-        ("zero_optimization", "stage"),
-        ("zero_optimization", "reduce_bucket_size"),
-        ("tensor_parallel", "autotp_size"),
-    }
-)
-"""What stages take from their block themselves: a number, not what DeepSpeed would put for "auto"."""
+_MODELS: Mapping[str, Callable[[DeepSpeedConfig], BaseModel | None]] = {
+    "zero_optimization": lambda read: read.zero_config,
+    "fp16": lambda read: read.float16_config,
+    "bf16": lambda read: read.bfloat16_config,
+    "comms_logger": lambda read: getattr(read.comms_config, "comms_logger", None),
+    "tensorboard": lambda read: read.monitor_config.tensorboard,
+    "wandb": lambda read: read.monitor_config.wandb,
+    "csv_monitor": lambda read: read.monitor_config.csv_monitor,
+    "comet": lambda read: read.monitor_config.comet,
+    "compile": lambda read: read.compile_config,
+    "tensor_parallel": lambda read: read.tensor_parallel_config,
+    "hybrid_engine": lambda read: read.hybrid_engine,
+    "weight_quantization": lambda read: read.weight_quantization_config,
+}
+"""Blocks that DeepSpeed reads with a pydantic model, which drops "auto" and knows all keys; and that model."""
 _Magnitude = Annotated[float, Range(low=0.0, high=1e30)]
 _VALUES: dict[tuple[str, ...], Any] = {
     ("gradient_clipping",): _Magnitude,
+    ("steps_per_print",): Annotated[int, Range(low=0, high=2**31)],
     ("wall_clock_breakdown",): bool,
     ("prescale_gradients",): bool,
     ("gradient_predivide_factor",): Annotated[float, Range(low=1e-30, high=1e30)],
@@ -43,6 +78,8 @@ _VALUES: dict[tuple[str, ...], Any] = {
     ("fp16", "min_loss_scale"): _Magnitude,
     ("bf16", "enabled"): bool,
     ("bfloat16", "enabled"): bool,
+    ("flops_profiler", "enabled"): bool,
+    ("flops_profiler", "profile_step"): Annotated[int, Range(low=0, high=2**31)],
     ("optimizer", "type"): str,
     ("optimizer", "params", "lr"): _Magnitude,
     ("optimizer", "params", "eps"): _Magnitude,
@@ -61,37 +98,39 @@ _VALUES: dict[tuple[str, ...], Any] = {
 _PER_GROUP = frozenset({("scheduler", "params", "warmup_min_lr"), ("scheduler", "params", "warmup_max_lr")})
 """What may also be a list, a value for each parameter group."""
 
-_OBJECTS = (
-    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
-    "compile", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types",
-    "elasticity", "expert_parallel", "flops_profiler", "fp16", "hybrid_engine", "nebula", "optimizer", "pipeline",
-    "progressive_layer_drop", "scheduler", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "wandb",
-    "weight_quantization", "zero_optimization",
-)  # fmt: skip
-_OTHERS = (
-    "communication_data_type", "dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state",
-    "eigenvalue", "gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping",
-    "gradient_predivide_factor", "graph_pipeline", "keep_in_fp32_modules", "log_level",
-    "managed_gradient_accumulation", "memory_breakdown", "prescale_gradients",
-    "seq_parallel_communication_data_type", "sequence_parallel_size", "sparse_attention", "sparse_gradients",
-    "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism",
-    "use_node_local_storage", "vocabulary_size", "wall_clock_breakdown", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "load_universal_checkpoint", "memory_efficient_linear", "data_sampling",
-)  # fmt: skip
-_INNER = {
-    "optimizer": ("type", "params", "legacy_fusion"),
-    "scheduler": ("type", "params"),
-    "fp16": ("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
-             "consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"),
-    "bf16": ("enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads",
-             "bf16_optimizer_states"),
-    "zero_optimization": ("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size",
-                          "allgather_partitions", "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights",
-                          "elastic_checkpoint", "offload_param", "offload_optimizer", "sub_group_size",
-                          "round_robin_gradients", "ignore_unused_parameters", "cpu_offload"),
-}  # fmt: skip
 _LIKENESS = 0.84
-"""Of a mistyped key to the one that was meant; others are left to DeepSpeed, whose releases add some."""
+"""Of a mistyped key to the one that was meant; others have no effect in DeepSpeed either, which a warning says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedReading:
+    """A configuration as DeepSpeed's classes read it.
+
+    Args:
+        config: the user's, with the values that were read: no "auto" in blocks, no names of older releases.
+        warnings: what has no effect here, and its user would have expected to have one; a line each.
+        notes: what has none, and changes nothing.
+    """
+
+    config: dict[str, Any]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def read_deepspeed(config: Mapping[str, Any]) -> DeepSpeedReading:
+    """Read a configuration as DeepSpeed does, and hold its keys against the table.
+
+    Raises:
+        ConfigError: what DeepSpeed refuses, what a graph of stages cannot do, and values and names that no job means;
+            a line for each, with the key path, the value and what to write.
+    """
+    own = {str(key): value for key, value in config.items() if key != BLOCK}
+    check_values(own)
+    asked = {key: value for key, value in own.items() if key not in REPLACED_KEYS}
+    settled = {**_settle(asked), **{key: config[key] for key in (*REPLACED_KEYS, BLOCK) if key in config}}
+    _refuse(own, settled)
+    warnings, notes = _without_effect(own)
+    return DeepSpeedReading(config=settled, warnings=warnings, notes=notes)
 
 
 def check_values(config: Mapping[str, Any]) -> None:
@@ -100,30 +139,39 @@ def check_values(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: one line for each, with the key path, the value and what to write.
     """
-    lines = [line for key in config if (line := _mistyped(str(key), (*_OBJECTS, *_OTHERS), ""))]
-    for name in _OBJECTS:
-        block = config.get(name)
-        if isinstance(block, Mapping):
-            lines += [
-                line for key in block if (line := _mistyped(str(key), _INNER.get(name, ()), f"{name}."))
-            ]
-        elif block is not None and (block is not False or name in {path[0] for path in _VALUES}):
-            lines.append(f"{name}: expected an object, found {show(block)}")
-    for path, kind in _VALUES.items():
-        line = _wrong(config, path, kind)
+    lines: list[str] = []
+    for path, value in _all_keys(config):
+        block, _, name = path.rpartition(".")
+        known = names_in(block)
+        near = [] if name in known else difflib.get_close_matches(name[:100].lower(), known, 1, _LIKENESS)
+        if near:
+            lines.append(f"{path}: unknown key, and DeepSpeed would ignore it; did you mean {near[0]!r}?")
+        if names_in(path) and not isinstance(value, Mapping) and value is not None:
+            if value is not False or path in {key[0] for key in _VALUES}:
+                lines.append(f"{path}: expected an object, found {show(value)}")
+    for place, kind in _VALUES.items():
+        line = _wrong(config, place, kind)
         if line is not None:
             lines.append(line)
+    for block in ("optimizer", "scheduler"):
+        params = (config.get(block) or {}).get("params") if isinstance(config.get(block), Mapping) else None
+        lines += [
+            f'{block}.params.{key}: "auto" is filled in by HuggingFace\'s Trainer alone; give a value, leave the key '
+            "out, or train with gpp_plugin.GraphPipelineTrainer"
+            for key, value in (params.items() if isinstance(params, Mapping) else ())
+            if value == _AUTO
+        ]
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-def _mistyped(key: str, known: tuple[str, ...], prefix: str) -> str | None:
-    if key in known:
-        return None
-    near = difflib.get_close_matches(key[:100].lower(), known, n=1, cutoff=_LIKENESS)
-    if not near:
-        return None
-    return f"{prefix}{key}: unknown key, and DeepSpeed would ignore it; did you mean {near[0]!r}?"
+def _all_keys(config: Mapping[str, Any], block: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of every key, also in blocks that are switched off."""
+    for name, value in config.items():
+        path = f"{block}.{name}" if block else str(name)
+        yield path, value
+        if isinstance(value, Mapping) and names_in(path) and path not in FREE:
+            yield from _all_keys(value, path)
 
 
 def _wrong(config: Mapping[str, Any], path: tuple[str, ...], kind: Any) -> str | None:
@@ -136,7 +184,7 @@ def _wrong(config: Mapping[str, Any], path: tuple[str, ...], kind: Any) -> str |
         value = value.get(key)
         if value is None:
             return None
-    if value == _AUTO and len(path) > 1 and path not in _READ_HERE:
+    if value == _AUTO and (path[0] in _MODELS or path[0] == "bfloat16" or "params" in path):
         return None
     if path in _PER_GROUP and isinstance(value, list):
         kind = tuple[kind, ...]
@@ -145,3 +193,153 @@ def _wrong(config: Mapping[str, Any], path: tuple[str, ...], kind: Any) -> str |
     except WrongLeaf as error:
         return error.line(".".join(path))
     return None
+
+
+# ---- as DeepSpeed reads it -------------------------------------------------------------------------------------
+
+
+class _OneRank:
+    """What DeepSpeed asks for the number of ranks, which is no matter of its own here."""
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+
+def _read(config: Mapping[str, Any]) -> DeepSpeedConfig:
+    return DeepSpeedConfig({**copy.deepcopy(dict(config)), "train_batch_size": 1}, _OneRank())
+
+
+def _settle(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with what DeepSpeed's classes make of it.
+
+    Raises:
+        ConfigError: they refuse it.
+    """
+    try:
+        # of two true precisions DeepSpeed's assertion names no key
+        if get_float16_config(dict(config)).enabled and get_bfloat16_config(dict(config)).enabled:
+            raise ConfigError("fp16.enabled, bf16.enabled: both are true; choose one")
+        read = _read(config)
+    except ConfigError:
+        raise
+    except Exception as error:  # its own type, assertions, and what comes of values of another kind
+        raise ConfigError(_why_refused(config, error)) from error
+    settled = copy.deepcopy(dict(config))
+    if "bfloat16" in settled:  # the older name, which the newer one goes before
+        old = settled.pop("bfloat16")
+        settled.setdefault("bf16", old)
+    for name, model_of in _MODELS.items():
+        model = model_of(read)
+        if settled.get(name) is not None and model is not None:
+            settled[name] = model.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return settled
+
+
+def _why_refused(config: Mapping[str, Any], error: Exception) -> str:
+    """Return the line for a configuration that DeepSpeed refuses: which key, its value and the reason."""
+    with _quiet():
+        guilty = guilty_key(dict(config), _read) or guilty_key(dict(config), _read_each(config))
+    value: Any = config
+    for key in guilty:
+        value = value[key]
+    path = ".".join(guilty)
+    if not isinstance(error, ValidationError):
+        reason = " ".join(str(error).split()) or type(error).__name__
+        where = f"{path}: {show(value)} is refused" if path else "the configuration is refused"
+        return f"{where} by DeepSpeed {deepspeed.__version__}: {reason[:300]}"
+    lines = []
+    for item in error.errors(include_url=False):
+        name = str(item["loc"][-1]) if item["loc"] else ""
+        place = path if path.endswith(f".{name}") else ".".join([*guilty[:1], *map(str, item["loc"])])
+        known = names_in(place.rpartition(".")[0])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{place}: unknown key (value {show(item['input'])}); {nearest_key(name, known)}")
+        else:
+            # of a whole block the input is an object of DeepSpeed's
+            found = item["input"] if item["loc"] else value
+            reason = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+            lines.append(f"{place}: {show(found)} is not valid; {reason[:1].lower()}{reason[1:]}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _read_each(config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
+    """Return what finds one of several wrong keys: it fails while the first that is wrong alone is there."""
+    wrong = next((key for key in config if not _is_read({key: config[key]})), None)
+
+    def read(others: Mapping[str, Any]) -> None:
+        if wrong is not None and wrong in others:
+            _read({wrong: others[wrong]})
+
+    return read
+
+
+def _is_read(config: Mapping[str, Any]) -> bool:
+    try:
+        _read(config)
+    except Exception:
+        return False
+    return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    level = deepspeed_logger.level
+    deepspeed_logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        deepspeed_logger.setLevel(level)
+
+
+# ---- against the table -----------------------------------------------------------------------------------------
+
+
+def _refuse(given: Mapping[str, Any], settled: Mapping[str, Any]) -> None:
+    """Refuse what the table refuses, and what its keys refuse together.
+
+    Raises:
+        ConfigError: a line a block.
+    """
+    lines: dict[str, str] = {}
+    for path, value in (*given_keys(given), *given_keys(settled)):
+        key = KEYS.get(path)
+        if key is None or key.verdict is not KeyVerdict.REFUSED or not key.asks(value):
+            continue
+        if isinstance(value, Mapping) and {"enabled", "device"} & set(names_in(path)):
+            continue  # its switch says whether it asks for anything
+        block = path.partition(".")[0] if "." not in path else path.rpartition(".")[0]
+        if not any(path.startswith(f"{other}.") for other in lines):
+            lines.setdefault(block, f"{path}: {show(value)} is not supported: {key.note}")
+    kind = (settled.get("optimizer") or {}).get("type")
+    why = REFUSED_OPTIMIZERS.get(str(kind).lower())
+    if why is not None:
+        lines["optimizer"] = f"optimizer.type: {kind} {why}: use AdamW"
+    zero = settled.get("zero_optimization") or {}
+    held = (zero.get("offload_optimizer") or {}).get("device", "none")
+    place = "zero_optimization.offload_optimizer"
+    if held not in ("none", "cpu"):
+        lines[place] = f"{place}.device: {show(held)} is not supported; use 'cpu'"
+    elif held == "cpu" and not zero.get("stage"):
+        lines[place] = f"{place}: needs ZeRO; set zero_optimization.stage to 1"
+    if lines:
+        raise ConfigError("\n".join(lines.values()))
+
+
+def _without_effect(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the warnings and the notes of keys that change nothing."""
+    warnings: list[str] = []
+    by_reason: dict[str, list[str]] = {}
+    for path, value in given_keys(config):
+        key = KEYS.get(path)
+        if key is None:
+            if path != BLOCK and path.rpartition(".")[0] not in FREE:
+                warnings.append(
+                    f"{path}: is no key that DeepSpeed {deepspeed.__version__} reads; it has no effect"
+                )
+        elif key.verdict is KeyVerdict.NO_EFFECT and key.asks(value):
+            if key.warns:
+                warnings.append(f"{path}: {show(value)} has no effect under {BLOCK}: {key.note}")
+            elif not isinstance(value, Mapping):
+                by_reason.setdefault(key.note, []).append(path)
+    notes = [f"{', '.join(paths)}: without effect; {reason}" for reason, paths in by_reason.items()]
+    return tuple(warnings), tuple(notes)

@@ -38,10 +38,11 @@ from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.guards.agreement import agree_on_job
 from gpp_plugin.engine.loading.feed import sample_from_dataset
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.import_hook import original_initialize
 from gpp_plugin.integrations.deepspeed.adam_build import with_usable_adam
-from gpp_plugin.integrations.deepspeed.learning_rates import optimizer_of_whole_weights
+from gpp_plugin.integrations.deepspeed.config_values import DeepSpeedReading, read_deepspeed
+from gpp_plugin.integrations.deepspeed.learning_rates import check_blocks, optimizer_of_whole_weights
 from gpp_plugin.integrations.deepspeed.optimizer_bytes import optimizer_bytes
 from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
 from gpp_plugin.integrations.deepspeed.stage_optimizer import (
@@ -173,8 +174,9 @@ def _read_block(ds_config: Any) -> GraphPipelineConfig | None:
 def _initialize_watched(ds_config: Any, block: GraphPipelineConfig, given: Mapping[str, Any]) -> Any:
     with engine_call("deepspeed.initialize", is_fatal=lambda: True):
         with telling_before_joining():
-            checked = _check_given(load_deepspeed_json(ds_config), block, given)
-        return _initialize(*checked, given)
+            reading = read_deepspeed(load_deepspeed_json(ds_config))
+            checked = _check_given(reading.config, block, given)
+        return _initialize(*checked, given, reading)
 
 
 def _initialize(
@@ -183,10 +185,16 @@ def _initialize(
     model: Any,
     sample: Batch | None,
     given: Mapping[str, Any],
+    reading: DeepSpeedReading,
 ) -> Any:
     data, collate_fn = given.get("training_data"), given.get("collate_fn")
     # From here on the ranks are joined.
     setting = _make_setting(ds_config, block, model, given)
+    if setting.rank == 0:
+        for line in reading.warnings:
+            logger.warning("%s", line)
+        for line in reading.notes:
+            logger.info("%s", line)
     if sample is None:
         sizes = setting.sizes
         count = sizes.mini_batch if block.units is None else sizes.loss_unit
@@ -345,6 +353,9 @@ class DeepSpeedFramework:
     Args:
         ds_config: the whole configuration.
         optimizer, lr_scheduler, parameter_groups: of `DeepSpeedOptimizer`, given in the call and not in the JSON.
+
+    Raises:
+        ConfigError: the JSON's optimizer or schedule cannot be made.
     """
 
     name = FRAMEWORK
@@ -358,6 +369,12 @@ class DeepSpeedFramework:
         parameter_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self._ds_config = ds_config
+        check_blocks(
+            ds_config,
+            has_optimizer=optimizer is not None,
+            has_scheduler=lr_scheduler is not None,
+            groups=parameter_groups,
+        )
         self.optimizer_options: dict[str, Any] = {
             "optimizer": optimizer,
             "lr_scheduler": lr_scheduler,
@@ -402,6 +419,11 @@ class DeepSpeedFramework:
             name = error.name or "a package"
             raise ConfigError(
                 f"a monitor of the configuration needs {name}, which is not installed; pip install {name}, or set its "
+                '"enabled" to false'
+            ) from error
+        except Exception as error:  # whatever a package of a monitor raises where it is broken
+            raise ConfigError(
+                f"a monitor of the configuration cannot be made: {first_line(error)}; mend what it needs, or set its "
                 '"enabled" to false'
             ) from error
 
@@ -456,6 +478,7 @@ def setting_of(
         ConfigError: sizes do not divide, or a key asks for what stages cannot do.
     """
     # Degrees are not known yet: dtype, ZeRO stage and optimizer are the same for any.
+    ds_config = read_deepspeed(ds_config).config
     sizes = batch_arithmetic(ds_config, num_ranks)
     stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
     held = optimizer_bytes(
@@ -572,7 +595,12 @@ def _named_groups(model: nn.Module | StageGraph, groups: Any) -> list[dict[str, 
 
 def _scheduler_of(given: Mapping[str, Any]) -> Callable[..., Any] | None:
     scheduler = given.get("lr_scheduler")
-    if scheduler is None or (callable(scheduler) and not hasattr(scheduler, "step")):
+    # a class is a callable like others: DeepSpeed calls it with the optimizer
+    if (
+        scheduler is None
+        or isinstance(scheduler, type)
+        or (callable(scheduler) and not hasattr(scheduler, "step"))
+    ):
         return scheduler
     raise ConfigError(
         f"deepspeed.initialize: lr_scheduler is a {type(scheduler).__name__}, bound to an optimizer of the whole "

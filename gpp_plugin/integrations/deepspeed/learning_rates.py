@@ -229,6 +229,32 @@ class LossScale:
             vars(self._scaler).update(state)
 
 
+def check_blocks(
+    config: Mapping[str, Any],
+    *,
+    has_optimizer: bool,
+    has_scheduler: bool,
+    groups: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """Refuse an ``optimizer`` or ``scheduler`` block that makes none, before anything is captured.
+
+    Args:
+        has_optimizer, has_scheduler: one is given in the call, and the block counts for nothing.
+        groups: of the whole model.
+
+    Raises:
+        ConfigError: names the key, and what is wrong with it.
+    """
+    if not has_optimizer:
+        LearningRates(
+            StageParameterGroups({}, groups),
+            optimizer=None,
+            optimizer_block=config.get("optimizer"),
+            scheduler=None,
+            scheduler_block=None if has_scheduler else config.get("scheduler"),
+        )
+
+
 def optimizer_of_whole_weights(
     optimizer: OptimizerFactory | None,
     block: Mapping[str, Any] | None,
@@ -297,7 +323,14 @@ def _mirror_optimizer(
 
 def _scheduler(mirror: Optimizer, factory: SchedulerFactory | None, block: Mapping[str, Any] | None) -> Any:
     if factory is not None:
-        made = factory(mirror)
+        name = getattr(factory, "__name__", type(factory).__name__)
+        try:
+            made = factory(mirror)
+        except TypeError as error:  # mostly a class that needs more than the optimizer
+            raise ConfigError(
+                f"lr_scheduler: {name}(optimizer) fails: {error}; pass a callable that gives it all it needs: "
+                f"functools.partial({name}, ...)"
+            ) from error
         if not callable(getattr(made, "step", None)):
             raise ConfigError(
                 f"lr_scheduler: the callable returned {type(made).__name__}, which has no step()"

@@ -1,4 +1,4 @@
-"""A stage's DeepSpeed configuration, derived from the user's; pure, so that it is decided before any rank waits.
+"""A stage's DeepSpeed configuration, derived from the user's; decided before any rank waits.
 
 What the graph of stages owns (batch sizes, clipping, loss scale, scheduler, monitors, timers) is taken out of
 the copy each stage's engine gets; what a stage cannot honour is refused here with one line.
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.deepspeed.config_values import check_values
+from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
+from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict
 
 DTYPE_NAMES = {
     "fp32": "float32",
@@ -30,7 +31,6 @@ PASSED_KEYS = (
     "optimizer",
     "fp16",
     "bf16",
-    "bfloat16",
     "zero_optimization",
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
@@ -44,29 +44,6 @@ PASSED_KEYS = (
 )
 """Keys that a stage's DeepSpeedEngine sees; every other one is honoured by the graph engine, or refused."""
 
-_REFUSED_SWITCHES = {
-    ("sparse_gradients",): "stages reduce dense gradients; remove it",
-    ("torch_autocast", "enabled"): "stages run their graph directly; use bf16 or fp16",
-    ("amp", "enabled"): "use bf16 or fp16",
-    ("elasticity", "enabled"): "the plan fixes the ranks; remove it",
-    ("autotuning", "enabled"): "the planner chooses micro-batches; remove it",
-    ("data_efficiency", "enabled"): "not available with a graph of stages; remove it",
-    ("hybrid_engine", "enabled"): "not available with a graph of stages; remove it",
-    ("expert_parallel", "enabled"): "not available with a graph of stages; remove it",
-    ("compile", "deepcompile"): "stages compile their own graph; remove it",
-    (
-        "checkpoint",
-        "load_universal",
-    ): "checkpoints load on any plan, and gpp convert reads universal ones; remove it",
-    ("weight_quantization",): "not available with a graph of stages; remove it",
-    ("compression_training",): "not available with a graph of stages; remove it",
-    ("zero_optimization", "zenflow"): "needs the optimizer step of one process group; remove it",
-    ("zero_optimization", "zero_quantized_gradients"): "stages reduce gradients as they are; remove it",
-    ("zero_optimization", "zero_quantized_weights"): "stages gather weights as they are; remove it",
-}
-
-_OF_STAGE_3 = ("offload_param", "sub_group_size", "zero_hpz_partition_size")
-"""What DeepSpeed has for ZeRO 3 alone, beside keys that begin with ``stage3_``."""
 _TORCH_ADAM_KEYS = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "amsgrad", "fused", "foreach"}
 
 NO_OPTIMIZER = (
@@ -116,8 +93,7 @@ def derive_stage_config(
     """
     # What is left out of `derived` a stage's engine does not see: batch sizes are replaced by ones that multiply out
     # (B = B/d * d * 1), clipping, scheduler, monitors and timers are the graph's.
-    check_values(config)
-    _refuse_unsupported(config)
+    config = read_deepspeed(config).config
     notes: list[str] = []
     dtype = _parameter_dtype(config)
     derived = {key: copy.deepcopy(config[key]) for key in PASSED_KEYS if config.get(key) is not None}
@@ -128,11 +104,8 @@ def derive_stage_config(
     derived["steps_per_print"] = None
     data_types = derived.get("data_types", {})
     data_types.pop("grad_accum_dtype", None)  # gradients are added up before DeepSpeed sees them
-    _derive_zero(derived, notes)
+    _derive_zero(derived)
     _derive_optimizer(derived, device_type=device_type, notes=notes)
-    for key, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
-        if config.get(key, default) != default:
-            notes.append(f"{key} has no effect: gradients are summed over ranks, never averaged")
     for key in ("wall_clock_breakdown", "flops_profiler"):
         value = config.get(key)
         if value is True or (isinstance(value, Mapping) and value.get("enabled")):
@@ -145,7 +118,7 @@ def derive_stage_config(
         gradient_clipping=float(config.get("gradient_clipping") or 0.0),
         bucket_elements=int(_block(config, "zero_optimization").get("reduce_bucket_size") or 50_000_000),
         zero_stage=int(_block(config, "zero_optimization").get("stage") or 0),
-        check_overflow=dtype != "bfloat16" or bool(_bf16_block(config).get("check_grad_overflow", True)),
+        check_overflow=dtype != "bfloat16" or bool(_block(config, "bf16").get("check_grad_overflow", True)),
         notes=tuple(notes),
     )
 
@@ -164,61 +137,9 @@ def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def _bf16_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _block(config, "bf16") or _block(config, "bfloat16")
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    stage = int(_block(config, "zero_optimization").get("stage") or 0)
-    # Switches are off where they are missing, null, false, {} or {"enabled": false}; anything else asks for them.
-    for path, remedy in _REFUSED_SWITCHES.items():
-        value: Any = config
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value not in (None, False, {}) and not (
-            isinstance(value, Mapping) and value.get("enabled") is False
-        ):
-            raise ConfigError(f"{'.'.join(path)}: {_cut(value)} is not supported: {remedy}")
-    if config.get("gradient_allreduce_op", "mean") != "mean":
-        raise ConfigError(
-            f"gradient_allreduce_op: {_cut(config['gradient_allreduce_op'])} would make the result depend on the "
-            "stages' degrees; use 'mean' (the loss of a step is the mean over its loss units)"
-        )
-    if config.get("managed_gradient_accumulation", True) is False:
-        raise ConfigError(
-            "managed_gradient_accumulation: false is not supported: train_batch ends every step"
-        )
-    if int(_block(config, "tensor_parallel").get("autotp_size", 0) or 0) > 1:
-        raise ConfigError(
-            "tensor_parallel.autotp_size: stages are shared out among ranks by graph_pipeline.tensor_parallel; set "
-            "that, and remove this or set it to 1"
-        )
-    held = _block(_block(config, "zero_optimization"), "offload_param").get("device", "none")
-    if str(held) != "none":
-        raise ConfigError(
-            f"zero_optimization.offload_param.device: {_cut(held)} is not supported: a rank's part of the parameters "
-            "stays on its device; use graph_pipeline.memory.swap"
-        )
-    offload = _block(_block(config, "zero_optimization"), "offload_optimizer").get("device", "none")
-    if str(offload) not in ("none", "cpu"):
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.device: {_cut(offload)} is not supported; use 'cpu'"
-        )
-    if str(offload) == "cpu" and stage == 0:
-        raise ConfigError("zero_optimization.offload_optimizer: needs ZeRO; set zero_optimization.stage to 1")
-    optimizer = str(_block(config, "optimizer").get("type", "")).lower()
-    if optimizer == "muon":
-        raise ConfigError(
-            "optimizer.type: Muon orthogonalises gradients inside DeepSpeed's own reduction, "
-            "which stages do not use; use AdamW"
-        )
-
-
 def _parameter_dtype(config: Mapping[str, Any]) -> str:
     half = bool(_block(config, "fp16").get("enabled", False))
-    brain = bool(_bf16_block(config).get("enabled", False))
-    if half and brain:
-        raise ConfigError("fp16.enabled, bf16.enabled: both are true; choose one")
+    brain = bool(_block(config, "bf16").get("enabled", False))
     return "float16" if half else "bfloat16" if brain else "float32"
 
 
@@ -240,7 +161,7 @@ def _accumulation_dtype(config: Mapping[str, Any], dtype: str) -> str:
     return name
 
 
-def _derive_zero(derived: dict[str, Any], notes: list[str]) -> None:
+def _derive_zero(derived: dict[str, Any]) -> None:
     """Keep DeepSpeed's ZeRO out of backward: no gradient hooks, its partition in parameter order.
 
     Its wrapper partitions masters and optimizer state (stage 1). Partitioned gradients, stage 2, are the stage's
@@ -251,14 +172,11 @@ def _derive_zero(derived: dict[str, Any], notes: list[str]) -> None:
     if not zero or int(zero.get("stage") or 0) == 0:
         derived.pop("zero_optimization", None)
         return
-    of_stage_3 = [key for key in zero if key.startswith("stage3_") or key in _OF_STAGE_3]
-    for key in of_stage_3:
-        del zero[key]
-    if of_stage_3:
-        notes.append(
-            f"zero_optimization: {', '.join(sorted(of_stage_3))} without effect: the program says when a stage's "
-            "weights are gathered, and files always hold whole ones"
-        )
+    # what its own reduction and its stage 3 are tuned by would only stand in the way of the flat buffers
+    for path, key in KEYS.items():
+        block, _, name = path.rpartition(".")
+        if block == "zero_optimization" and key.verdict is not KeyVerdict.HONOURED:
+            zero.pop(name, None)
     zero.update(
         stage=1,
         contiguous_gradients=False,  # together with overlap_comm: no hooks on parameters
@@ -274,7 +192,8 @@ def _derive_optimizer(derived: dict[str, Any], *, device_type: str, notes: list[
     if not isinstance(block, dict) or device_type != "cpu":
         return
     given = block.get("params") or {}
-    offloaded = "offload_optimizer" in derived.get("zero_optimization", {})
+    held = derived.get("zero_optimization", {}).get("offload_optimizer") or {}
+    offloaded = held.get("device", "none") == "cpu"
     if str(block.get("type", "")).lower() not in ("adam", "adamw") or "torch_adam" in given or offloaded:
         return
     # DeepSpeed makes its own Adam of both names, on the CPU with a C++ operator that it compiles when first used.

@@ -6,7 +6,6 @@ weights, which may be on the meta device and on no one rank.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
+from gpp_plugin.integrations.huggingface.hf_weights import is_of_package
 
 CONFIG_NAME = "adapter_config.json"
 """What makes a directory one of an adapter; in a directory of its name below for each but the first."""
@@ -26,8 +26,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def _is_peft_model(model: nn.Module) -> bool:
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(model, peft.PeftModel)
+    return is_of_package(model, "peft", "PeftModel")
 
 
 def adapter_tensors(model: nn.Module) -> set[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,8 +24,21 @@ SINGLE_NAME = "model.safetensors"
 
 def is_pretrained_model(model: nn.Module) -> bool:
     """Return whether ``model`` is a transformers ``PreTrainedModel``."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    return is_of_package(model, "transformers", "PreTrainedModel")
+
+
+def is_of_package(value: object, package: str, kind: str) -> bool:
+    """Return whether a package's class named ``kind`` is among an object's, without importing the package.
+
+    A module in `sys.modules` is no help: transformers imports its parts when they are first asked for, and where one of
+    them is broken (torchvision of another torch) the question itself would fail, for models that have nothing of it.
+
+    >>> is_of_package(torch.nn.Linear(1, 1), "torch", "Module"), is_of_package(1, "transformers", "PreTrainedModel")
+    (True, False)
+    """
+    return any(
+        base.__name__ == kind and base.__module__.partition(".")[0] == package for base in type(value).__mro__
+    )
 
 
 # ---- ties ------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ class GraphPipelineTrainer(Trainer):
         told: dict[str, Any] = {
             "mini_batch": self._mini_batch,
             "counts_tokens": counts_tokens,
-            "max_steps": max(max_steps, 1),  # where nothing is trained no schedule is stepped
+            "max_steps": max_steps,
         }
         if max_steps and self._units is None:
             self._units = self._units_of(loader, told)

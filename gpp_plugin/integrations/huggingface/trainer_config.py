@@ -1,7 +1,7 @@
 """The DeepSpeed configuration that HuggingFace's `TrainingArguments` mean, for a graph of stages.
 
 What a configuration says counts; what it leaves open, or has as ``"auto"``, comes from the arguments, as in Trainer's
-own use of DeepSpeed. Where both say something, and not the same, that is an error.
+own use of DeepSpeed. Where both say something, and not the same, that is an error, which lists all of it.
 
 Source: transformers, integrations/deepspeed.py (release 5.23)
 Tests: tests/integrations/test_trainer.py
@@ -45,7 +45,7 @@ def engine_config(
         args: the `TrainingArguments`.
         mini_batch: samples of an optimizer step.
         units: loss units of it, where they have shapes of their own.
-        max_steps: optimizer steps in all: what an ``auto`` of the schedule is reckoned from.
+        max_steps: optimizer steps in all: what an ``auto`` of the schedule comes from; 0 where nothing is trained.
         counts_tokens: losses are means over the labelled tokens of the mini-batch, unless the block says otherwise.
 
     Raises:
@@ -62,8 +62,10 @@ def engine_config(
     if not (config.get(BLOCK) or {}).get("enabled", True):
         raise ConfigError(f"{BLOCK}.enabled is false: use transformers.Trainer, or enable the block")
     unit = args.per_device_train_batch_size
-    _settle(config, "train_micro_batch_size_per_gpu", unit, "per_device_train_batch_size")
+    wrong: list[str] = []
+    _settle(wrong, config, "train_micro_batch_size_per_gpu", unit, "per_device_train_batch_size")
     _settle(
+        wrong,
         config,
         "train_batch_size",
         mini_batch,
@@ -71,6 +73,7 @@ def engine_config(
     )
     if config.get("gradient_accumulation_steps", AUTO) != AUTO:
         _settle(
+            wrong,
             config,
             "gradient_accumulation_steps",
             args.gradient_accumulation_steps,
@@ -79,15 +82,17 @@ def engine_config(
     config.pop(
         "gradient_accumulation_steps", None
     )  # of an engine it means the losses of a step, on all ranks
-    _settle(config, "gradient_clipping", float(args.max_grad_norm), "max_grad_norm")
+    _settle(wrong, config, "gradient_clipping", float(args.max_grad_norm), "max_grad_norm")
     for key in ("bf16", "fp16"):
         asked = bool(getattr(args, key))
         block = config.get(key)
         if block is None and asked:
             config[key] = {"enabled": True}
         elif isinstance(block, dict):
-            _settle(block, "enabled", asked, key, where=f"{key}.")
-    _settle_optimizer(config, args, max_steps)
+            _settle(wrong, block, "enabled", asked, key, where=f"{key}.")
+    _settle_optimizer(wrong, config, args, max_steps)
+    if wrong:
+        raise ConfigError("\n".join([*wrong, 'set these keys to "auto", or make them equal']))
     block = dict(config.get(BLOCK) or {})
     _settle_units(block, units)
     if counts_tokens:
@@ -127,28 +132,40 @@ def settle_zero(optimizer: Any, config: dict[str, Any]) -> None:
         )
 
 
-def _settle_optimizer(config: dict[str, Any], args: Any, max_steps: int) -> None:
-    """Fill in what an ``optimizer`` and a ``scheduler`` block leave to the arguments."""
+def _settle_optimizer(wrong: list[str], config: dict[str, Any], args: Any, max_steps: int) -> None:
+    """Fill in what an ``optimizer`` and a ``scheduler`` block leave to the arguments, and compare the rest of it."""
+    # What a block does not name is DeepSpeed's default, as in Trainer; what it names is compared.
     if isinstance(config.get("optimizer"), dict):
-        params = config["optimizer"].setdefault("params", {})
         told = {
-            "lr": args.learning_rate,
-            "betas": [args.adam_beta1, args.adam_beta2],
-            "eps": args.adam_epsilon,
+            "lr": (args.learning_rate, "learning_rate"),
+            "betas": ([args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2"),
+            "eps": (args.adam_epsilon, "adam_epsilon"),
+            "weight_decay": (args.weight_decay, "weight_decay"),
         }
-        for key, value in {**told, "weight_decay": args.weight_decay}.items():
-            if params.get(key) == AUTO:
-                params[key] = value
+        _settle_params(wrong, config, "optimizer", told)
     if isinstance(config.get("scheduler"), dict):
         params = config["scheduler"].setdefault("params", {})
-        if params.get("warmup_max_lr") == AUTO:
-            params["warmup_max_lr"] = args.learning_rate
         if params.get("warmup_min_lr") == AUTO:
             params["warmup_min_lr"] = 0
-        if params.get("warmup_num_steps") == AUTO:
-            params["warmup_num_steps"] = args.get_warmup_steps(max_steps)
-        if params.get("total_num_steps") == AUTO:
-            params["total_num_steps"] = max_steps
+        steps = {
+            # DeepSpeed refuses a warm-up of 0 steps, which Trainer therefore makes 1
+            "warmup_num_steps": (max(1, args.get_warmup_steps(max(max_steps, 1))), "warmup_steps"),
+            "total_num_steps": (max(max_steps, 1), "max_steps, or epochs x steps"),
+        }
+        if not max_steps:  # no schedule is stepped, and nobody knows how many steps there would be
+            params.update({key: value for key, (value, _) in steps.items() if key in params})
+        _settle_params(
+            wrong, config, "scheduler", {"warmup_max_lr": (args.learning_rate, "learning_rate"), **steps}
+        )
+
+
+def _settle_params(
+    wrong: list[str], config: dict[str, Any], block: str, told: Mapping[str, tuple[Any, str]]
+) -> None:
+    params = config[block].setdefault("params", {})
+    for key, (value, name) in told.items():
+        if key in params:
+            _settle(wrong, params, key, value, name, where=f"{block}.params.")
 
 
 def _settle_units(block: dict[str, Any], units: int | None) -> None:
@@ -176,19 +193,20 @@ def why_no_units(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _settle(config: dict[str, Any], key: str, value: Any, name: str, *, where: str = "") -> None:
-    """Set a key that is missing or ``auto``; refuse one that says something else than the arguments.
+def _settle(
+    wrong: list[str], config: dict[str, Any], key: str, value: Any, name: str, *, where: str = ""
+) -> None:
+    """Set a key that is missing or ``auto``; note one that says something else than the arguments.
 
-    Raises:
-        ConfigError: says both.
+    Args:
+        wrong: gets a line with both values.
     """
     found = config.get(key, AUTO)
     if found == AUTO:
         config[key] = value
-    elif found != value:
-        raise ConfigError(
-            f"{where}{key}: {found!r} in the DeepSpeed configuration, and TrainingArguments say {value!r} ({name}); "
-            'set it to "auto", or make them equal'
+    elif (list(found) if isinstance(found, tuple) else found) != value:
+        wrong.append(
+            f"{where}{key}: {found!r} in the DeepSpeed configuration, and TrainingArguments say {value!r} ({name})"
         )
 
 

@@ -55,7 +55,6 @@ from gpp_plugin.model.generation.lane_parts import DrawsOfAll, LanePart, lanes_o
 from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
 from gpp_plugin.model.generation.micro_batches import Turns, twin_of
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
-from gpp_plugin.model.generation.sequence_cache import shared_caches
 from gpp_plugin.model.generation.shape_memory import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
 from gpp_plugin.plan.costs.cache_parallelism import cache_bytes, cut_cache_bytes
@@ -337,6 +336,9 @@ class Generator:
             if not part.is_whole:
                 around.enter_context(draws)
             if part.is_cut:
+                # transformers is there by now, and nothing that trains needs it
+                from gpp_plugin.integrations.huggingface.sequence_cache import shared_caches
+
                 around.enter_context(shared_caches(model, self._peers_of(part)))
             result = model.generate(**arguments)
             counted = self._counted(model, weights, run, caches[0], part)

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.integrations.huggingface.generate_calls import cache_layers
-from gpp_plugin.model.generation.sequence_cache import grows_by_joining
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, map_leaves, map_tensors
 
 _Place = tuple[int, int]
@@ -142,6 +141,8 @@ class ShapeMemory:
         caches: list[Any],
     ) -> Any:
         """Run the module on shapes, take note of what came of it, and return the shapes."""
+        from gpp_plugin.integrations.huggingface.sequence_cache import grows_by_joining
+
         before = {place: _length(layer) for cache in caches for place, layer in cache_layers(cache)}
         made = map_tensors(forward(*args, **kwargs), lambda t: _Shape(tuple(t.shape), t.dtype))
         # Some caches make their layers when they are first written to.
@@ -232,6 +233,8 @@ def _grow(caches: list[Any], layer: Any, growth: _Growth, owner: int, run: LaneR
     Args:
         layer: None where the cache has not made it yet.
     """
+    from gpp_plugin.integrations.huggingface.sequence_cache import grows_by_joining
+
     new = [
         StageTensor(torch.empty(shape, dtype=growth.dtype, device="meta"), (owner,), run)
         for shape in (growth.keys, growth.values)

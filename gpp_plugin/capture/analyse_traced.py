@@ -85,6 +85,7 @@ def analysed(
         means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
         # Where one sample is cut like many is not seen at one: [1, heads, ...] and [heads, ...] look alike.
         sharding=_sharding(traced if pair is None else pair[0], shadow, notes),
+        carried=shadow.carried,
     )
     return assemble(traced, op_graph, shadow, analysis, masks)
 

@@ -306,6 +306,8 @@ def _refusal(part: CapturedPart, found: Comparison, size: _Size) -> str:
 
 
 def _described(difference: Difference) -> str:
+    if math.isnan(difference.graph) and math.isnan(difference.module):
+        return f"each forward leaves another {difference.what} for the next one, which the graph does not"
     graph, module = (
         "absent" if math.isnan(value) else f"{value:.9g}" for value in (difference.graph, difference.module)
     )

@@ -237,7 +237,9 @@ def _trace_again(
         )
     except LeavesState as found:
         name = found.states[0].name
-        raise refused(shadow.model, name, "is left behind at other shapes than the sample batch's only") from None
+        raise refused(
+            shadow.model, name, "is left behind at other shapes than the sample batch's only"
+        ) from None
     return shadow, traced
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from gpp_plugin.ir.tensors import TensorSpec
 
-
 CARRIED = "carried:"
 """In front of an attribute's name: a buffer that carries what a forward leaves there for the next one."""
 

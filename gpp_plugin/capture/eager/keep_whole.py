@@ -107,9 +107,7 @@ class WholeCalls:
             self._weights[path, leaf] = tensor
         self._states = self.states_around(states)[1]
 
-    def states_around(
-        self, states: Sequence[CarriedState]
-    ) -> tuple[list[CarriedState], list[CarriedState]]:
+    def states_around(self, states: Sequence[CarriedState]) -> tuple[list[CarriedState], list[CarriedState]]:
         """Return the state outside of modules that are kept whole, and the attributes inside, which they see to."""
         inside = [
             state

@@ -1,7 +1,7 @@
-"""What a forward keeps on its modules for the next one: found while it is traced, and carried as buffers of the graph.
+"""What a forward keeps on its modules for the next one: found while it is traced, carried as buffers of the graph.
 
-`torch.export` drops assignments and puts attributes back, so that the graph would begin anew each time. Here modules are
-compared before and after the traced forward. What it left behind, and had read before it wrote it, is state:
+`torch.export` drops assignments and puts attributes back, so that the graph would begin anew each time. Here modules
+are compared before and after the traced forward. What it left behind, and had read before it wrote it, is state:
 
     self.center = 0.9 * self.center + ...     an assigned buffer
     self.calls += 1                           a number: a tensor of the graph without axes
@@ -25,7 +25,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -135,7 +134,7 @@ def attribute_of(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
 
 @contextmanager
 def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
-    """Note of each attribute of each module whether it was read before it was written; by the id of its ``__dict__``."""
+    """Note whether each attribute of a module was read before it was written; by the id of the module's ``__dict__``."""
     first: dict[tuple[int, str], bool] = {}
     get, put = object.__getattribute__, nn.Module.__setattr__
 
@@ -242,7 +241,9 @@ def carried_in(model: nn.Module, states: Sequence[CarriedState]) -> Iterator[Non
             if isinstance(value, Tensor):
                 if value.shape != buffer.shape:
                     raise refused(
-                        model, state.name, f"has shape {list(buffer.shape)} and is left with {list(value.shape)}"
+                        model,
+                        state.name,
+                        f"has shape {list(buffer.shape)} and is left with {list(value.shape)}",
                     )
                 buffer.copy_(value.detach())
             else:
@@ -258,7 +259,9 @@ def _numbers_as_tensors() -> Iterator[None]:
         with mock.patch.object(builtins, "max", _extreme(max, torch.maximum)):
             names = ("exp", "log", "sqrt", "sin", "cos", "tanh", "floor", "ceil")
             originals = {name: getattr(math, name) for name in names}
-            patched = {name: _of_tensor(original, getattr(torch, name)) for name, original in originals.items()}
+            patched = {
+                name: _of_tensor(original, getattr(torch, name)) for name, original in originals.items()
+            }
             for name, function in patched.items():
                 setattr(math, name, function)
             try:
@@ -273,7 +276,9 @@ def _extreme(original: Any, of_two: Callable[[Tensor, Tensor], Tensor]) -> Calla
         numbers = all(isinstance(arg, (Tensor, int, float)) for arg in args)
         if kwargs or len(args) < 2 or not numbers or not any(is_number(arg) for arg in args):
             return original(*args, **kwargs)
-        first, *others = (arg if isinstance(arg, Tensor) else torch.tensor(arg, dtype=torch.float64) for arg in args)
+        first, *others = (
+            arg if isinstance(arg, Tensor) else torch.tensor(arg, dtype=torch.float64) for arg in args
+        )
         for other in others:
             first = of_two(first, other)
         return first
@@ -364,7 +369,9 @@ class StateFinder:
                     continue
                 if before is None or buffer is None or before.shape != buffer.shape:
                     shapes = [None if t is None else list(t.shape) for t in (before, buffer)]
-                    raise refused(self._model, name, f"is {shapes[0]} before a forward and {shapes[1]} after it")
+                    raise refused(
+                        self._model, name, f"is {shapes[0]} before a forward and {shapes[1]} after it"
+                    )
                 found.append(
                     CarriedState(
                         name=name,
@@ -375,7 +382,9 @@ class StateFinder:
         return found
 
     def _as_state(self, name: str, leaf: str, value: Any) -> CarriedState:
-        before = {n: v for n, v in self._before.items() if n == name or n.startswith((f"{name}[", f"{name}."))}
+        before = {
+            n: v for n, v in self._before.items() if n == name or n.startswith((f"{name}[", f"{name}."))
+        }
         try:
             leaves, spec = pytree.tree_flatten(value)
             structure = pytree.treespec_dumps(spec)

@@ -257,9 +257,7 @@ def _run_graph(
         name: leaves.get(name) for name, parameter in twin.named_parameters() if parameter.requires_grad
     }
     received = {key: given.get(key) for key in op_graph.received if arguments[key].requires_grad}
-    return _outcome(
-        dict(zip(names, results, strict=True)), trained | received, left
-    )
+    return _outcome(dict(zip(names, results, strict=True)), trained | received, left)
 
 
 def _run_module(
@@ -323,7 +321,9 @@ def _other_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.dim():
             places = torch.arange(len(value), device=value.device).sub(1).clamp(min=0)
             rows = value.detach()[places]
-            found[key] = (0.75 * rows if value.is_floating_point() else rows).requires_grad_(value.requires_grad)
+            found[key] = (0.75 * rows if value.is_floating_point() else rows).requires_grad_(
+                value.requires_grad
+            )
         else:
             found[key] = value
     return found

@@ -144,7 +144,8 @@ class ModuleHolder:
             if name in self._states
         ]
         tensors = {
-            name: value.to(self._setting.device) for name, value in initial_values(self._module, states).items()
+            name: value.to(self._setting.device)
+            for name, value in initial_values(self._module, states).items()
         }
         own = [name for name in local if name not in tensors]
         tensors |= materialize_for(self._module, own, setting=self._setting, config=self._config, cuts=cuts)

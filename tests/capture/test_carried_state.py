@@ -63,7 +63,7 @@ def test_what_cannot_be_carried_is_refused_by_name(make: type[Plain]) -> None:
 
 def test_what_is_no_state_is_not_carried() -> None:
     carried = capture_model(Stashing(), make_batch(4)).analysis.carried
-    assert {state.name for state in carried} == {"table", "longest"}
+    assert {state.name for state in carried} == {"table"}
     assert not any(state.tensors for state in carried)
 
 

@@ -107,17 +107,22 @@ def _note(
         found[name] = id(value)
 
 
-def changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return what is not as it was, by its name in what `held_by` returned."""
+def changed_attributes(
+    before: Mapping[str, Any], after: Mapping[str, Any], *, by_value: bool = False
+) -> list[str]:
+    """Return what is not as it was, by its name in what `held_by` returned.
+
+    Args:
+        by_value: tensors of equal values are the same; else those that are one object.
+    """
     names = dict.fromkeys((*before, *after))
-    return [n for n in names if not _is_same(before.get(n, _ABSENT), after.get(n, _ABSENT))]
+    return [n for n in names if not _is_same(before.get(n, _ABSENT), after.get(n, _ABSENT), by_value)]
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any, by_value: bool) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or isinstance(one, FakeTensor):
-            return one is other
-        return one is other or (one.shape == other.shape and torch.equal(one, other))
+        are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return one is other or (by_value and are_tensors and torch.equal(one, other))
     if one is other:
         return True
     return type(one) is type(other) and bool(one == other or (one != one and other != other))
@@ -134,7 +139,7 @@ def attribute_of(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
 
 @contextmanager
 def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
-    """Note whether each attribute of a module was read before it was written; by the id of the module's ``__dict__``."""
+    """Note whether each attribute was read before it was written, by the id of the module's ``__dict__``."""
     first: dict[tuple[int, str], bool] = {}
     get, put = object.__getattribute__, nn.Module.__setattr__
 
@@ -411,6 +416,13 @@ class StateFinder:
         if not leaves or (num_before != len(leaves) and not begins_empty):
             raise refused(self._model, name, "holds more, or less, after each forward")
         return CarriedState(name=name, tensors=tuple(tensors), structure=structure)
+
+
+def begins_empty(model: nn.Module, state: CarriedState) -> bool:
+    """Return whether a model holds nothing yet where a state will be."""
+    path, _, leaf = state.name.rpartition(".")
+    value = vars(model.get_submodule(path)).get(leaf)
+    return bool(state.structure) and all(part is None for part in pytree.tree_leaves(value))
 
 
 def refused(model: nn.Module, name: str, what: str, fix: str = "") -> CaptureError:

@@ -47,7 +47,7 @@ LEAST_SCALE = 1e-3
 HALF = (torch.bfloat16, torch.float16)
 
 aten = torch.ops.aten
-_LOSS = "loss"
+_LOSS, _STATE = "loss", "state "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,10 +218,12 @@ def compare_capture(
             for difference in _compare(graph, module, {}).differences
         ]
         second += [
-            Difference(what=f"state {name}", graph=math.nan, module=math.nan, error=math.inf)
+            Difference(what=f"{_STATE}{name}", graph=math.nan, module=math.nan, error=math.inf)
             for name in module.kept
         ]
-        return dataclasses.replace(found, differences=(*found.differences, *second))
+        differences = [*found.differences, *second]
+        differences.sort(key=lambda difference: not difference.what.startswith(_STATE))
+        return dataclasses.replace(found, differences=tuple(differences))
     if not found.differences:
         return found
     # Sums on a GPU come in any order, and a model may be far from well conditioned: what the module is off from itself
@@ -284,7 +286,7 @@ def _run_module(
     after = held_by(twin, keep=_cloned)
     carried = {state.name: state for state in captured.analysis.carried if state.structure and state.tensors}
     kept = dict.fromkeys(n for n, p in twin.named_parameters() if p.requires_grad != flags.get(n))
-    for name in changed_attributes(before, after):
+    for name in changed_attributes(before, after, by_value=True):
         module, path, leaf = attribute_of(twin, name)
         attribute = f"{path}.{leaf}" if path else leaf
         if attribute not in carried and first.get((id(vars(module)), leaf), True):
@@ -417,8 +419,10 @@ def _compare(graph: _Outcome, module: _Outcome, noise: Mapping[str, float]) -> C
     for name, (found, wanted) in gradients.items():
         look(f"gradient of {name}", found, wanted, GRADIENT_TOLERANCE, LEAST_SCALE * largest)
     for name in dict.fromkeys((*module.left, *graph.left)):
-        what = f"state {name.replace(CARRIED, '')}" if is_carried(name) else f"buffer {name}"
+        what = f"{_STATE}{name.replace(CARRIED, '')}" if is_carried(name) else f"buffer {name}"
         look(what, graph.left.get(name), module.left.get(name), GRADIENT_TOLERANCE, 0.0)
+    # state that is another one is why results are
+    differences.sort(key=lambda difference: not difference.what.startswith(_STATE))
     return Comparison(num_gradients=len(gradients), errors=errors, differences=tuple(differences))
 
 

@@ -29,7 +29,7 @@ from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.lengths import resized
 from gpp_plugin.capture.mask_values import Mask, MaskFinder
 from gpp_plugin.capture.sharding.find_regions import find_sharding
-from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.capture.tracing.clean import written_storages
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, tracing_device
 from gpp_plugin.capture.tracing.traced import Traced, structure_of
@@ -243,10 +243,11 @@ def _op_graph(
 def _with_written(parameters: Sequence[Parameter], traced: Traced) -> tuple[Parameter, ...]:
     """Return parameters and buffers with a mark on those that the forward writes.
 
-    Running statistics: the copies of a stage's replicas differ, and a checkpoint holds each rank's.
+    Running statistics: the copies of a stage's replicas differ, and a checkpoint holds each rank's. Through views as
+    well: a momentum encoder's weights are written through ``weight.data``.
     """
-    arguments = {a.name for n in traced.operators for a in written_arguments(n)}
-    written = {own for name, own in traced.parameters.items() if name in arguments}
+    storages = {node.name for node in written_storages(traced.graph)}
+    written = {own for name, own in traced.parameters.items() if name in storages}
     return tuple(dataclasses.replace(p, is_mutated=True) if p.name in written else p for p in parameters)
 
 

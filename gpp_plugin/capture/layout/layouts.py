@@ -28,7 +28,7 @@ from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.layout.inseparable import operator_sources, ordered_units
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
 from gpp_plugin.capture.layout.trials import MixedSamples, Trials, are_equal, find_rows, shape_of, tensors_of
-from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.capture.tracing.clean import written_arguments, written_storages
 from gpp_plugin.capture.tracing.traced import Traced
 
 aten = torch.ops.aten
@@ -111,8 +111,7 @@ class _Analysis:
         self.trials = Trials(
             small, large, self.pairs, states=self.found.states, constants=self.constants, device=device
         )
-        buffers = {n for n, t in small.fakes.items() if n in small.parameters and not _is_parameter(t)}
-        self.written = {a.name for n in small.operators for a in written_arguments(n)} & buffers
+        self.written = {node.name for node in written_storages(small.graph)} & small.parameters.keys()
         for name in small.fakes:
             self._place_input(name, input_rows)
 
@@ -333,10 +332,6 @@ def describe_coupling(node: fx.Node, reason: str) -> str:
     """Return the line for the user on an operator that mixes samples."""
     place = module_path(node) or "the model itself"
     return f"{place}: {node.target} ({node.name}) {reason}"
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
 
 
 def is_eager(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ Tests: tests/capture/test_layouts.py
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.layout.inseparable import operator_sources, ordered_units
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
 from gpp_plugin.capture.layout.trials import MixedSamples, Trials, are_equal, find_rows, shape_of, tensors_of
-from gpp_plugin.capture.tracing.clean import written_arguments, written_storages
+from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.traced import Traced
 
 aten = torch.ops.aten
@@ -68,6 +68,8 @@ def analyse_layouts(
     clusters: Sequence[Sequence[str]],
     input_rows: dict[str, int],
     device: torch.device,
+    *,
+    written: Set[str],
 ) -> Layouts:
     """Return the layout of every tensor and the operators that mix samples.
 
@@ -76,8 +78,9 @@ def analyse_layouts(
         clusters: operators judged as one because they write shared storage.
         input_rows: batch key -> rows a sample along axis 0; 0 for inputs without samples.
         device: where operators are tried.
+        written: placeholders that operators write into.
     """
-    return _Analysis(small, large, clusters, input_rows, device).run()
+    return _Analysis(small, large, clusters, input_rows, device, written).run()
 
 
 def whole_layouts(traced: Traced) -> Layouts:
@@ -96,6 +99,7 @@ class _Analysis:
         clusters: Sequence[Sequence[str]],
         input_rows: dict[str, int],
         device: torch.device,
+        written: Set[str],
     ) -> None:
         self.small, self.large = small, large
         self.device = device
@@ -111,7 +115,7 @@ class _Analysis:
         self.trials = Trials(
             small, large, self.pairs, states=self.found.states, constants=self.constants, device=device
         )
-        self.written = {node.name for node in written_storages(small.graph)} & small.parameters.keys()
+        self.written = written & small.parameters.keys()
         for name in small.fakes:
             self._place_input(name, input_rows)
 

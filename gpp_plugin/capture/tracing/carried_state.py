@@ -41,7 +41,10 @@ from gpp_plugin.ir.op_graph import CARRIED, Parameter, is_carried
 
 MAX_DEPTH = 3
 """How many objects inside each other are looked into."""
-_TORCHS_OWN = frozenset((*vars(nn.Module()), "_is_hf_initialized", "forward"))
+_TORCHS_OWN = frozenset(
+    (*vars(nn.Module()), "_is_hf_initialized", "_output_capturing_hooks_installed", "forward")
+)
+"""Attributes that torch and transformers keep on modules for themselves."""
 _ABSENT = object()
 _NUMBERS: Mapping[type, torch.dtype] = {int: torch.int64, float: torch.float64}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -388,7 +388,7 @@ def _surroundings() -> Iterator[None]:
 
 @contextmanager
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward keeps in its modules (a cache of positions): export refuses tensors that it finds."""
+    """Undo what a forward keeps of tensors in its modules (a cache of positions): export refuses what it finds."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -396,6 +396,11 @@ def _attributes_restored(model: nn.Module) -> Iterator[None]:
         for module, attributes in before:
             now = vars(module)
             for name in [n for n, value in now.items() if value is not attributes.get(n)]:
+                # not numbers: one may say what else was done to the module (transformers installs hooks once)
+                if not any(
+                    isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(now[name])
+                ):
+                    continue
                 if name in attributes:
                     now[name] = attributes[name]
                 else:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from gpp_plugin.capture.annotate import Note, annotate, module_path
+from gpp_plugin.capture.annotate import Note, annotate, module_path, written_placeholders
 from gpp_plugin.capture.attention import attention_masks, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.keys import find_layer_lists
@@ -29,7 +29,6 @@ from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.lengths import resized
 from gpp_plugin.capture.mask_values import Mask, MaskFinder
 from gpp_plugin.capture.sharding.find_regions import find_sharding
-from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, tracing_device
 from gpp_plugin.capture.tracing.traced import Traced, structure_of
@@ -64,7 +63,13 @@ def analysed(
     clusters = find_clusters(traced.graph, notes)
     if pair is not None:
         # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
-        layouts = analyse_layouts(*pair, clusters, rows, tracing_device(shadow.device))
+        layouts = analyse_layouts(
+            *pair,
+            clusters,
+            rows,
+            tracing_device(shadow.device),
+            written=written_placeholders(traced.graph, notes),
+        )
         clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
     else:
         layouts = whole_layouts(traced)
@@ -85,6 +90,7 @@ def analysed(
         means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
         # Where one sample is cut like many is not seen at one: [1, heads, ...] and [heads, ...] look alike.
         sharding=_sharding(traced if pair is None else pair[0], shadow, notes),
+        carried=shadow.carried,
     )
     return assemble(traced, op_graph, shadow, analysis, masks)
 
@@ -230,7 +236,7 @@ def _op_graph(
             )
             for name, key in traced.inputs.items()
         ),
-        parameters=_with_written(shadow.parameters, traced),
+        parameters=_with_written(shadow.parameters, traced, notes),
         nodes=tuple(nodes),
         loss=traced.loss,
         outputs=traced.outputs,
@@ -239,13 +245,15 @@ def _op_graph(
     )
 
 
-def _with_written(parameters: Sequence[Parameter], traced: Traced) -> tuple[Parameter, ...]:
+def _with_written(
+    parameters: Sequence[Parameter], traced: Traced, notes: Mapping[str, Note]
+) -> tuple[Parameter, ...]:
     """Return parameters and buffers with a mark on those that the forward writes.
 
-    Running statistics: the copies of a stage's replicas differ, and a checkpoint holds each rank's.
+    Running statistics: the copies of a stage's replicas differ, and a checkpoint holds each rank's. Through views as
+    well: a momentum encoder's weights are written through ``weight.data``.
     """
-    arguments = {a.name for n in traced.operators for a in written_arguments(n)}
-    written = {own for name, own in traced.parameters.items() if name in arguments}
+    written = {traced.parameters.get(name) for name in written_placeholders(traced.graph, notes)}
     return tuple(dataclasses.replace(p, is_mutated=True) if p.name in written else p for p in parameters)
 
 

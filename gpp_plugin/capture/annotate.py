@@ -176,6 +176,13 @@ def annotate(
     return notes
 
 
+def written_placeholders(graph: fx.Graph, notes: Mapping[str, Note]) -> set[str]:
+    """Return the placeholders that some operator writes into, through views as well."""
+    writes = {storage for note in notes.values() for storage in note.writes}
+    placeholders = (node.name for node in graph.nodes if node.op == "placeholder")
+    return {name for name in placeholders if not writes.isdisjoint(notes[name].storages)}
+
+
 def _forget_dead_ends(graph: fx.Graph, notes: Mapping[str, Note]) -> None:
     """Leave gradient flags to what a gradient of the graph's results comes to.
 

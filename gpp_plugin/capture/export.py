@@ -16,6 +16,7 @@ from gpp_plugin.capture.analyse_traced import analysed
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.choose_whole import MAX_ATTEMPTS, Untraceable, find_asked, with_culprit
 from gpp_plugin.capture.mask_values import inputs_of_ones
+from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import Shadow, make_shadow
@@ -27,6 +28,7 @@ from gpp_plugin.capture.tracing.torch_export import (
 )
 from gpp_plugin.capture.tracing.traced import Exported, Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import CarriedState
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ def capture_model(
     device: torch.device | str | None = None,
     call: Call = call_by_key,
     eager: Sequence[str] = (),
+    carried: Sequence[CarriedState] = (),
 ) -> CapturedGraph:
     """Capture ``model`` on a batch like ``batch`` as one operator graph with the loss inside.
 
@@ -61,6 +64,7 @@ def capture_model(
             by default. Names in the graph are the model's own whatever calls it.
         eager: modules that are not traced but run as they are, each one operator; further ones are found where
             tracing fails.
+        carried: state that is known of, as another mode's capture carries it; further state is found.
 
     Raises:
         ConfigError: ``eager`` names no module of the model's.
@@ -69,12 +73,28 @@ def capture_model(
     """
     asked = whole = find_asked(model, eager)
     reasons: list[Untraceable] = []
+    states = {state.name: state for state in carried}
     while True:
         try:
             captured = _capture(
-                model, batch, training, outputs, received, dtype, torch.device(device or "cpu"), call, whole
+                model,
+                batch,
+                training,
+                outputs,
+                received,
+                dtype,
+                torch.device(device or "cpu"),
+                call,
+                whole,
+                tuple(states.values()),
             )
             break
+        except LeavesState as found:
+            # traced anew, with what the forward leaves behind as buffers
+            again = [state for state in found.states if states.get(state.name) == state]
+            if again:
+                raise refused(model, again[0].name, "is left behind in more than one way") from None
+            states.update({state.name: state for state in found.states})
         except CaptureError as error:
             # The innermost module that fails is kept whole, and the rest traced anew; where that does not help, the
             # first failure is what the user should know of.
@@ -90,6 +110,9 @@ def capture_model(
         why = next((e for e in reasons if e.culprit == path or e.culprit.startswith(f"{path}.")), None)
         if path not in asked and why is not None:
             logger.warning("%s is kept whole and runs as it is, on whole loss units: %s", path, why)
+    carried = [state.name for state in captured.analysis.carried if state.tensors]
+    if carried:
+        logger.info("state that each forward leaves for the next one: %s", ", ".join(carried))
     if whole:
         logger.info("kept whole, run as they are: %s", ", ".join(whole))
     return captured
@@ -105,12 +128,13 @@ def _capture(
     device: torch.device,
     call: Call,
     eager: tuple[str, ...],
+    states: tuple[CarriedState, ...],
 ) -> CapturedGraph:
-    """Capture a model, as `capture_model` does, with these modules kept whole."""
+    """Capture a model, as `capture_model` does, with these modules kept whole, and this state carried."""
     # One export at the batch's own number of samples, n; more at 2 and 4 (3 and 6 where n is 3): what is twice as long
     # at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself. Profiles are
     # measured at such numbers too: they take what was exported here.
-    shadow = make_shadow(model, training=training, dtype=dtype, device=device)
+    shadow = make_shadow(model, training=training, dtype=dtype, device=device, carried=states)
     export = functools.partial(
         trace, shadow, outputs=outputs, received=received, training=training, call=call, eager=eager
     )

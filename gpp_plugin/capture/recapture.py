@@ -20,6 +20,7 @@ from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.same_blocks import border_names, with_names
+from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
 from gpp_plugin.capture.tracing.shadow import Shadow, make_shadow
 from gpp_plugin.capture.tracing.symbolic_sizes import (
     SizeTexts,
@@ -222,17 +223,23 @@ def _trace_again(
     # What rank 0 analysed on its device is of another rank's too, as long as the type is the same.
     shadow = _shadow_of(model, analysis, device)
     known = analysis.op_graph
-    traced = trace(
-        shadow,
-        batch,
-        outputs=tuple(known.outputs),
-        received={spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received},
-        training=analysis.is_training,
-        call=call,
-        eager=analysis.eager,
-        reads=Reads.of(batch) if analysis.reads_values else None,
-        lengths=lengths,
-    )
+    try:
+        traced = trace(
+            shadow,
+            batch,
+            outputs=tuple(known.outputs),
+            received={spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received},
+            training=analysis.is_training,
+            call=call,
+            eager=analysis.eager,
+            reads=Reads.of(batch) if analysis.reads_values else None,
+            lengths=lengths,
+        )
+    except LeavesState as found:
+        name = found.states[0].name
+        raise refused(
+            shadow.model, name, "is left behind at other shapes than the sample batch's only"
+        ) from None
     return shadow, traced
 
 
@@ -248,7 +255,9 @@ def _shadow_of(model: nn.Module, analysis: Analysis, device: torch.device | str 
             f"device is {where}, but the model was analysed for {analysis.device_type}; use one type"
         )
     dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
-    return make_shadow(model, training=analysis.is_training, dtype=dtype, device=where)
+    return make_shadow(
+        model, training=analysis.is_training, dtype=dtype, device=where, carried=analysis.carried
+    )
 
 
 def _changed(error: CaptureError) -> CaptureError:
@@ -291,5 +300,12 @@ def read_values(
         CaptureError: it fails on such a batch; names module and line.
     """
     shadow = _shadow_of(model, analysis, device)
-    whole = WholeCalls(shadow.model, shadow.original, analysis.eager, batch, training=analysis.is_training)
+    whole = WholeCalls(
+        shadow.model,
+        shadow.original,
+        analysis.eager,
+        batch,
+        training=analysis.is_training,
+        states=analysis.carried,
+    )
     return run_reading(shadow, batch, outputs=tuple(analysis.op_graph.outputs), whole=whole, call=call)

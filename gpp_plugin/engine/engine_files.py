@@ -26,7 +26,7 @@ from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.engine.training_steps import StepStrategy
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.ir.op_graph import Parameter, is_carried
 from gpp_plugin.report.progress import shown_as
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.waiting import finish
@@ -154,7 +154,7 @@ class PipelineFiles:
             self._source.save_pretrained(
                 directory,
                 states={
-                    stage.stage_index: dict(stage.module.state_dict()) | self._joined(stage)
+                    stage.stage_index: _without_carried(stage.module.state_dict()) | self._joined(stage)
                     for stage in self._stages.stages
                 },
                 plan=self._stages.plan,
@@ -235,7 +235,7 @@ class PipelineFiles:
         """
         self._steps.drain()
         for stage in self._stages.stages:
-            missing = sorted(stage.module.state_dict().keys() - state.keys())
+            missing = sorted(_without_carried(stage.module.state_dict()).keys() - state.keys())
             if strict and missing:
                 raise ConfigError(
                     f"load_module_state_dict: the state lacks {missing[0]!r} and {len(missing) - 1} more of stage "
@@ -256,8 +256,13 @@ class PipelineFiles:
 
 def _state_of(stage: StageEngine) -> dict[str, Tensor]:
     """Return a stage's state dict; copies, where the weights themselves will not stay whole."""
-    state: dict[str, Tensor] = dict(stage.module.state_dict())
+    state = _without_carried(stage.module.state_dict())
     return state if stage.weights is None else {name: value.clone() for name, value in state.items()}
+
+
+def _without_carried(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict without attributes of modules, which the user's model has no buffers for."""
+    return {name: value for name, value in state.items() if not is_carried(name)}
 
 
 def _own_part(stage: StageEngine, name: str, parameter: Tensor, given: Tensor) -> Tensor:

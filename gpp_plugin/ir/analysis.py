@@ -154,6 +154,36 @@ def without_half_cut(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """A tensor, or a number, of a state.
+
+    Args:
+        name: the buffer that holds it.
+        number: the type of a Python number, ``int`` or ``float``; "" for a tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    number: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriedState:
+    """What a forward leaves behind for the next one.
+
+    Args:
+        name: of a buffer that is assigned, or of a module's attribute.
+        tensors: none where later forwards leave it as it is, so that it is no state.
+        structure: of an attribute, how it is made of its tensors; "" for a buffer.
+    """
+
+    name: str
+    tensors: tuple[StateTensor, ...] = ()
+    structure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
     """A captured model without its torch graph.
 
@@ -172,6 +202,7 @@ class Analysis:
             "recorded" where Python reads values of the batch, "whole units"
             where no axis is known to hold samples, so that all operators compute on whole loss units.
         sharding: what of it tensor ranks can share out.
+        carried: what the forward leaves behind for the next one.
     """
 
     op_graph: OpGraph
@@ -185,6 +216,7 @@ class Analysis:
     eager: tuple[str, ...] = ()
     means: tuple[str, ...] = ()
     sharding: Sharding = Sharding()
+    carried: tuple[CarriedState, ...] = ()
 
     @property
     def reads_values(self) -> bool:

@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 from gpp_plugin.ir.tensors import TensorSpec
 
+CARRIED = "carried:"
+"""In front of an attribute's name: a buffer that carries what a forward leaves there for the next one."""
+
+
+def is_carried(name: str) -> bool:
+    """Return whether a buffer carries an attribute of a module, which the user's model has no buffer for."""
+    return name.rpartition(".")[2].startswith(CARRIED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:

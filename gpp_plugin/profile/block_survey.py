@@ -19,7 +19,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.errors import GppError, ProfileError
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.ir.op_graph import Parameter, is_carried
 from gpp_plugin.profile.block_code import BlockCode, block_codes
 from gpp_plugin.profile.busy_stream import Lap
 from gpp_plugin.profile.held_storages import HeldStorages
@@ -229,14 +229,14 @@ class BlockSurvey:
         """Return the tensor to measure with: the real one detached, or random values for a meta one."""
         names = (parameter.name, *parameter.aliases)
         tensor = next((self._state[name] for name in names if name in self._state), None)
-        if tensor is None:
+        if tensor is None and not is_carried(parameter.name):
             raise ProfileError(
                 f"model_state has no {parameter.name!r}; pass all parameters and buffers of the model"
             )
         dtype: torch.dtype = getattr(torch, parameter.dtype)
         # Random values of the size that initialisers give: zeros would make denormal products and infinite norms, and
         # both run at other speeds. What the block writes (running statistics) is a copy, as the model is not to change.
-        if tensor.is_meta:
+        if tensor is None or tensor.is_meta:
             shape = parameter.shape
             if dtype.is_floating_point or dtype.is_complex:
                 value = torch.randn(shape, dtype=dtype, device=self._device).mul_(0.02)

@@ -40,10 +40,12 @@ def traced_on_cuda() -> Iterator[None]:
     """Trace on the wanted device, as where torch has CUDA; try operators on the CPU, as these devices cannot."""
     tracing_device, analyse_layouts = shadow.tracing_device, analyse_traced.analyse_layouts
 
-    def analyse_on_the_cpu(small: Any, large: Any, clusters: Any, rows: Any, device: torch.device) -> Any:
+    def analyse_on_the_cpu(
+        small: Any, large: Any, clusters: Any, rows: Any, device: torch.device, *, written: Any
+    ) -> Any:
         for traced in (small, large):
             place_graph(traced.graph, CPU, of_type="cuda")
-        found = analyse_layouts(small, large, clusters, rows, CPU)
+        found = analyse_layouts(small, large, clusters, rows, CPU, written=written)
         for traced in (small, large):
             place_graph(traced.graph, device, of_type="cpu")
         return found

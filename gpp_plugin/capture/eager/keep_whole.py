@@ -32,7 +32,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.eager.trial_run import made_up, observe
+from gpp_plugin.capture.tracing.carried_state import described, initial_values
 from gpp_plugin.errors import CaptureError, first_line
+from gpp_plugin.ir.analysis import CarriedState
 
 _LIBRARY = torch.library.Library("gpp_plugin", "FRAGMENT")
 _LIBRARY.define("eager(Tensor[] tensors, str call) -> Tensor[]")
@@ -71,6 +73,7 @@ class WholeCalls:
         entries: the batch, whose tensors are what calls are tried with.
         training: gradients matter, and so do custom backwards.
         receives: entries of the batch take a gradient, which tracing does not know of: any tensor may.
+        states: what the model's forward leaves behind for the next one.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class WholeCalls:
         *,
         training: bool,
         receives: bool = False,
+        states: Sequence[CarriedState] = (),
     ) -> None:
         self._receives = receives
         self._model, self._original, self._paths = model, original, tuple(paths)
@@ -98,6 +102,19 @@ class WholeCalls:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
+        for name, tensor in initial_values(original, described(states)).items():
+            path, _, leaf = name.rpartition(".")
+            self._weights[path, leaf] = tensor
+        self._states = self.states_around(states)[1]
+
+    def states_around(self, states: Sequence[CarriedState]) -> tuple[list[CarriedState], list[CarriedState]]:
+        """Return the state outside of modules that are kept whole, and the attributes inside, which they see to."""
+        inside = [
+            state
+            for state in states
+            if state.structure and any(state.name.startswith(f"{path}.") for path in self._paths)
+        ]
+        return [state for state in states if state not in inside], inside
 
     def note_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         """Take the traced tensors of the batch's entries: what is made of them alone has a value in a trial."""
@@ -156,7 +173,14 @@ class WholeCalls:
                     if id(tensor) not in slots:
                         names.append((".".join(part for part in (path, inner_path) if part), leaf))
                     slots.setdefault(id(tensor), []).append((module, leaf))
-        callee = ModuleCallee(target.forward, tuple(tuple(places) for places in slots.values()))
+        states = [
+            (target.get_submodule(state.name.removeprefix(path).lstrip(".").rpartition(".")[0]), state)
+            for state in self._states
+            if state.name.startswith(f"{path}.")
+        ]
+        callee = ModuleCallee(
+            target.forward, tuple(tuple(places) for places in slots.values()), tuple(states)
+        )
         target.__dict__["forward"] = self._stand_in(path, callee, names)
         stack.callback(target.__dict__.pop, "forward")
 

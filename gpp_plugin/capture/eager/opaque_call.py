@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from gpp_plugin.capture.eager.call_structure import plain_values, put_together, take_apart
 from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.ir.analysis import CarriedState
 
 _HOOKS: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = ContextVar(
     "_HOOKS", default=None
@@ -98,18 +100,25 @@ class ModuleCallee(Callee):
         function: its own ``forward``; hooks on the module itself are traced around the call.
         places: of each of its tensors, the modules and tables that hold it, and under which names: several where it is
             tied inside the module.
+        states: what it leaves behind for the next call, in attributes of which modules; its tensors are among those.
         stays_bound: the module keeps the tensors after a call, for a backward that calls it again.
     """
 
     places: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    states: tuple[tuple[nn.Module, CarriedState], ...] = ()
     stays_bound: bool = False
 
     @contextmanager
     def bound(self, tensors: Sequence[Tensor]) -> Any:
         """Let the module's parameters and buffers be these; what it puts in their place is written into them."""
         before = self._set(tensors)
+        kept = [dict(vars(module)) for module, _ in self.states]
         try:
+            for module, state in self.states:
+                vars(module)[state.name.rpartition(".")[2]] = self._read(module, state)
             yield
+            for module, state in self.states:
+                self._write(module, state)
             for places, tensor in zip(self.places, tensors, strict=True):
                 for module, name in places:
                     found = module._buffers.get(name, tensor)
@@ -117,8 +126,42 @@ class ModuleCallee(Callee):
                         with torch.no_grad():
                             tensor.copy_(found)  # ``self.count = self.count + 1``
         finally:
+            for (module, state), attributes in zip(self.states, kept, strict=True):
+                leaf = state.name.rpartition(".")[2]
+                vars(module)[leaf] = attributes.get(leaf)
             if not self.stays_bound:
                 self._set(before)
+
+    @staticmethod
+    def _buffers_of(module: nn.Module, state: CarriedState) -> list[Tensor]:
+        return [module.get_buffer(tensor.name.rpartition(".")[2]) for tensor in state.tensors]
+
+    def _read(self, module: nn.Module, state: CarriedState) -> Any:
+        """Return an attribute as Python has it, of the buffers that carry it."""
+        leaves: list[Any] = [
+            {"int": int, "float": float}.get(tensor.number, torch.clone)(buffer)
+            for tensor, buffer in zip(state.tensors, self._buffers_of(module, state), strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(state.structure))
+
+    @torch.no_grad()
+    def _write(self, module: nn.Module, state: CarriedState) -> None:
+        """Put what a call left in an attribute into the buffers that carry it.
+
+        Raises:
+            RuntimeFailure: it is of another structure than before.
+        """
+        left, spec = pytree.tree_flatten(vars(module)[state.name.rpartition(".")[2]])
+        buffers = self._buffers_of(module, state)
+        if pytree.treespec_dumps(spec) != state.structure:
+            raise RuntimeFailure(f"{state.name} is of another structure than in the sample batch's forward")
+        for buffer, value in zip(buffers, left, strict=True):
+            value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=buffer.dtype)
+            if value.shape != buffer.shape:
+                raise RuntimeFailure(
+                    f"{state.name} has shape {list(buffer.shape)} and is left with {list(value.shape)}"
+                )
+            buffer.copy_(value)
 
     def _set(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         before: list[Tensor | None] = []

@@ -16,7 +16,7 @@ Tests: tests/capture/test_layouts.py
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,8 @@ def analyse_layouts(
     clusters: Sequence[Sequence[str]],
     input_rows: dict[str, int],
     device: torch.device,
+    *,
+    written: Set[str],
 ) -> Layouts:
     """Return the layout of every tensor and the operators that mix samples.
 
@@ -76,8 +78,9 @@ def analyse_layouts(
         clusters: operators judged as one because they write shared storage.
         input_rows: batch key -> rows a sample along axis 0; 0 for inputs without samples.
         device: where operators are tried.
+        written: placeholders that operators write into.
     """
-    return _Analysis(small, large, clusters, input_rows, device).run()
+    return _Analysis(small, large, clusters, input_rows, device, written).run()
 
 
 def whole_layouts(traced: Traced) -> Layouts:
@@ -96,6 +99,7 @@ class _Analysis:
         clusters: Sequence[Sequence[str]],
         input_rows: dict[str, int],
         device: torch.device,
+        written: Set[str],
     ) -> None:
         self.small, self.large = small, large
         self.device = device
@@ -111,8 +115,7 @@ class _Analysis:
         self.trials = Trials(
             small, large, self.pairs, states=self.found.states, constants=self.constants, device=device
         )
-        buffers = {n for n, t in small.fakes.items() if n in small.parameters and not _is_parameter(t)}
-        self.written = {a.name for n in small.operators for a in written_arguments(n)} & buffers
+        self.written = written & small.parameters.keys()
         for name in small.fakes:
             self._place_input(name, input_rows)
 
@@ -333,10 +336,6 @@ def describe_coupling(node: fx.Node, reason: str) -> str:
     """Return the line for the user on an operator that mixes samples."""
     place = module_path(node) or "the model itself"
     return f"{place}: {node.target} ({node.name}) {reason}"
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
 
 
 def is_eager(node: fx.Node) -> bool:

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from gpp_plugin.capture.annotate import Note
+from gpp_plugin.capture.annotate import Note, written_placeholders
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.layout.inseparable import operator_sources, ordered_units
 from gpp_plugin.capture.layout.layout_rules import Counted
 from gpp_plugin.capture.layout.layouts import Layouts, is_random
-from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.traced import Traced
 
 MAX_BUFFER_BYTES = 4 << 20
@@ -33,7 +32,7 @@ def find_replicable(
     # that tiny models still replicate their masks.
     total = sum(notes[node.name].flops for node in traced.operators)
     limit = max(ALWAYS_CHEAP_FLOPS, MAX_SHARE * total)
-    written = {a.name for node in traced.operators for a in written_arguments(node)}
+    written = written_placeholders(traced.graph, notes)
     results = {traced.loss, *traced.outputs.values()}
     usable = {name for name in traced.inputs if not notes[name].requires_grad} | set(traced.constants)
     for name in traced.parameters:

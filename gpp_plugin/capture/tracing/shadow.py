@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from gpp_plugin.capture.tracing.carried_state import described, register_states
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import CarriedState
 from gpp_plugin.ir.op_graph import Parameter
 
 
@@ -26,6 +29,7 @@ class Shadow:
         parameters: every parameter and buffer of the user's model, in model order.
         first_names: any name of a parameter or buffer -> its first name.
         noticed: what exports of it were found to need; later ones begin with that.
+        carried: what its forward leaves behind for the next one: buffers of the copy.
     """
 
     model: nn.Module
@@ -36,6 +40,7 @@ class Shadow:
     parameters: tuple[Parameter, ...]
     first_names: dict[str, str]
     noticed: set[str] = field(default_factory=set)
+    carried: tuple[CarriedState, ...] = ()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,12 +59,18 @@ def tracing_device(device: torch.device) -> torch.device:
 
 
 def make_shadow(
-    model: nn.Module, *, training: bool, dtype: torch.dtype | None, device: torch.device
+    model: nn.Module,
+    *,
+    training: bool,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    carried: Sequence[CarriedState] = (),
 ) -> Shadow:
     """Copy ``model`` with fake tensors in place of its parameters and buffers; ties stay ties.
 
     Args:
         dtype: floating parameters become this type; buffers keep theirs.
+        carried: what its forward leaves behind for the next one.
 
     Raises:
         CaptureError: the model cannot be copied.
@@ -80,7 +91,7 @@ def make_shadow(
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device=where
             )
-    parameters = _describe_parameters(model, dtype)
+    parameters = (*_describe_parameters(model, dtype), *described(carried))
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:
@@ -88,6 +99,8 @@ def make_shadow(
             f"{type(model).__name__} cannot be copied for tracing ({type(error).__name__}: {error}); "
             "remove attributes that copy.deepcopy refuses (open files, locks, process groups) before capture"
         ) from error
+    with mode:
+        register_states(twin, carried, functools.partial(_empty, where))
     twin.train(training)
     _switch_off_extras(twin)
     first_names = {name: p.name for p in parameters for name in (p.name, *p.aliases)}
@@ -99,7 +112,12 @@ def make_shadow(
         dtype=dtype,
         parameters=parameters,
         first_names=first_names,
+        carried=tuple(carried),
     )
+
+
+def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def fake_inputs(shadow: Shadow, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

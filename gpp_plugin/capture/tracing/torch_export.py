@@ -22,6 +22,13 @@ from torch.overrides import TorchFunctionMode
 from gpp_plugin.capture.eager.choose_whole import Untraceable
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
+from gpp_plugin.capture.tracing.carried_state import (
+    LeavesState,
+    StateFinder,
+    carried_in,
+    is_number,
+    noted_accesses,
+)
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.overflow import OverflowMode
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit
@@ -30,6 +37,7 @@ from gpp_plugin.capture.tracing.symbolic_sizes import leave_open
 from gpp_plugin.capture.tracing.values import ReadingMode, Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
+from gpp_plugin.ir.analysis import CarriedState
 
 WRAPPED = "model"
 """Attribute of the wrapper that holds the model; the prefix of every exported name."""
@@ -62,6 +70,7 @@ class _Seen:
     has_loss = False
     recording: Recording | None = None
     asks_of_overflow = False
+    left: Sequence[CarriedState] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,12 +104,15 @@ class LossWrapper(nn.Module):
         call: Call = call_by_key,
         note_inputs: Callable[[Mapping[str, torch.Tensor]], None] = lambda inputs: None,
         reads: Reads | None = None,
+        states: Sequence[CarriedState] = (),
+        inside: Sequence[CarriedState] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self._note_inputs = note_inputs
         self._call = call
         self._reads = reads
+        self._states, self._inside = tuple(states), tuple(inside)
         self._constants = dict(constants)
         self._outputs = tuple(outputs)
         self._needs_loss = needs_loss
@@ -111,17 +123,26 @@ class LossWrapper(nn.Module):
         self._note_inputs(inputs)
         overflow = OverflowMode() if self.seen.asks_of_overflow else None
         reading = None if self._reads is None else self._reads.mode(inputs)
+        finder = StateFinder(self.model, [*self._states, *self._inside])
         with (
             _attributes_restored(self.model),
             overflow or nullcontext(),
             reading or nullcontext(),
-            _DataMode(),
+            _AssignmentMode(keeps_numbers=any(t.number for state in self._states for t in state.tensors)),
         ):
-            result = self._call(self.model, {**inputs, **self._constants})
+            with carried_in(self.model, self._states), noted_accesses() as first:
+                result = self._call(self.model, {**inputs, **self._constants})
+            self.seen.left = finder.find(
+                first, again=lambda: self._call(self.model, {**inputs, **self._constants})
+            )
         if reading is not None:
             self.seen.recording = reading.recording()
         if overflow is not None:
             overflow.close()
+        return self.results(result, inputs)
+
+    def results(self, result: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the loss, if any, and the named outputs of what the model returned."""
         loss = _find_loss(result)
         if loss is None and self._needs_loss and isinstance(result, (tuple, list)):
             raise CaptureError(
@@ -148,17 +169,38 @@ class LossWrapper(nn.Module):
         return named if loss is None else (loss.reshape(()) if loss.dim() else loss, *named)
 
 
-class _DataMode(TorchFunctionMode):
-    """Traces ``tensor.data`` as a detached view: what is written into it (a clamped temperature) is in the graph."""
+class _AssignmentMode(TorchFunctionMode):
+    """Traces ``tensor.data`` as a detached view, and what is put there as a write: both are in the graph.
+
+    Args:
+        keeps_numbers: tensors without axes may stand for Python's numbers, which nothing changes in place.
+    """
+
+    def __init__(self, *, keeps_numbers: bool = False) -> None:
+        super().__init__()
+        self._keeps_numbers = keeps_numbers
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch."""
-        return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
+        if func == _DATA:
+            return args[0].detach()
+        if func == _PUT_DATA and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype:
+            args[0].detach().copy_(args[1].detach())
+            return None
+        if self._keeps_numbers and is_number(args[0] if args else None):
+            func = getattr(torch.Tensor, _OUT_OF_PLACE.get(getattr(func, "__name__", ""), ""), func)
+        return func(*args, **(kwargs or {}))
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_PUT_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_OUT_OF_PLACE: Mapping[str, str] = MappingProxyType(
+    {f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+    | {f"{name}_": name for name in ("add", "sub", "mul", "div", "floor_divide", "remainder", "pow")}
+)
+"""Operators in place on a number's tensor, and those that make a new one."""
 
 
 def _find_loss(result: Any) -> torch.Tensor | None:
@@ -229,13 +271,17 @@ def export_model(
     Raises:
         CaptureError: the model cannot be exported; names the module, the line and the remedy.
         Untraceable: it could be if a module of it were kept whole.
+        LeavesState: the forward leaves state behind that the shadow does not carry.
     """
     _, constants = split_batch(batch)
     # Names in the export are those of attributes: "model.layers.0.weight" for `wrapper.model`, whatever `call` does
     # between the batch and the model, so that a plain model and a part under other names trace to one graph.
     # a part of a larger model is trained by what reads its outputs
     needs_loss = training and not outputs
-    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss, call, whole.note_inputs, reads)
+    states, inside = whole.states_around(shadow.carried)
+    wrapper = LossWrapper(
+        shadow.model, constants, outputs, needs_loss, call, whole.note_inputs, reads, states, inside
+    )
     wrapper.training = training
     wrapper.seen.asks_of_overflow = ASKS_OF_OVERFLOW in shadow.noticed
     program: torch.export.ExportedProgram | None = None
@@ -248,6 +294,8 @@ def export_model(
         shadow.noticed.add(ASKS_OF_OVERFLOW)
         wrapper.seen.asks_of_overflow = True
         program = _export(wrapper, shadow, batch, whole, lengths)
+    if wrapper.seen.left:
+        raise LeavesState(wrapper.seen.left)
     return program, wrapper.seen.has_loss, wrapper.seen.recording
 
 
@@ -289,6 +337,7 @@ def run_reading(
         CaptureError: it fails; names the module and the line.
     """
     _, constants = split_batch(batch)
+    states, inside = whole.states_around(shadow.carried)
     wrapper = LossWrapper(
         shadow.model,
         constants,
@@ -297,6 +346,8 @@ def run_reading(
         call=call,
         note_inputs=whole.note_inputs,
         reads=Reads(values=batch),
+        states=states,
+        inside=inside,
     )
     wrapper.training = shadow.model.training
     inputs = fake_inputs(shadow, batch)
@@ -345,6 +396,7 @@ def _attributes_restored(model: nn.Module) -> Iterator[None]:
         for module, attributes in before:
             now = vars(module)
             for name in [n for n, value in now.items() if value is not attributes.get(n)]:
+                # not numbers: one may say what else was done to the module (transformers installs hooks once)
                 if not any(
                     isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(now[name])
                 ):

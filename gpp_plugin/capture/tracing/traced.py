@@ -131,7 +131,15 @@ def trace(
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
     receives = training and any(received.values())
-    whole = WholeCalls(shadow.model, shadow.original, eager, batch, training=training, receives=receives)
+    whole = WholeCalls(
+        shadow.model,
+        shadow.original,
+        eager,
+        batch,
+        training=training,
+        receives=receives,
+        states=shadow.carried,
+    )
     with watched_generators(shadow.model) as drawn:
         program, has_loss, recording = export_model(
             shadow,

@@ -32,7 +32,7 @@ from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs
-from gpp_plugin.ir.analysis import PREPARED, Analysis
+from gpp_plugin.ir.analysis import PREPARED, Analysis, CarriedState
 from gpp_plugin.ir.block_graph import Block, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, Parameter
 from gpp_plugin.ir.plan import PipelinePlan
@@ -182,6 +182,7 @@ class CapturedPart:
         self._called = called
         self._eager = tuple(eager)
         self._links = links
+        self._carried: tuple[CarriedState, ...] = ()
         self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
         self._trials: dict[tuple[object, ...], Exported] = {}
         self._recordings: OrderedDict[tuple[object, ...], list[Recording]] = OrderedDict()
@@ -256,6 +257,7 @@ class CapturedPart:
                 device=self._device,
                 call=self.call,
                 eager=self._eager,
+                carried=self._carried,
             )
         except CaptureError as error:
             if self.stage.is_alone:
@@ -267,6 +269,7 @@ class CapturedPart:
                 captured, analysis=dataclasses.replace(captured.analysis, means=means)
             )
         if is_training:
+            self._carried = captured.analysis.carried
             self._kept = (_shapes(arguments), captured)
             # what other stages make was traced as rows of one tensor there, and is a tensor of its own here
             trials = list(captured.trials.items()) if not self.stage.received else []

@@ -20,13 +20,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.mask_values import inputs_of_ones
+from gpp_plugin.capture.tracing.carried_state import (
+    attribute_of,
+    changed_attributes,
+    held_by,
+    initial_values,
+    noted_accesses,
+)
 from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
 from gpp_plugin.capture.tracing.shadow import switch_off_caches
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
+from gpp_plugin.ir.op_graph import CARRIED, is_carried
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 from gpp_plugin.runtime.stage_module import build_stage_function
@@ -38,7 +47,7 @@ LEAST_SCALE = 1e-3
 HALF = (torch.bfloat16, torch.float16)
 
 aten = torch.ops.aten
-_LOSS = "loss"
+_LOSS, _STATE = "loss", "state "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +93,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What one forward and backward gave; no gradient where the backward did not come by."""
+    """What one forward and backward gave; no gradient where the backward did not come by.
+
+    Args:
+        left: what the forward left behind: all buffers, parameters that it wrote, what attributes carry.
+        kept: attributes that it read before it wrote them, and left otherwise, which the graph does not carry.
+    """
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
+    left: dict[str, Tensor]
+    kept: tuple[str, ...] = ()
 
 
 def make_twin(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
@@ -162,7 +177,7 @@ def compare_capture(
 
     Args:
         captured: in float32 or wider.
-        twin: as of `make_twin`; it stays as it is.
+        twin: as of `make_twin`; it stays as it is, and so do the parameters that it shares with the user's module.
         arguments: what was traced, with values, on the twin's device: tensors that take a gradient are other stages'.
         call: how the module is called with them.
     """
@@ -178,22 +193,52 @@ def compare_capture(
                 around.enter_context(_SameDraws(captured.device))
             yield
 
-    def run_module() -> _Outcome:
-        with alike(), torch.enable_grad():
-            return _run_module(captured, make_twin(twin, device=captured.device), arguments, call)
+    state = {name: buffer.detach().clone() for name, buffer in twin.named_buffers()}
+    carried = [p for p in captured.op_graph.parameters if is_carried(p.name)]
+    state |= {name: value.to(captured.device) for name, value in initial_values(twin, carried).items()}
 
-    with alike(), torch.enable_grad():
-        graph = _run_graph(captured, twin, arguments)
-    module = run_module()
+    def run_graph(rows: Mapping[str, Any]) -> _Outcome:
+        with alike(), _unwritten(twin) as writes, torch.enable_grad():
+            return _run_graph(captured, twin, rows, state, writes)
+
+    def run_module(copied: nn.Module, rows: Mapping[str, Any]) -> _Outcome:
+        with alike(), _unwritten(twin) as writes, torch.enable_grad():
+            return _run_module(captured, copied, rows, call, writes)
+
+    own = make_twin(twin, device=captured.device)
+    graph, module = run_graph(arguments), run_module(own, arguments)
     found = _compare(graph, module, {})
+    if module.kept or any(each.structure and each.tensors for each in captured.analysis.carried):
+        # What is kept for the next forward shows in the next one, on other values. What the graph does not carry is
+        # a cache where that forward leaves it alone.
+        rows = _other_rows(arguments)
+        graph, module = run_graph(rows), run_module(own, rows)
+        second = [
+            dataclasses.replace(difference, what=f"{difference.what} of a second forward")
+            for difference in _compare(graph, module, {}).differences
+        ]
+        second += [
+            Difference(what=f"{_STATE}{name}", graph=math.nan, module=math.nan, error=math.inf)
+            for name in module.kept
+        ]
+        differences = [*found.differences, *second]
+        differences.sort(key=lambda difference: not difference.what.startswith(_STATE))
+        return dataclasses.replace(found, differences=tuple(differences))
     if not found.differences:
         return found
     # Sums on a GPU come in any order, and a model may be far from well conditioned: what the module is off from itself
     # when it runs again is no difference of the graph.
-    return _compare(graph, module, _compare(run_module(), module, {}).errors)
+    again = run_module(make_twin(twin, device=captured.device), arguments)
+    return _compare(graph, module, _compare(again, module, {}).errors)
 
 
-def _run_graph(captured: CapturedGraph, twin: nn.Module, arguments: Mapping[str, Any]) -> _Outcome:
+def _run_graph(
+    captured: CapturedGraph,
+    twin: nn.Module,
+    arguments: Mapping[str, Any],
+    state: dict[str, Tensor],
+    writes: _Writes,
+) -> _Outcome:
     """Run all of the graph as the code of one stage: that is what generates code in training."""
     op_graph = captured.op_graph
     names = {} if op_graph.loss is None else {_LOSS: op_graph.loss}
@@ -201,40 +246,128 @@ def _run_graph(captured: CapturedGraph, twin: nn.Module, arguments: Mapping[str,
     function = build_stage_function(captured, [n.name for n in op_graph.nodes], list(names.values()))
     if function.choice is not None:
         function.choice.use(inputs_of_ones(arguments))
-    own = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    own = {**dict(twin.named_parameters()), **state}
     leaves = {name: _leaf(own[name]) for name in function.tensors}
     given = {key: _leaf(arguments[key]) for key in (*function.batch_inputs, *function.received)}
-    results = function.call(
-        *leaves.values(), *(given[key] for key in (*function.batch_inputs, *function.received))
-    )
-    written = [p.name for p in op_graph.parameters if p.is_mutated]
+    with writes:
+        results = function.call(
+            *leaves.values(), *(given[key] for key in (*function.batch_inputs, *function.received))
+        )
+    state.update({name: leaf.detach() for name, leaf in leaves.items() if name in state})
+    left = {name: value.clone() for name, value in state.items()} | writes.values()
     trained = {
         name: leaves.get(name) for name, parameter in twin.named_parameters() if parameter.requires_grad
     }
     received = {key: given.get(key) for key in op_graph.received if arguments[key].requires_grad}
-    return _outcome(
-        dict(zip(names, results, strict=True)), trained | received, {n: leaves[n] for n in written}
-    )
+    return _outcome(dict(zip(names, results, strict=True)), trained | received, left)
 
 
 def _run_module(
-    captured: CapturedGraph, twin: nn.Module, arguments: Mapping[str, Any], call: Call
+    captured: CapturedGraph,
+    twin: nn.Module,
+    arguments: Mapping[str, Any],
+    call: Call,
+    writes: _Writes,
 ) -> _Outcome:
     op_graph = captured.op_graph
     keys, constants = split_batch(arguments)
     wrapper = LossWrapper(twin, constants, tuple(op_graph.outputs), needs_loss=False, call=call)
     wrapper.train(captured.is_training)
     given = {key: _leaf(arguments[key]) for key in keys}
-    results = wrapper(**given)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    flags = {name: p.requires_grad for name, p in twin.named_parameters()}
+    at = {name: p.data for name, p in twin.named_parameters()}
+    before = held_by(twin, keep=_cloned)
+    with writes:
+        with noted_accesses() as first:
+            result = call(twin, {**given, **constants})
+        results = wrapper.results(result, given)
+    after = held_by(twin, keep=_cloned)
+    carried = {state.name: state for state in captured.analysis.carried if state.structure and state.tensors}
+    kept = dict.fromkeys(n for n, p in twin.named_parameters() if p.requires_grad != flags.get(n))
+    for name in changed_attributes(before, after, by_value=True):
+        module, path, leaf = attribute_of(twin, name)
+        attribute = f"{path}.{leaf}" if path else leaf
+        if attribute not in carried and first.get((id(vars(module)), leaf), True):
+            kept[attribute] = None
     names = [_LOSS] if wrapper.seen.has_loss else []
     names += [f"output {name}" for name in op_graph.outputs]
     trained: dict[str, Tensor | None] = {n: p for n, p in twin.named_parameters() if p.requires_grad}
     received: dict[str, Tensor | None] = {
         key: given[key] for key in op_graph.received if given[key].requires_grad
     }
-    buffers = dict(twin.named_buffers())
-    written = {p.name: buffers[p.name] for p in op_graph.parameters if p.is_mutated}
-    return _outcome(dict(zip(names, results, strict=True)), trained | received, written)
+    left = {name: _cloned(buffer) for name, buffer in twin.named_buffers()} | writes.values()
+    for name, parameter in twin.named_parameters():
+        if name in at and parameter.data_ptr() != at[name].data_ptr():  # ``self.weight.data = ...``
+            left[name] = _cloned(parameter)
+            parameter.data = at[name]
+    for state in carried.values():
+        path, _, leaf = state.name.rpartition(".")
+        leaves = pytree.tree_leaves(vars(twin.get_submodule(path)).get(leaf))
+        for tensor, value in zip(state.tensors, leaves, strict=False):
+            dtype = getattr(torch, tensor.dtype)
+            left[tensor.name] = torch.as_tensor(value, dtype=dtype, device=captured.device).detach().clone()
+    found = _outcome(dict(zip(names, results, strict=True)), trained | received, left)
+    return dataclasses.replace(found, kept=tuple(kept))
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _other_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of the same shapes whose rows are others: each sample takes the place of the next one."""
+    found: dict[str, Any] = {}
+    for key, value in arguments.items():
+        if isinstance(value, Tensor) and value.dim():
+            places = torch.arange(len(value), device=value.device).sub(1).clamp(min=0)
+            rows = value.detach()[places]
+            found[key] = (0.75 * rows if value.is_floating_point() else rows).requires_grad_(
+                value.requires_grad
+            )
+        else:
+            found[key] = value
+    return found
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the parameters that a forward writes into, with what they held before.
+
+    Args:
+        parameters: whose memory a user's module has too.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of = {p.untyped_storage().data_ptr(): (name, p) for name, p in parameters.items()}
+        self.before: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        if func._schema.is_mutable:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                known = self._of.get(leaf.untyped_storage().data_ptr()) if isinstance(leaf, Tensor) else None
+                if known is not None and known[0] not in self.before:
+                    self.before[known[0]] = known[1], _cloned(known[1])
+        return func(*args, **(kwargs or {}))
+
+    def values(self) -> dict[str, Tensor]:
+        """Return what the parameters hold now that were changed."""
+        return {n: _cloned(p) for n, (p, old) in self.before.items() if not torch.equal(p, old)}
+
+
+@contextmanager
+def _unwritten(twin: nn.Module) -> Iterator[_Writes]:
+    """Put back what is written into parameters, which a twin shares with the user's module."""
+    writes = _Writes({name: p.detach() for name, p in twin.named_parameters() if p.numel()})
+    try:
+        yield writes
+    finally:
+        for parameter, old in writes.before.values():
+            parameter.copy_(old)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -245,7 +378,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _outcome(
-    values: dict[str, Tensor], leaves: Mapping[str, Tensor | None], buffers: dict[str, Tensor]
+    values: dict[str, Tensor], leaves: Mapping[str, Tensor | None], left: dict[str, Tensor]
 ) -> _Outcome:
     """Run the backward: from the loss, and from each output with a fixed random gradient."""
     # Not by `autograd.grad`, which a module that checkpoints its layers itself refuses.
@@ -256,7 +389,7 @@ def _outcome(
     torch.autograd.backward(list(roots.values()), seeds)
     gradients = {name: None if leaf is None else leaf.grad for name, leaf in leaves.items()}
     return _Outcome(
-        values={name: value.detach() for name, value in values.items()}, gradients=gradients, buffers=buffers
+        values={name: value.detach() for name, value in values.items()}, gradients=gradients, left=left
     )
 
 
@@ -285,8 +418,11 @@ def _compare(graph: _Outcome, module: _Outcome, noise: Mapping[str, float]) -> C
         look(name, graph.values.get(name), value, tolerance, 0.0)
     for name, (found, wanted) in gradients.items():
         look(f"gradient of {name}", found, wanted, GRADIENT_TOLERANCE, LEAST_SCALE * largest)
-    for name, buffer in module.buffers.items():
-        look(f"buffer {name}", graph.buffers[name], buffer, GRADIENT_TOLERANCE, 0.0)
+    for name in dict.fromkeys((*module.left, *graph.left)):
+        what = f"{_STATE}{name.replace(CARRIED, '')}" if is_carried(name) else f"buffer {name}"
+        look(what, graph.left.get(name), module.left.get(name), GRADIENT_TOLERANCE, 0.0)
+    # state that is another one is why results are
+    differences.sort(key=lambda difference: not difference.what.startswith(_STATE))
     return Comparison(num_gradients=len(gradients), errors=errors, differences=tuple(differences))
 
 

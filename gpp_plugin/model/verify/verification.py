@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.tracing.carried_state import begins_empty
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.model.graph.captured_part import CapturedPart
@@ -132,6 +133,12 @@ def verify_part(
             f"verified: the capture's results and {found.num_gradients} gradients are those of "
             f"{type(part.model).__name__} (off by {found.loss_error:.1e} and {found.gradient_error:.1e} at most; {size}"
             f"), {now - began:.2f} s of {now - start_up.began:.2f} s"
+        )
+    empty = [state.name for state in analysis.carried if begins_empty(part.model, state)]
+    if empty:
+        raise CaptureError(
+            f"{type(part.model).__name__} holds nothing in {empty[0]} before its first forward, and whether zeros are "
+            f"the same could not be tried ({'; '.join(reasons)}); let it begin with a tensor or a number"
         )
     return (
         False,
@@ -294,18 +301,24 @@ def _like(part: CapturedPart, place: Place, model: nn.Module) -> CapturedPart:
 
 def _refusal(part: CapturedPart, found: Comparison, size: _Size) -> str:
     first, number = found.differences[0], len(found.differences)
+    look = (
+        "let it begin with a tensor or number in place of None, keep a registered buffer, or write it in every forward"
+        if first.what.startswith("state ")
+        else "look there for a custom autograd.Function, values read in Python, or code that asks whether it is traced"
+    )
     where = "" if part.stage.is_alone else f"stage {part.stage.name!r}: "
     gradient = next((d for d in found.differences if "gradient" in d.what), first)
     also = f", {_described(gradient)}" if gradient is not first else ""
     return (
         f"{where}the capture of {type(part.model).__name__} is not the model: {_described(first)}{also} ({number} of "
-        f"its loss, gradients and buffers differ on {size}, in float32 without dropout); look there for a custom "
-        "autograd.Function, values read in Python, or code that asks whether it is traced; "
+        f"its loss, gradients and buffers differ on {size}, in float32 without dropout); {look}; "
         '"graph_pipeline": {"verify": false} trains it all the same'
     )
 
 
 def _described(difference: Difference) -> str:
+    if math.isnan(difference.graph) and math.isnan(difference.module):
+        return f"each forward leaves another {difference.what} for the next one, which the graph does not"
     graph, module = (
         "absent" if math.isnan(value) else f"{value:.9g}" for value in (difference.graph, difference.module)
     )

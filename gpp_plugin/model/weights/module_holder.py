@@ -6,14 +6,17 @@ Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.capture.tracing.carried_state import initial_values
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.ir.analysis import TensorShard
+from gpp_plugin.ir.op_graph import Parameter, is_carried
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.model.weights.materialize import release_parameters
@@ -47,6 +50,7 @@ class ModuleHolder:
         own = {name: name.removeprefix(prefix) for name in called}
         self._called = {own[name]: called[name] for name in called}
         self._own = {called[name]: own[name] for name in called}
+        self._states: dict[str, Parameter] = {}
 
     def make_modules(
         self, reference: Reference, plan: PipelinePlan, held: Mapping[int, Sequence[str]]
@@ -60,6 +64,7 @@ class ModuleHolder:
         """
         names = list(held.values())
         known = {p.name: p for p in reference.analysis.op_graph.parameters}
+        self._states |= {name: p for name, p in known.items() if is_carried(name)}
         used = {name for block in reference.block_graph.blocks for name in block.parameters}
         shards = [parameter_shards(reference, plan, index) for index in held]
         tensors = self._materialize(
@@ -133,7 +138,17 @@ class ModuleHolder:
         self, names: Iterable[str], *, cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
     ) -> dict[str, Tensor]:
         local = {self._local(name): name for name in names}
-        tensors = materialize_for(self._module, local, setting=self._setting, config=self._config, cuts=cuts)
+        states = [
+            dataclasses.replace(self._states[name], name=own)
+            for own, name in local.items()
+            if name in self._states
+        ]
+        tensors = {
+            name: value.to(self._setting.device)
+            for name, value in initial_values(self._module, states).items()
+        }
+        own = [name for name in local if name not in tensors]
+        tensors |= materialize_for(self._module, own, setting=self._setting, config=self._config, cuts=cuts)
         return {local[name]: tensor for name, tensor in tensors.items()}
 
     def _local(self, name: str) -> str:

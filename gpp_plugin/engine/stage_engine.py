@@ -266,6 +266,11 @@ class StageEngine:
         self._updater.require()
 
     @property
+    def trained_names(self) -> Collection[str]:
+        """Return the parameters that the optimizer steps."""
+        return self._updater.trained.keys()
+
+    @property
     def is_trained(self) -> bool:
         """Return whether the optimizer steps any parameter of the stage."""
         return bool(self._updater.trained)

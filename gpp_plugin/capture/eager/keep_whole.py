@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
+from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.eager.trial_run import made_up, observe
 from gpp_plugin.errors import CaptureError, first_line
@@ -156,7 +157,10 @@ class WholeCalls:
                     if id(tensor) not in slots:
                         names.append((".".join(part for part in (path, inner_path) if part), leaf))
                     slots.setdefault(id(tensor), []).append((module, leaf))
-        callee = ModuleCallee(target.forward, tuple(tuple(places) for places in slots.values()))
+        function: Callable[..., Any] = target.forward
+        if has_hooks(original := self._original.get_submodule(path)):
+            function = _CalledWithHooks(target, original)
+        callee = ModuleCallee(function, tuple(tuple(places) for places in slots.values()))
         target.__dict__["forward"] = self._stand_in(path, callee, names)
         stack.callback(target.__dict__.pop, "forward")
 
@@ -309,6 +313,35 @@ class WholeCalls:
             fits = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
             operands.append(value.clone() if fits else made_up(tensor.shape, tensor.dtype))
         return operands
+
+
+class _CalledWithHooks:
+    """Calls a module that is kept whole with the hooks that its user's module has at that time.
+
+    Args:
+        module: the copy whose forward runs; tracing finds no hooks on it.
+        original: the user's module, which gets the attributes that hooks set.
+    """
+
+    def __init__(self, module: nn.Module, original: nn.Module) -> None:
+        self._module, self._original = module, original
+        self._empty = {name: type(getattr(original, name))() for name in (*MODULE_HOOKS, *HOOK_OPTIONS)}
+        vars(module).update(self._empty, _is_full_backward_hook=None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        own = vars(self._module)
+        stand_in = own.pop("forward", None)
+        hooks = {name: getattr(self._original, name) for name in self._empty}
+        own.update(hooks, _is_full_backward_hook=self._original._is_full_backward_hook)
+        before = dict(own)
+        try:
+            return self._module(*args, **kwargs)
+        finally:
+            vars(self._original).update({n: v for n, v in own.items() if before.get(n, self) is not v})
+            own.update(self._empty, _is_full_backward_hook=None)
+            if stand_in is not None:
+                own["forward"] = stand_in
 
 
 def _node_of(traced: Tensor) -> fx.Node | None:

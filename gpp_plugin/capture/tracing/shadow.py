@@ -73,7 +73,9 @@ def make_shadow(
     with mode:
         for parameter in model.parameters():
             cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=cast, device=where)
+            # one whose ranks hold parts of it has a shape, and no memory, between mini-batches (ZeRO 3)
+            strides = torch.empty_like(parameter, device="meta").stride()
+            empty = torch.empty_strided(parameter.shape, strides, dtype=cast, device=where)
             # strides are kept: a weight in channels-last memory decides what convolutions make of it
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
@@ -88,7 +90,7 @@ def make_shadow(
             f"{type(model).__name__} cannot be copied for tracing ({type(error).__name__}: {error}); "
             "remove attributes that copy.deepcopy refuses (open files, locks, process groups) before capture"
         ) from error
-    twin.train(training)
+    set_modes(twin, training=training)
     _switch_off_extras(twin)
     first_names = {name: p.name for p in parameters for name in (p.name, *p.aliases)}
     return Shadow(
@@ -100,6 +102,23 @@ def make_shadow(
         parameters=parameters,
         first_names=first_names,
     )
+
+
+def set_modes(model: nn.Module, *, training: bool) -> bool:
+    """Put a model in evaluation; in training leave its modules' modes as its user set them.
+
+    A model of which no module is in train mode, as ``from_pretrained`` returns it, is put in train mode whole.
+
+    Returns:
+        Whether it was.
+    """
+    if not training:
+        model.eval()
+        return False
+    is_wholly_in_eval = not any(module.training for module in model.modules())
+    if is_wholly_in_eval:
+        model.train()
+    return is_wholly_in_eval
 
 
 def fake_inputs(shadow: Shadow, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

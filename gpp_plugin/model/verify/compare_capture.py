@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
-from gpp_plugin.capture.tracing.shadow import switch_off_caches
+from gpp_plugin.capture.tracing.shadow import set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
@@ -223,7 +223,7 @@ def _run_module(
     op_graph = captured.op_graph
     keys, constants = split_batch(arguments)
     wrapper = LossWrapper(twin, constants, tuple(op_graph.outputs), needs_loss=False, call=call)
-    wrapper.train(captured.is_training)
+    set_modes(twin, training=captured.is_training)
     given = {key: _leaf(arguments[key]) for key in keys}
     results = wrapper(**given)
     names = [_LOSS] if wrapper.seen.has_loss else []

@@ -7,6 +7,7 @@ Tests: tests/capture/test_eager.py
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -72,9 +73,13 @@ def find_asked(
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a user has registered hooks on a module, forward or backward: they see what it computes."""
-    hooks = [hook for name in MODULE_HOOKS for hook in getattr(module, name).values()]
-    origins = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
-    return any(str(origin).partition(".")[0] not in TRACED_HOOKS for origin in origins)
+    for hook in [hook for name in MODULE_HOOKS for hook in getattr(module, name).values()]:
+        while isinstance(hook, functools.partial):
+            hook = hook.func
+        origin = str(getattr(hook, "__module__", None) or type(hook).__module__)
+        if origin.partition(".")[0] not in TRACED_HOOKS:
+            return True
+    return False
 
 
 def hooked_modules(model: nn.Module) -> tuple[str, ...]:

@@ -319,27 +319,25 @@ class _CalledWithHooks:
     """Calls a module that is kept whole with the hooks that its user's module has at that time.
 
     Args:
-        module: the copy whose forward runs; tracing finds no hooks on it.
-        original: the user's module, which gets the attributes that hooks set.
+        module: the copy whose forward runs, and which hooks are given; tracing finds no hooks on it.
+        original: the user's module.
     """
 
     def __init__(self, module: nn.Module, original: nn.Module) -> None:
         self._module, self._original = module, original
-        self._empty = {name: type(getattr(original, name))() for name in (*MODULE_HOOKS, *HOOK_OPTIONS)}
-        vars(module).update(self._empty, _is_full_backward_hook=None)
+        self._none = {name: type(getattr(original, name))() for name in (*MODULE_HOOKS, *HOOK_OPTIONS)}
+        vars(module).update(self._none, _is_full_backward_hook=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        own = vars(self._module)
+        own, original = vars(self._module), self._original
         stand_in = own.pop("forward", None)
-        hooks = {name: getattr(self._original, name) for name in self._empty}
-        own.update(hooks, _is_full_backward_hook=self._original._is_full_backward_hook)
-        before = dict(own)
+        own.update({name: getattr(original, name) for name in self._none})
+        own["_is_full_backward_hook"] = original._is_full_backward_hook
         try:
             return self._module(*args, **kwargs)
         finally:
-            vars(self._original).update({n: v for n, v in own.items() if before.get(n, self) is not v})
-            own.update(self._empty, _is_full_backward_hook=None)
+            own.update(self._none, _is_full_backward_hook=None)
             if stand_in is not None:
                 own["forward"] = stand_in
 

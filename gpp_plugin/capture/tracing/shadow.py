@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.op_graph import Parameter
 
@@ -82,6 +83,9 @@ def make_shadow(
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device=where
             )
+    # hooks are the user's own, whatever objects they are methods of
+    for table in (getattr(part, name) for part in model.modules() for name in MODULE_HOOKS):
+        memo[id(table)] = table.copy()
     parameters = _describe_parameters(model, dtype)
     try:
         twin = copy.deepcopy(model, memo)

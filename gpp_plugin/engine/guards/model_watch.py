@@ -14,7 +14,8 @@ Stages run what was captured. A look at the modules before each mini-batch finds
     optimizer group and takes a gradient
 
 The look compares what Python holds by identity: no value of a tensor is read. What it cannot see are changes inside
-objects that have no attributes of their own (a numpy array, an object of C) and globals.
+objects that have no attributes of their own (a numpy array, an object of C), in containers of more than `MAX_ENTRIES`,
+and in globals.
 
 Source: this project
 Tests: tests/integrations/test_model_changes.py
@@ -23,8 +24,10 @@ Tests: tests/integrations/test_model_changes.py
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
+import types
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -40,8 +43,8 @@ from gpp_plugin.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_DEPTH = 3
-"""How deep containers and objects that are attributes of a module are looked into."""
+MAX_DEPTH, MAX_ENTRIES = 3, 1024
+"""How deep containers and objects that are attributes of a module are looked into, and the largest ones that are."""
 ANEW = "start anew from a checkpoint with it so before deepspeed.initialize"
 
 
@@ -52,12 +55,14 @@ class _Table:
     Args:
         path: of the module; ``name`` of the attribute that it is, "" of the module's own attributes.
         items: it; ``known``: its keys and values, of a list its positions.
+        is_shared: other attributes are, or hold, the same object: code may come to it by any of them.
     """
 
     path: str
     name: str
     items: Any
     known: dict[Any, Any]
+    is_shared: bool = False
 
     def now(self) -> dict[Any, Any]:
         """Return its keys and values."""
@@ -180,7 +185,17 @@ class ModelWatch:
             if parameter.data_ptr() != address:
                 self._take_back(name, parameter, self._homes[number])
                 stage.update.is_written = True
-            stage.update.is_written |= parameter._version != version
+            if parameter._version != version:
+                stage.update.is_written = True
+                weights = stage.weights
+                if (
+                    weights is not None
+                    and weights.versions.get(id(parameter), parameter._version) != parameter._version
+                ):
+                    raise ConfigError(
+                        f"{name} was written to while its stage's ranks hold parts of it (ZeRO 3); write within "
+                        "engine.gathered_parameters(), on all ranks alike"
+                    )
             if hooks or late_hooks:
                 self._take_hooks(stage, {name: parameter})
             if self._trained[number] and not takes_gradient:
@@ -340,19 +355,21 @@ class ModelWatch:
 def _tables_of(model: nn.Module) -> list[_Table]:
     """Return all that a module's behaviour hangs on in Python: attributes, tables, containers and objects in them."""
     tables: list[_Table] = []
-    seen: set[int] = set()
+    seen: dict[int, _Table] = {}
 
     def add(path: str, name: str, value: Any, depth: int) -> None:
-        if id(value) in seen or depth > MAX_DEPTH:
+        if id(value) in seen:
+            first = seen[id(value)]
+            for table in tables:
+                table.is_shared |= table.path == first.path and f"{table.name}.".startswith(f"{first.name}.")
             return
         items = value if isinstance(value, (dict, list, deque)) else _attributes(value)
-        if items is None:
+        if items is None or depth > MAX_DEPTH or len(items) > MAX_ENTRIES:
             return
-        seen.add(id(value))
-        tables.append(
-            _Table(path, name, items, dict(items) if isinstance(items, dict) else dict(enumerate(items)))
-        )
-        for key, inner in list(tables[-1].known.items()):
+        known = dict(items) if isinstance(items, dict) else dict(enumerate(items))
+        seen[id(value)] = _Table(path, name, items, known)
+        tables.append(seen[id(value)])
+        for key, inner in known.items():
             add(path, f"{name}.{key}", inner, depth + 1)
 
     for path, module in model.named_modules():
@@ -366,9 +383,19 @@ def _tables_of(model: nn.Module) -> list[_Table]:
     return tables
 
 
+_WITHOUT_ATTRIBUTES = (
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    functools.partial,
+)
+
+
 def _attributes(value: Any) -> MutableMapping[str, Any] | None:
     """Return the attributes of an object that may say how a module behaves (a configuration); None of all else."""
-    if isinstance(value, (nn.Module, Tensor, type, torch.dtype, torch.device)) or callable(value):
+    if isinstance(value, (nn.Module, Tensor, *_WITHOUT_ATTRIBUTES)):
         return None
     root = type(value).__module__.partition(".")[0]
     if root in ("torch", "numpy") or (root in sys.stdlib_module_names and root not in ("types", "argparse")):
@@ -386,7 +413,8 @@ def _changes_in(table: _Table) -> list[_Change]:
 
 
 def _is_read(change: _Change, reads: frozenset[tuple[str, str]]) -> bool:
-    return (change.table.path, change.table.read_name(change.key)) in reads
+    table = change.table
+    return table.is_shared or (table.path, table.read_name(change.key)) in reads
 
 
 def _is_same(old: Any, new: Any) -> bool:

@@ -266,9 +266,9 @@ class StageEngine:
         self._updater.require()
 
     @property
-    def trained_names(self) -> Collection[str]:
-        """Return the parameters that the optimizer steps."""
-        return self._updater.trained.keys()
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters that the optimizer steps, by name."""
+        return self._updater.trained
 
     @property
     def is_trained(self) -> bool:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import WatchedModule
+from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -113,16 +114,18 @@ class ModelWatch:
         self._values = [t.items.values() if isinstance(t.items, dict) else t.items for t in self._all]
         self._known = [list(values) for values in self._values]
         self._reads: dict[str, frozenset[tuple[str, str]]] = {}
+        # by identity: groups of an optimizer may know a tied one by another name
+        trained = {id(p): name for stage in stages.stages for name, p in stage.trained.items()}
         self._parameters = [
-            (stage, name, parameter)
+            (stage, trained.get(id(parameter), name), parameter)
             for stage in stages.stages
             for name, parameter in stage.module.named_parameters()
         ]
-        self._trained = [name in stage.trained_names for stage, name, _ in self._parameters]
+        self._trained = [id(parameter) in trained for _, _, parameter in self._parameters]
         self._asked_at_start = [parameter.requires_grad for _, _, parameter in self._parameters]
         self._frozen: list[nn.Parameter] = []
-        for stage in stages.stages:
-            self._take_hooks(stage, dict(stage.module.named_parameters()))
+        for stage, name, parameter in self._parameters:
+            self._take_hooks(stage, name, parameter)
         self.note()
 
     # ---- the look ------------------------------------------------------------------------------------------
@@ -197,7 +200,7 @@ class ModelWatch:
                         "engine.gathered_parameters(), on all ranks alike"
                     )
             if hooks or late_hooks:
-                self._take_hooks(stage, {name: parameter})
+                self._take_hooks(stage, name, parameter)
             if self._trained[number] and not takes_gradient:
                 self._frozen.append(parameter)
                 frozen.setdefault(stage.stage_index, set()).add(name)
@@ -222,25 +225,24 @@ class ModelWatch:
         home.copy_(given)
         parameter.data = home
 
-    def _take_hooks(self, stage: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let hooks on parameters be called with whole gradients, once a step, in place of autograd."""
-        for name, parameter in parameters.items():
-            if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                raise ConfigError(
-                    f"{name} has a hook of register_post_accumulate_grad_hook, and gradients of a pipeline lie in "
-                    "buffers of their stages; use register_hook, which is called with the whole gradient once a step"
-                )
-            if not parameter._backward_hooks:
-                continue
-            if stage.stage.tensor > 1 or (stage.is_partitioned and stage.stage.degree > 1):
-                raise ConfigError(
-                    f"{name} has a hook of register_hook, and no rank has its whole gradient: stage "
-                    f"{stage.stage.name!r} is on {len(stage.stage.ranks)} ranks that hold parts of it; set "
-                    "zero_optimization.stage to 0 (tensor_parallel to 1), or remove the hook"
-                )
-            if name in stage.trained_names:
-                stage.update.hooks.setdefault(name, []).append(parameter._backward_hooks)
-            parameter._backward_hooks = None
+    def _take_hooks(self, stage: StageEngine, name: str, parameter: nn.Parameter) -> None:
+        """Let hooks on a parameter be called with its whole gradient, once a step, in place of autograd."""
+        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, and gradients of a pipeline lie in buffers of "
+                "their stages; use register_hook, which is called with the whole gradient once a step"
+            )
+        if not parameter._backward_hooks:
+            return
+        if stage.stage.tensor > 1 or (stage.is_partitioned and stage.stage.degree > 1):
+            raise ConfigError(
+                f"{name} has a hook of register_hook, and no rank has its whole gradient: stage {stage.stage.name!r} is "
+                f"on {len(stage.stage.ranks)} ranks that hold parts of it; set zero_optimization.stage to 0 and "
+                "tensor_parallel to 1, or remove the hook"
+            )
+        if name in stage.trained:
+            stage.update.hooks.setdefault(name, []).append(parameter._backward_hooks)
+        parameter._backward_hooks = None
 
     # ---- modules -------------------------------------------------------------------------------------------
 

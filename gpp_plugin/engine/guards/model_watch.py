@@ -229,15 +229,15 @@ class ModelWatch:
         """Let hooks on a parameter be called with its whole gradient, once a step, in place of autograd."""
         if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             raise ConfigError(
-                f"{name} has a hook of register_post_accumulate_grad_hook, and gradients of a pipeline lie in buffers of "
-                "their stages; use register_hook, which is called with the whole gradient once a step"
+                f"{name} has a hook of register_post_accumulate_grad_hook, and gradients of a pipeline lie in buffers "
+                "of their stages; use register_hook, which is called with the whole gradient once a step"
             )
         if not parameter._backward_hooks:
             return
         if stage.stage.tensor > 1 or (stage.is_partitioned and stage.stage.degree > 1):
             raise ConfigError(
-                f"{name} has a hook of register_hook, and no rank has its whole gradient: stage {stage.stage.name!r} is "
-                f"on {len(stage.stage.ranks)} ranks that hold parts of it; set zero_optimization.stage to 0 and "
+                f"{name} has a hook of register_hook, and no rank has its whole gradient: stage {stage.stage.name!r} "
+                f"is on {len(stage.stage.ranks)} ranks that hold parts of it; set zero_optimization.stage to 0 and "
                 "tensor_parallel to 1, or remove the hook"
             )
         if name in stage.trained:

@@ -19,9 +19,9 @@ PLAN = {"stages": [{"modules": ["tower"], "ranks": [0]}, {"modules": ["*"], "ran
 class Changed(nn.Module):
     """A tower with BatchNorm and dropout, a temperature, a buffer and attributes that its forward reads, or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.tower = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.0), nn.Linear(16, 4))
+        self.tower = nn.Sequential(nn.Linear(8, 16), norm(16), nn.Dropout(0.0), nn.Linear(16, 4))
         self.head = nn.Linear(6, 4)
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
         self.register_buffer("weight", torch.ones(()))
@@ -33,9 +33,9 @@ class Changed(nn.Module):
         return {"loss": self.beta * self.weight * self.logit_scale * error}
 
 
-def changed() -> Changed:
+def changed(norm: type[nn.Module] = nn.BatchNorm1d) -> Changed:
     torch.manual_seed(0)
-    return Changed()
+    return Changed(norm)
 
 
 def batch_of(seed: int) -> dict[str, Tensor]:
@@ -106,7 +106,10 @@ HONOURED: tuple[Callable[[Changed], None], ...] = (
 
 def change_between_steps(**config: Any) -> dict[str, Any]:
     """Train while each change is made before a step; return losses and weights, and those of one process."""
-    model, alone = changed(), changed()
+    norm = (
+        nn.LayerNorm if "bf16" in config else nn.BatchNorm1d
+    )  # whose statistics stay in fp32, which CPUs refuse
+    model, alone = changed(norm), changed(norm)
     engine = engine_of(model, **config)
     optimizer = torch.optim.SGD(alone.parameters(), lr=RATE, momentum=0.9, weight_decay=0.01)
     losses, wanted = [], []

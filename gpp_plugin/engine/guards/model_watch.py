@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 MAX_DEPTH, MAX_ENTRIES = 3, 1024
 """How deep containers and objects that are attributes of a module are looked into, and the largest ones that are."""
+COMPARED = 4096
+"""Elements of a tensor that is compared with its copies."""
 ANEW = "start anew from a checkpoint with it so before deepspeed.initialize"
 
 
@@ -124,6 +126,7 @@ class ModelWatch:
         self._trained = [id(parameter) in trained for _, _, parameter in self._parameters]
         self._asked_at_start = [parameter.requires_grad for _, _, parameter in self._parameters]
         self._frozen: list[nn.Parameter] = []
+        self._copies = _copies_of(stages)
         for stage, name, parameter in self._parameters:
             self._take_hooks(stage, name, parameter)
         self.note()
@@ -163,6 +166,8 @@ class ModelWatch:
         facts = self._facts_now()
         if facts != self._facts:
             self._settle_parameters(facts)
+        for first, others in self._copies:
+            self._write_copies(first, others)
 
     @contextlib.contextmanager
     def as_captured(self) -> Iterator[None]:
@@ -178,7 +183,7 @@ class ModelWatch:
     # ---- parameters ----------------------------------------------------------------------------------------
 
     def _settle_parameters(self, facts: list[tuple[Any, ...]]) -> None:
-        self._frozen = []
+        resting: list[nn.Parameter] = []
         frozen: dict[int, set[str]] = {}
         for number, (stage, name, parameter) in enumerate(self._parameters):
             (address, version, *_), (_, _, takes_gradient, hooks, late_hooks) = (
@@ -202,7 +207,7 @@ class ModelWatch:
             if hooks or late_hooks:
                 self._take_hooks(stage, name, parameter)
             if self._trained[number] and not takes_gradient:
-                self._frozen.append(parameter)
+                resting.append(parameter)
                 frozen.setdefault(stage.stage_index, set()).add(name)
             if takes_gradient and not self._trained[number] and not self._asked_at_start[number]:
                 raise ConfigError(
@@ -210,8 +215,22 @@ class ModelWatch:
                     "captured. To train it later, let it take one at the start and freeze it with "
                     "requires_grad_(False) after deepspeed.initialize"
                 )
+        self._frozen = resting
         for stage in self._stages.stages:
             stage.update.frozen = frozenset(frozen.get(stage.stage_index, ()))
+
+    @torch.no_grad()
+    def _write_copies(self, first: Tensor, others: Sequence[Tensor]) -> None:
+        """Let other stages of the rank have what was written to the one tensor that users see of it."""
+        # a large one is compared first where that is quicker: elements spread evenly, as masters are
+        stride = max(first.numel() // COMPARED, 1)
+        for other in others:
+            if (
+                first.is_cuda
+                or stride == 1
+                or not torch.equal(first.reshape(-1)[::stride], other.reshape(-1)[::stride])
+            ):
+                other.data.copy_(first)
 
     @torch.no_grad()
     def _take_back(self, name: str, parameter: nn.Parameter, home: Tensor) -> None:
@@ -349,6 +368,16 @@ class ModelWatch:
             buffer.copy_(change.new)
         if held:
             table.items[leaf] = held[0]
+
+
+def _copies_of(stages: RankEngine) -> list[tuple[Tensor, list[Tensor]]]:
+    """Return the tensors that several stages of the rank hold, each the first one's and the others'."""
+    held: dict[str, list[Tensor]] = {}
+    for stage in stages.stages if len(stages.stages) > 1 else ():
+        if stage.weights is None:  # held in parts, they are written as all ranks gather them
+            for name, tensor in (*stage.module.named_parameters(), *stage.module.named_buffers()):
+                held.setdefault(name, []).append(tensor)
+    return [(first, others) for first, *others in held.values() if others]
 
 
 # ---- what a module holds ------------------------------------------------------------------------------------

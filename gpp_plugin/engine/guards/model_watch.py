@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import operator
 import sys
 import types
 from collections import deque
@@ -99,6 +101,8 @@ class _Change:
 
 
 _ABSENT = object()
+_VERSION = operator.attrgetter("_version")
+_FLAGS = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class ModelWatch:
@@ -113,8 +117,8 @@ class ModelWatch:
         self._stages = stages
         self._tables = [(each, _tables_of(each.module)) for each in watched]
         self._all = [table for _, tables in self._tables for table in tables]
-        self._values = [t.items.values() if isinstance(t.items, dict) else t.items for t in self._all]
-        self._known = [list(values) for values in self._values]
+        self._items = [table.items for table in self._all]
+        self._known = self._held_now()
         self._reads: dict[str, frozenset[tuple[str, str]]] = {}
         # by identity: groups of an optimizer may know a tied one by another name
         trained = {id(p): name for stage in stages.stages for name, p in stage.trained.items()}
@@ -129,21 +133,25 @@ class ModelWatch:
         self._copies = _copies_of(stages)
         for stage, name, parameter in self._parameters:
             self._take_hooks(stage, name, parameter)
+        self._flags: list[tuple[Any, ...]] = [_FLAGS(parameter) for _, _, parameter in self._parameters]
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._homes: list[Tensor] = []
         self.note()
 
     # ---- the look ------------------------------------------------------------------------------------------
 
     def note(self) -> None:
         """Take parameters as they are for what the last step left."""
-        self._facts = self._facts_now()
-        self._homes = [parameter.data for _, _, parameter in self._parameters]
+        parameters = [parameter for _, _, parameter in self._parameters]
+        addresses, self._versions = list(map(Tensor.data_ptr, parameters)), list(map(_VERSION, parameters))
+        if addresses != self._addresses:  # in mode async, at each step
+            self._addresses, self._homes = addresses, [parameter.data for parameter in parameters]
 
-    def _facts_now(self) -> list[tuple[Any, ...]]:
-        # about a third of a microsecond each
-        return [
-            (p.data_ptr(), p._version, p.requires_grad, p._backward_hooks, p._post_accumulate_grad_hooks)
-            for _, _, p in self._parameters
-        ]
+    def _held_now(self) -> tuple[list[int], list[Any]]:
+        """Return how many entries each table has, and all of them: about half a microsecond a module."""
+        filled = [items.values() if isinstance(items, dict) else items for items in self._items if items]
+        return list(map(len, self._items)), list(itertools.chain.from_iterable(filled))
 
     def look(self, *, is_training: bool = True) -> None:
         """Honour what has changed since the last step.
@@ -155,17 +163,23 @@ class ModelWatch:
             ConfigError: something cannot be honoured; names it.
         """
         try:
-            is_same = [list(values) for values in self._values] == self._known
+            is_same = self._held_now() == self._known
         except (RuntimeError, ValueError, TypeError):  # tensors and arrays do not say whether they are equal
             is_same = False
         if not is_same:
             for watched, tables in self._tables:
                 self._settle(watched, tables, is_training=is_training)
             if is_training:  # an evaluation leaves modes that training would mind
-                self._known = [list(values) for values in self._values]
-        facts = self._facts_now()
-        if facts != self._facts:
-            self._settle_parameters(facts)
+                self._known = self._held_now()
+        parameters = [parameter for _, _, parameter in self._parameters]
+        flags = list(map(_FLAGS, parameters))
+        if (
+            flags != self._flags
+            or list(map(_VERSION, parameters)) != self._versions
+            or list(map(Tensor.data_ptr, parameters)) != self._addresses
+        ):
+            self._settle_parameters()
+            self._flags = list(map(_FLAGS, parameters))
         for first, others in self._copies:
             self._write_copies(first, others)
 
@@ -182,18 +196,15 @@ class ModelWatch:
 
     # ---- parameters ----------------------------------------------------------------------------------------
 
-    def _settle_parameters(self, facts: list[tuple[Any, ...]]) -> None:
+    def _settle_parameters(self) -> None:
         resting: list[nn.Parameter] = []
         frozen: dict[int, set[str]] = {}
         for number, (stage, name, parameter) in enumerate(self._parameters):
-            (address, version, *_), (_, _, takes_gradient, hooks, late_hooks) = (
-                self._facts[number],
-                facts[number],
-            )
-            if parameter.data_ptr() != address:
+            takes_gradient, *hooks = _FLAGS(parameter)
+            if parameter.data_ptr() != self._addresses[number]:
                 self._take_back(name, parameter, self._homes[number])
                 stage.update.is_written = True
-            if parameter._version != version:
+            if parameter._version != self._versions[number]:
                 stage.update.is_written = True
                 weights = stage.weights
                 if (
@@ -204,7 +215,7 @@ class ModelWatch:
                         f"{name} was written to while its stage's ranks hold parts of it (ZeRO 3); write within "
                         "engine.gathered_parameters(), on all ranks alike"
                     )
-            if hooks or late_hooks:
+            if any(hooks):
                 self._take_hooks(stage, name, parameter)
             if self._trained[number] and not takes_gradient:
                 resting.append(parameter)

@@ -15,8 +15,8 @@ What a user writes into parameters between two steps (a clamp, an exponential av
 over by the masters before the next step (`adopt_written`): where a parameter is no longer its rounded master, the
 master becomes the parameter's value, and elsewhere it keeps its precision. Whether anything was written is found out
 by comparing parameters of up to `COMPARED_WHOLE` elements whole and about `SAMPLED` elements of larger ones, spread
-evenly (`written`): a write past PyTorch's version counters (``parameter.data``) that changes less than one in a
-thousand elements of a large parameter may be missed. Writes under ``torch.no_grad()`` are counted by PyTorch, so that
+evenly (`written`): a write past PyTorch's version counters (``parameter.data``) that changes less than one in
+500 elements of a large parameter may be missed. Writes under ``torch.no_grad()`` are counted by PyTorch, so that
 the engine sees them whatever they change.
 
 Source: this project
@@ -65,7 +65,7 @@ def require_attributes(thing: object, *names: str) -> None:
         )
 
 
-COMPARED_WHOLE, SAMPLED = 4096, 2048
+COMPARED_WHOLE, SAMPLED = 4096, 1024
 """Elements up to which a parameter is compared whole, and about how many of a larger one are."""
 
 

@@ -402,7 +402,12 @@ def test_hooks_of_libraries_are_traced_and_those_of_the_model_itself_are_named(
 ) -> None:
     torch.manual_seed(0)
     model = Branches()
-    torch.nn.utils.weight_norm(model.first)
+
+    def doubled(module: nn.Module, given: Any, made: Tensor) -> Tensor:
+        return made * 2
+
+    doubled.__module__ = "peft.tuners"
+    model.first.register_forward_hook(doubled)
     model.register_forward_hook(lambda module, given, made: None)
     capture = capture_model(model, {"x": torch.randn(4, 4)})
     assert capture.analysis.eager == ()

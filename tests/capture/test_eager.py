@@ -382,11 +382,11 @@ class Recorder:
 def test_hooks_of_a_module_are_called_where_it_runs(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, recorder = Branches(), Recorder()
-    model.first.register_forward_hook(recorder.forward)
-    model.first.register_full_backward_hook(recorder.backward)
+    model.second.register_forward_hook(recorder.forward)
+    model.second.register_full_backward_hook(recorder.backward)
     batch = {"x": torch.randn(4, 4)}
     capture = capture_model(model, batch)
-    assert capture.analysis.eager == ("first",) and "first is kept whole" in caplog.text
+    assert capture.analysis.eager == ("second",) and "second is kept whole" in caplog.text
     model(**batch)["loss"].backward()
     wanted = recorder.made[-1], recorder.gradients[-1]
     recorder.made.clear()

@@ -83,11 +83,11 @@ class _Table:
 
     def put(self, values: Mapping[Any, Any]) -> None:
         """Put entries in."""
+        self.items.clear()
         if isinstance(self.items, dict):
-            self.items.clear()
             self.items.update(values)
         else:
-            self.items[:] = list(values.values())
+            self.items.extend(values.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

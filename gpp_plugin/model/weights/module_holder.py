@@ -155,6 +155,7 @@ class ModuleHolder:
                     if tensor is None or own is None or own is tensor or own.shape != tensor.shape:
                         continue
                     if kind == "_buffers" or own.requires_grad or not tensor.requires_grad:
+                        own._backward_hooks = tensor._backward_hooks or own._backward_hooks
                         table[leaf] = own
 
     def _materialize(

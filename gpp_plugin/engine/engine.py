@@ -92,7 +92,7 @@ from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.recorder import Clock, start_clock
-from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_module import Shell, StageModule
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.unit_lane import plan_of_units
 
@@ -422,9 +422,9 @@ class GraphPipelineEngine(PipelineSurface):
 
     def _watch_model(self, stages: RankEngine, modules: Sequence[StageModule]) -> ModelWatch:
         """Return what looks for changes of the model between steps; what it refuses now is refused on all ranks."""
-        for module in modules:
-            module.refuse_hooks()
-        self.module.refuse_hooks()
+        for module in (*modules, self.module):
+            if isinstance(module, Shell):
+                module.refuse_hooks()
         made: list[ModelWatch] = []
 
         def make() -> None:

@@ -300,8 +300,10 @@ class StageUpdate:
         scale = self.updater.loss_scale
         for name, tables in self.hooks.items():
             held = None if name in self.frozen else self.gradients.whole(name)
-            for hook in [] if held is None else [hook for table in tables for hook in table.values()]:
-                gradient = held / scale if scale != 1.0 else held.clone()
+            if held is None:
+                continue
+            for hook in [hook for table in tables for hook in table.values()]:
+                gradient = held / scale
                 returned = hook(gradient)
                 held.copy_((gradient if returned is None else returned) * scale)
 

@@ -257,7 +257,7 @@ class ModelWatch:
 
     def _take_hooks(self, stage: StageEngine, name: str, parameter: nn.Parameter) -> None:
         """Let hooks on a parameter be called with its whole gradient, once a step, in place of autograd."""
-        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if parameter._post_accumulate_grad_hooks:
             raise ConfigError(
                 f"{name} has a hook of register_post_accumulate_grad_hook, and gradients of a pipeline lie in buffers "
                 "of their stages; use register_hook, which is called with the whole gradient once a step"

@@ -71,6 +71,8 @@ class GradientReductions:
         self._groups = groups
         self._device = device
         self._has_data = self._has_tied = self._has_tensor = False
+        self.is_shown = False
+        """Whether users' hooks were shown the mini-batch's gradients."""
 
     def accumulate(self) -> None:
         """Take in a micro-batch's gradients, which no rank has summed yet."""
@@ -150,7 +152,7 @@ class GradientReductions:
     def clear(self) -> None:
         """Forget the mini-batch's gradients."""
         self._gradients.clear()
-        self._has_data = self._has_tied = self._has_tensor = False
+        self._has_data = self._has_tied = self._has_tensor = self.is_shown = False
 
 
 class TiedSums:
@@ -291,7 +293,8 @@ class StageUpdate:
         self._reductions.finish(is_partitioned=bool(self.updater.layout))
         if self.frozen:
             self.gradients.rest(self.frozen)
-        if self.hooks:
+        if self.hooks and not self._reductions.is_shown:  # a step that is held comes here twice
+            self._reductions.is_shown = True
             self._call_hooks()
 
     @torch.no_grad()

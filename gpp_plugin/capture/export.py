@@ -14,7 +14,15 @@ from torch import nn
 
 from gpp_plugin.capture.analyse_traced import analysed
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.eager.choose_whole import MAX_ATTEMPTS, Untraceable, find_asked, with_culprit
+from gpp_plugin.capture.eager.choose_whole import (
+    MAX_ATTEMPTS,
+    Untraceable,
+    find_asked,
+    has_hooks,
+    hooked_modules,
+    with_culprit,
+    without_inner,
+)
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
@@ -54,8 +62,9 @@ def capture_model(
 
     Args:
         batch: tensors with the samples along axis 0, and constants (``return_loss=True``).
-        training: capture as after ``model.train()``; else as after ``model.eval()``. A loss is optional in
-            evaluation, and where outputs are asked for.
+        training: capture with the modes that the model's modules are in (as after ``model.train()``, where all of it
+            is in eval mode); else as after ``model.eval()``. A loss is optional in evaluation, and where outputs are
+            asked for.
         outputs: fields of the model's output to return beside the loss, e.g. ``("logits",)``.
         received: entries of the batch that other stages make -> whether they take a gradient.
         dtype: floating parameters and batch tensors become this type before tracing; buffers keep theirs.
@@ -71,7 +80,14 @@ def capture_model(
         CaptureError: the model cannot be exported, has no loss, or its structure depends on the number
             of samples; the message names the module, the line and the remedy.
     """
-    asked = whole = find_asked(model, eager)
+    asked = find_asked(model, eager)
+    hooked = hooked_modules(model)
+    whole = without_inner((*asked, *hooked))
+    if has_hooks(model):
+        logger.warning(
+            "hooks on %s itself are not called in training; register them on modules in it, which then run as they are",
+            type(model).__name__,
+        )
     reasons: list[Untraceable] = []
     states = {state.name: state for state in carried}
     while True:
@@ -100,6 +116,14 @@ def capture_model(
             # first failure is what the user should know of.
             more = with_culprit(model, whole, error.culprit) if isinstance(error, Untraceable) else None
             if more is None or len(reasons) == MAX_ATTEMPTS:
+                if hooked:
+                    logger.warning(
+                        "hooks on %s are not called in training, as these modules cannot run as they are: %s",
+                        *(", ".join(hooked), error),
+                    )
+                    hooked, whole = (), asked
+                    reasons.clear()
+                    continue
                 raise (reasons[0] if reasons else error) from None
             assert isinstance(error, Untraceable)
             logger.debug("kept whole, as tracing failed: %s (%s)", error.culprit, error)
@@ -108,7 +132,9 @@ def capture_model(
     for path in whole:
         # of modules that failed alike, the first says why; of one that was kept for another inside it, that other
         why = next((e for e in reasons if e.culprit == path or e.culprit.startswith(f"{path}.")), None)
-        if path not in asked and why is not None:
+        if path in hooked:
+            logger.warning("%s is kept whole and runs as it is, on whole loss units, with its hooks", path)
+        elif path not in asked and why is not None:
             logger.warning("%s is kept whole and runs as it is, on whole loss units: %s", path, why)
     carried = [state.name for state in captured.analysis.carried if state.tensors]
     if carried:

@@ -181,6 +181,39 @@ class CaptureAtLengths:
         return _as_analysed(self._analysis, traced, self._shadow)
 
 
+def attributes_read(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    call: Call = call_by_key,
+) -> tuple[str, frozenset[tuple[str, str]]]:
+    """Trace an analysed model as it is now.
+
+    Returns:
+        All that two traces of it can differ in, and the attributes that its Python read, by path of the module.
+
+    Raises:
+        CaptureError: it cannot be traced.
+    """
+    reads: set[tuple[int, str]] = set()
+
+    def read(module: nn.Module, name: str) -> Any:
+        reads.add((id(vars_of(module, "__dict__")), name))
+        return vars_of(module, name)
+
+    vars_of = object.__getattribute__
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    try:
+        shadow, traced = _trace_again(model, analysis, batch, device=device, call=call)
+    finally:
+        del nn.Module.__getattribute__
+    # by their attributes: export calls some modules through proxies, which share those
+    paths = {id(vars(module)): path for path, module in shadow.model.named_modules()}
+    return traced.as_text(), frozenset((paths[owner], name) for owner, name in reads if owner in paths)
+
+
 def _as_analysed(analysis: Analysis, traced: Traced, shadow: Shadow) -> CapturedGraph:
     """Return the capture of an aligned trace: what was analysed, with this trace's sizes and costs."""
     masks = masks_of(traced, shadow).find()

@@ -39,6 +39,7 @@ from gpp_plugin.engine.ahead_steps import LookAheadSteps
 from gpp_plugin.engine.async_steps import AsynchronousSteps
 from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.evaluator import Evaluator
+from gpp_plugin.engine.guards.model_watch import ModelWatch
 from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.guards.repetition import Repetition
 from gpp_plugin.engine.guards.task_digests import TaskDigests
@@ -91,7 +92,7 @@ from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.recorder import Clock, start_clock
-from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_module import Shell, StageModule
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.unit_lane import plan_of_units
 
@@ -203,6 +204,7 @@ class GraphPipelineEngine(PipelineSurface):
             keeping=config.checkpoint,
         )
         super().__init__(reference=reference, stages=stages, files=files, ds_config=ds_config)
+        self._watch = self._watch_model(stages, modules)
         self.plan = with_backends(plan, self.backends)
 
     # ---- construction --------------------------------------------------------------------------
@@ -418,6 +420,19 @@ class GraphPipelineEngine(PipelineSurface):
             )
         return SynchronousSteps(lane, stages, self._runner, **common)
 
+    def _watch_model(self, stages: RankEngine, modules: Sequence[StageModule]) -> ModelWatch:
+        """Return what looks for changes of the model between steps; what it refuses now is refused on all ranks."""
+        for module in (*modules, self.module):
+            if isinstance(module, Shell):
+                module.refuse_hooks()
+        made: list[ModelWatch] = []
+
+        def make() -> None:
+            made.append(ModelWatch(self._source.watched(), stages))
+
+        do_together(make, what="a look at the model", group=self._setting.group)
+        return made[0]
+
     # ---- training ------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -457,20 +472,20 @@ class GraphPipelineEngine(PipelineSurface):
         self._runner.refuse_after_failure()
         self.rank_engine.require_optimizer()
         self.rank_engine.refuse_while_gathered()
-        batch = self._data.next(data_iter, step=self.global_steps + 1)
+        refusal = self._look_at_model()
+        batch = self._data.next(data_iter, step=self.global_steps + 1, refusal=refusal)
         self._memory.check(batch)
         following = self._data.peek(data_iter) if self._steps.looks_ahead else None
         if following is not None and self._memory.refusal(following):
             following = None  # nothing of it runs ahead; it is refused in its own turn
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._source.meet(self._reference, batch)
-        for stage in self.rank_engine.stages:
-            stage.module.train()
         watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
-        with watching, self.rank_engine.attached():
+        with watching, self._watch.as_captured(), self.rank_engine.attached():
             call = self._steps.train(
                 batch, following=following, record=clock is not None or self._metrics.needs_events
             )
+        self._watch.note()
         self._last_step = call.step
         if clock is not None:
             self._keep_timeline(call, clock)
@@ -485,6 +500,14 @@ class GraphPipelineEngine(PipelineSurface):
         )
         self._count_skipped(call)
         return torch.full((), call.loss, dtype=torch.float32, device=self.device)
+
+    def _look_at_model(self, *, is_training: bool = True) -> ConfigError | None:
+        """Honour what the user has changed on the model; return why that cannot be, for all ranks to hear of."""
+        try:
+            self._watch.look(is_training=is_training)
+        except ConfigError as error:
+            return error
+        return None
 
     def _count_skipped(self, call: TrainedCall) -> None:
         """Say where the numbers of a skipped step were not finite; end a job that skips them all.
@@ -568,7 +591,7 @@ class GraphPipelineEngine(PipelineSurface):
                 "eval_batch: only reduce_output='avg', bcast_loss=True and num_micro_batches=None are supported; "
                 "the mean loss is returned on every rank and the batch decides how many micro-batches run"
             )
-        batch = self._data.take(data_iter)
+        batch = self._data.take(data_iter, refusal=self._look_at_model(is_training=False))
         wanted = tuple(outputs) if return_logits or not compute_loss else ()
         if not compute_loss:
             batch = without_keys(batch, NO_LOSS)

@@ -87,6 +87,8 @@ class PipelineFiles:
         # Drained first, then named: what was under way counts as done in the tag's number of steps.
         self._steps.drain()
         self.wait()
+        for stage in self._stages.stages:
+            stage.update.adopt_written()
         with self._stages.gathered():
             save_checkpoint(
                 self._stages.stages,

@@ -7,13 +7,13 @@ A batch's keys and constants decide which graph is captured; its size decides wh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.engine.metrics import share_of_loss
@@ -95,8 +95,12 @@ class Evaluator:
             ConfigError: ``needs_loss``, and the model returns none for such a batch.
             CommTimeout: a rank did not finish.
         """
-        for module in self._modules.values():
-            module.eval()
+        with _in_evaluation(self._modules.values()):
+            return self._evaluate(batch, outputs=outputs, needs_loss=needs_loss)
+
+    def _evaluate(
+        self, batch: Batch, *, outputs: tuple[str, ...], needs_loss: bool
+    ) -> tuple[float, dict[str, Any]]:
         are_units = isinstance(batch, UnitBatch)
         typical = max(units_of(batch), key=len)  # units may lack inputs that others have
         key = (outputs, *((name, _constant(typical[name])) for name in sorted(typical)))
@@ -208,6 +212,20 @@ class Evaluator:
                 whole = torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
             joined[name] = whole.to(self._setting.device)
         return joined
+
+
+@contextmanager
+def _in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put stages in evaluation while the context lasts: users' modules run as they are; then each mode is as before."""
+    stages = list(modules)
+    before = [(part, part.training) for module in stages for part in module.modules()]
+    try:
+        for module in stages:
+            module.eval()
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
 
 
 def _count(batch: Batch) -> int:

@@ -61,6 +61,23 @@ class Setting:
 # ---- the model ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedModule:
+    """A captured module as its user holds it.
+
+    Args:
+        prefix: what stages put before its own names of tensors.
+        eager: its modules that run as they are.
+        trace: traces it as it is, on this rank alone: returns all that two traces can differ in, and which attributes
+            of which modules (by path) were read.
+    """
+
+    module: nn.Module
+    prefix: str
+    eager: tuple[str, ...]
+    trace: Callable[[], tuple[str, frozenset[tuple[str, str]]]]
+
+
 class EngineModel(Protocol):
     """What the engine asks of the model it is given, whatever form its user gave it."""
 
@@ -96,7 +113,10 @@ class EngineModel(Protocol):
         """Give the stage those tensors of ``names`` that only evaluation reads."""
 
     def share_weights(self, modules: Sequence[StageModule]) -> None:
-        """Let the user's model see the weights that training changes, where it can."""
+        """Let the user's model have the weights that training changes, where it can."""
+
+    def watched(self) -> list[WatchedModule]:
+        """Return the captured modules as their user holds them."""
 
     @property
     def is_plain(self) -> bool:
@@ -353,6 +373,15 @@ class WeightUpdater(Protocol):
 
     def refresh_masters(self) -> None:
         """Take master weights anew after the parameters were written from outside."""
+
+    def written(self) -> Tensor | None:
+        """Return how many elements of a sample were written since the last step, on the device.
+
+        None where parameters are their own masters: what is written to them counts as it is.
+        """
+
+    def adopt_written(self) -> None:
+        """Take into the masters what was written to parameters since the last step."""
 
     def own_tensors(self) -> list[Tensor]:
         """Return masters and optimizer state, parameters that are their own masters among them."""

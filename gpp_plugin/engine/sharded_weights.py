@@ -188,6 +188,8 @@ class ShardedWeights:
         self.is_whole, self.is_read = True, False
         self._free()
         self.detach()
+        self.versions = self._versions_now()
+        """By parameter, how often it was written to when somebody could last do so (`begin_reading`)."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -252,6 +254,10 @@ class ShardedWeights:
             flat.end_reading()
         self.is_read = False
         self.detach()
+        self.versions = self._versions_now()
+
+    def _versions_now(self) -> dict[int, int]:
+        return {id(p): p._version for flat in self._flats for p, _ in flat.views}
 
     def _gather(self) -> None:
         try:

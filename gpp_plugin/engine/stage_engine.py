@@ -266,6 +266,11 @@ class StageEngine:
         self._updater.require()
 
     @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters that the optimizer steps, by name."""
+        return self._updater.trained
+
+    @property
     def is_trained(self) -> bool:
         """Return whether the optimizer steps any parameter of the stage."""
         return bool(self._updater.trained)

@@ -71,6 +71,8 @@ class GradientReductions:
         self._groups = groups
         self._device = device
         self._has_data = self._has_tied = self._has_tensor = False
+        self.is_shown = False
+        """Whether users' hooks were shown the mini-batch's gradients."""
 
     def accumulate(self) -> None:
         """Take in a micro-batch's gradients, which no rank has summed yet."""
@@ -150,7 +152,7 @@ class GradientReductions:
     def clear(self) -> None:
         """Forget the mini-batch's gradients."""
         self._gradients.clear()
-        self._has_data = self._has_tied = self._has_tensor = False
+        self._has_data = self._has_tied = self._has_tensor = self.is_shown = False
 
 
 class TiedSums:
@@ -273,6 +275,12 @@ class StageUpdate:
         self.clear = clear
         self.stage_index = reductions.stage_index
         self.compare_duplicates = reductions.compare_duplicates
+        self.is_written = False
+        """Whether it is known that somebody wrote to the parameters since the last step."""
+        self.frozen: frozenset[str] = frozenset()
+        """Trained parameters that take no gradient for now: they stay as they are."""
+        self.hooks: dict[str, list[Mapping[int, Callable[[Tensor], Tensor | None]]]] = {}
+        """Users' hooks on trained parameters; each table is the one that their handles remove them from."""
         self._reductions = reductions
         self._foreign = frozenset(foreign)
 
@@ -283,6 +291,29 @@ class StageUpdate:
             RuntimeFailure: gradients were not reduced.
         """
         self._reductions.finish(is_partitioned=bool(self.updater.layout))
+        if self.frozen:
+            self.gradients.rest(self.frozen)
+        if self.hooks and not self._reductions.is_shown:  # a step that is held comes here twice
+            self._reductions.is_shown = True
+            self._call_hooks()
+
+    @torch.no_grad()
+    def _call_hooks(self) -> None:
+        """Show users' hooks the whole gradients, without the loss scale, and take what they return."""
+        scale = self.updater.loss_scale
+        for name, tables in self.hooks.items():
+            held = None if name in self.frozen else self.gradients.whole(name)
+            if held is None:
+                continue
+            for hook in [hook for table in tables for hook in table.values()]:
+                gradient = held / scale
+                returned = hook(gradient)
+                held.copy_((gradient if returned is None else returned) * scale)
+
+    def adopt_written(self) -> None:
+        """Let the masters take over what was written to parameters since the last step."""
+        self.updater.adopt_written()
+        self.is_written = False
 
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the stage's part of the squared norm."""
@@ -359,12 +390,14 @@ class RankUpdate:
             stage.finish()
         # Gradients carry the loss scale until they are stepped: fp16 would lose small ones if they were divided here.
         scale = self._speaker.loss_scale
-        squares = self._scaled_squares()
+        squares, written = self._scaled_squares()
         norm = _root(sum(squares)) / scale
         overflow = self._speaker.config.check_overflow and not math.isfinite(norm)
         is_held = self.holds is not None and self.holds(norm)
         for stage in () if is_held else self._stages:
             if not overflow:
+                if stage in written:
+                    stage.adopt_written()
                 stage.apply(norm)
             stage.clear()
         return StepResult(
@@ -379,8 +412,10 @@ class RankUpdate:
         )
 
     @torch.no_grad()
-    def _scaled_squares(self) -> list[float]:
-        """Return the squared L2 norm of each stage's scaled gradient; not finite where any element is not.
+    def _scaled_squares(self) -> tuple[list[float], list[StageUpdate]]:
+        """Return the squared L2 norm of each stage's scaled gradient, and the rank's stages that were written to.
+
+        A norm is not finite where any element is not.
 
         Data-parallel ranks share their parameters out; a tied one is its owner's, and one that the tensor ranks
         hold alike is the first one's: every element is squared on one rank, and one number a stage is summed.
@@ -393,12 +428,23 @@ class RankUpdate:
         # One read of the device a step: the norms, and with them what else the host does not know.
         asked = [(stage.gradients, stage.gradients.unknown()) for stage in self._stages]
         unknown = [(gradients, flags) for gradients, flags in asked if flags is not None]
-        read = torch.cat([squares, *(flags.to(squares.dtype) for _, flags in unknown)]).tolist()
+        counts = [(stage, stage.updater.written()) for stage in self._stages]
+        counted = [(stage, count) for stage, count in counts if count is not None]
+        read = torch.cat(
+            [
+                squares,
+                *(count.reshape(1).to(squares) for _, count in counted),
+                *(flags.to(squares.dtype) for _, flags in unknown),
+            ]
+        ).tolist()
         known = read[len(squares) :]
+        seen = {stage for (stage, _), count in zip(counted, known, strict=False) if count > 0}
+        known = known[len(counted) :]
         for gradients, flags in unknown:
             gradients.learn(known[: len(flags)])
             known = known[len(flags) :]
-        return read[: len(squares)]
+        written = [stage for stage in self._stages if stage in seen or stage.is_written]
+        return read[: len(squares)], written
 
     def end_mini_batch(self, *, overflow: bool, has_stepped: bool) -> None:
         """Advance the learning rates where there was a step; count the mini-batch; choose the next loss scale."""

@@ -90,8 +90,10 @@ _REFUSED: dict[str, str] = {
     ),
     "engine.module, which holds this rank's stages, has it": (
         "modules named_modules children named_children get_parameter get_submodule get_buffer apply "
-        "requires_grad_ extra_repr get_extra_state set_extra_state set_submodule add_module register_* "
-        "dump_patches call_super_init"
+        "requires_grad_ extra_repr get_extra_state set_extra_state dump_patches call_super_init"
+    ),
+    "stages run what was captured; register it on the model before deepspeed.initialize": (
+        "set_submodule add_module register_*"
     ),
 }
 _BY_NAME = {name: reason for reason, names in _REFUSED.items() for name in names.split()}

@@ -7,6 +7,7 @@ evaluation and checkpoints know no difference.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.backends.measured_backends import BackendLog
+from gpp_plugin.capture.tracing.shadow import set_modes
 from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.engine.setting import WatchedModule
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import find_schedule
 from gpp_plugin.integrations.huggingface import pretrained_files
@@ -103,6 +106,7 @@ class ModelSource:
             _check_config(model, config)
         elif config.loss_mean == "tokens":
             check_takes_count(model)
+        _settle_modes(model, is_told=setting.rank == 0)
         self._model = model
         self._config = _with_stage(model, config)
         self._setting = setting
@@ -539,6 +543,19 @@ class ModelSource:
         for holder, own in self._held:
             holder.share_weights([module for module in modules if any(module is each for each in own)])
 
+    def watched(self) -> list[WatchedModule]:
+        """Return the captured modules as their user holds them."""
+        return [
+            WatchedModule(
+                module=part.model,
+                prefix=part.stage.prefix,
+                eager=self._job.eager_in(name),
+                trace=functools.partial(self._job.trace_again, name),
+            )
+            for name, part in self._job.owns.items()
+            if isinstance(part, CapturedPart)
+        ]
+
     @property
     def is_plain(self) -> bool:
         """Return whether it is one module, whose weights' names and shapes every rank knows."""
@@ -685,6 +702,25 @@ def _fewest_samples(costs: StageCosts, counts: Mapping[str, Sequence[int]]) -> i
 def _module_of(stage: GraphStage) -> nn.Module:
     assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
     return stage.spec.make
+
+
+def _settle_modes(model: nn.Module | StageGraph, *, is_told: bool) -> None:
+    """Put a model in train mode that is wholly in eval mode; else leave modes, and say which are in eval mode."""
+    modules = [model] if isinstance(model, nn.Module) else _captured(model)
+    for module in modules:
+        was_in_eval = set_modes(module, training=True)
+        evaluated = [name or "the model itself" for name, part in module.named_modules() if not part.training]
+        if was_in_eval and is_told:
+            logger.warning(
+                "%s was in eval mode, as from_pretrained returns a model, and is put in train mode; for parts in eval "
+                "mode call model.train() first and then eval() of those",
+                type(module).__name__,
+            )
+        elif evaluated and is_told:
+            logger.info(
+                "%s: %d of its modules are in eval mode and stay so, the first %s",
+                *(type(module).__name__, len(evaluated), evaluated[0]),
+            )
 
 
 def _captured(graph: StageGraph) -> list[nn.Module]:

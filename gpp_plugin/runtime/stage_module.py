@@ -19,15 +19,34 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.mask_values import Mask
 from gpp_plugin.capture.tracing.devices import on_device, placed_body
 from gpp_plugin.capture.tracing.symbolic_sizes import sizes_in, with_sizes
-from gpp_plugin.errors import CaptureError
+from gpp_plugin.errors import CaptureError, ConfigError
 
 
-class StageModule(nn.Module):
+class Shell(nn.Module):
+    """A module that holds a stage's tensors and is never called."""
+
+    def refuse_hooks(self) -> None:
+        """Refuse hooks from now on, on this module and the shells in it: nothing would call them."""
+        for module in self.modules():
+            if isinstance(module, Shell):
+                for name in dir(nn.Module):
+                    if name.startswith("register_") and name.endswith("hook") and "state_dict" not in name:
+                        module.__dict__[name] = _refuse_hook
+
+
+def _refuse_hook(*given: Any, **named: Any) -> Any:
+    raise ConfigError(
+        "engine.module holds a stage's parameters and is never called, so that no hook on it would be; register hooks "
+        "on the model before deepspeed.initialize, or on a parameter (parameter.register_hook)"
+    )
+
+
+class StageModule(Shell):
     """The parameters and buffers of one stage under their HuggingFace names.
 
     Args:
-        tensors: name -> tensor; floating tensors of ``trainable`` names become parameters.
-        parameters, buffers: which names are which.
+        tensors: name -> tensor.
+        parameters: which names are parameters; one that is an `nn.Parameter` already is taken as it is.
         frozen: names of parameters that take no gradient.
     """
 
@@ -44,6 +63,9 @@ class StageModule(nn.Module):
         for name, tensor in tensors.items():
             owner, leaf = owner_of(self, name)
             if name in parameter_names:
+                if isinstance(tensor, nn.Parameter):
+                    owner.register_parameter(leaf, tensor)
+                    continue
                 parameter = nn.Parameter(tensor.detach(), requires_grad=False)
                 parameter.requires_grad_(name not in frozen)
                 owner.register_parameter(leaf, parameter)
@@ -93,7 +115,7 @@ def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     for part in path:
         child = module._modules.get(part)
         if child is None:
-            child = nn.Module()
+            child = Shell()
             module.add_module(part, child)
         module = child
     return module, leaf

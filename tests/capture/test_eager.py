@@ -333,3 +333,67 @@ def test_a_received_tensor_takes_its_gradient_through_a_custom_function() -> Non
     model.critic(hidden, batch["y"])["loss"].backward()
     assert hidden.grad is not None and own.grad is not None
     assert torch.allclose(own.grad, hidden.grad, rtol=1e-6)
+
+
+class Branches(nn.Module):
+    """Two layers, one of them given hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Return a loss."""
+        return {"loss": self.second(self.first(x).tanh()).square().mean()}
+
+
+class Recorder:
+    """Takes down what a module makes, and the gradient of that."""
+
+    def __init__(self) -> None:
+        self.made: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def forward(self, module: nn.Module, given: Any, made: Tensor) -> Tensor:
+        """Double the output."""
+        self.made.append(made.detach().clone())
+        return made * 2
+
+    def backward(self, module: nn.Module, inner: Any, outer: Any) -> None:
+        """Keep the gradient."""
+        self.gradients.append(outer[0].clone())
+
+
+def test_hooks_of_a_module_are_called_where_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, recorder = Branches(), Recorder()
+    model.second.register_forward_hook(recorder.forward)
+    model.second.register_full_backward_hook(recorder.backward)
+    batch = {"x": torch.randn(4, 4)}
+    capture = capture_model(model, batch)
+    assert capture.analysis.eager == ("second",) and "second is kept whole" in caplog.text
+    model(**batch)["loss"].backward()
+    wanted = recorder.made[-1], recorder.gradients[-1]
+    recorder.made.clear()
+    recorder.gradients.clear()
+    run_graph(capture, model, batch)[capture.op_graph.loss].backward()
+    assert len(recorder.made) == len(recorder.gradients) == 1
+    assert torch.equal(recorder.made[0], wanted[0]) and torch.allclose(recorder.gradients[0], wanted[1])
+    assert_is_model(capture, model, batch)
+
+
+def test_hooks_of_libraries_are_traced_and_those_of_the_model_itself_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+
+    def doubled(module: nn.Module, given: Any, made: Tensor) -> Tensor:
+        return made * 2
+
+    doubled.__module__ = "peft.tuners"
+    model.first.register_forward_hook(doubled)
+    model.register_forward_hook(lambda module, given, made: None)
+    capture = capture_model(model, {"x": torch.randn(4, 4)})
+    assert capture.analysis.eager == ()
+    assert "hooks on Branches itself are not called in training" in caplog.text

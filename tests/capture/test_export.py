@@ -443,3 +443,24 @@ def test_batch_keys_may_be_called_like_pythons_own_names() -> None:
     captured = capture_model(Scaled(), batch, training=True)
     assert sorted(captured.inputs.values()) == ["input", "max"]
     assert {spec.name for spec in captured.op_graph.inputs} == {"input", "max"}
+
+
+def test_modules_keep_their_modes_and_a_model_wholly_in_eval_trains() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop, self.head = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.head(self.drop(self.norm(x))).square().mean()}
+
+    def is_in_train_mode(model: nn.Module) -> tuple[bool, bool]:
+        capture = capture_model(model, {"x": torch.randn(4, 4)})
+        nodes = list(capture.graph.nodes)
+        return any(p.is_mutated for p in capture.op_graph.parameters), any("dropout" in n.name for n in nodes)
+
+    model = Normed()
+    assert is_in_train_mode(model) == (True, True)
+    model.norm.eval()
+    assert is_in_train_mode(model) == (False, True)
+    assert is_in_train_mode(model.eval()) == (True, True) and not model.training

@@ -7,6 +7,7 @@ Tests: tests/capture/test_eager.py
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -16,6 +17,18 @@ from gpp_plugin.errors import CaptureError, ConfigError
 
 MAX_ATTEMPTS = 12
 """How often a model is traced anew with one more kind of module kept whole."""
+
+
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Tables of a module that hold what users register on it."""
+HOOK_OPTIONS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Tables that say how hooks are called."""
+TRACED_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "gpp_plugin")
+"""Packages whose own hooks compute (weight norms, inputs that take a gradient), which a trace has as operators."""
 
 
 class Untraceable(CaptureError):
@@ -56,6 +69,22 @@ def find_asked(
             raise ConfigError(f"{key}: {wanted!r} is no module of {type(model).__name__}{hint}")
         found.update(dict.fromkeys(matches))
     return without_inner(found)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a user has registered hooks on a module, forward or backward: they see what it computes."""
+    for hook in [hook for name in MODULE_HOOKS for hook in getattr(module, name).values()]:
+        while isinstance(hook, functools.partial):
+            hook = hook.func
+        origin = str(getattr(hook, "__module__", None) or type(hook).__module__)
+        if origin.partition(".")[0] not in TRACED_HOOKS:
+            return True
+    return False
+
+
+def hooked_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the modules that run as they are so that their hooks are called; the model itself cannot."""
+    return without_inner(path for path, module in model.named_modules() if path and has_hooks(module))
 
 
 def with_culprit(model: nn.Module, whole: Sequence[str], culprit: str) -> tuple[str, ...] | None:

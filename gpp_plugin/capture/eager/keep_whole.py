@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
+from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.eager.trial_run import made_up, observe
 from gpp_plugin.capture.tracing.carried_state import described, initial_values
@@ -178,9 +179,10 @@ class WholeCalls:
             for state in self._states
             if state.name.startswith(f"{path}.")
         ]
-        callee = ModuleCallee(
-            target.forward, tuple(tuple(places) for places in slots.values()), tuple(states)
-        )
+        function: Callable[..., Any] = target.forward
+        if has_hooks(original := self._original.get_submodule(path)):
+            function = _CalledWithHooks(target, original)
+        callee = ModuleCallee(function, tuple(tuple(places) for places in slots.values()), tuple(states))
         target.__dict__["forward"] = self._stand_in(path, callee, names)
         stack.callback(target.__dict__.pop, "forward")
 
@@ -333,6 +335,33 @@ class WholeCalls:
             fits = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
             operands.append(value.clone() if fits else made_up(tensor.shape, tensor.dtype))
         return operands
+
+
+class _CalledWithHooks:
+    """Calls a module that is kept whole with the hooks that its user's module has at that time.
+
+    Args:
+        module: the copy whose forward runs, and which hooks are given; tracing finds no hooks on it.
+        original: the user's module.
+    """
+
+    def __init__(self, module: nn.Module, original: nn.Module) -> None:
+        self._module, self._original = module, original
+        self._none = {name: type(getattr(original, name))() for name in (*MODULE_HOOKS, *HOOK_OPTIONS)}
+        vars(module).update(self._none, _is_full_backward_hook=None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        own, original = vars(self._module), self._original
+        stand_in = own.pop("forward", None)
+        own.update({name: getattr(original, name) for name in self._none})
+        own["_is_full_backward_hook"] = original._is_full_backward_hook
+        try:
+            return self._module(*args, **kwargs)
+        finally:
+            own.update(self._none, _is_full_backward_hook=None)
+            if stand_in is not None:
+                own["forward"] = stand_in
 
 
 def _node_of(traced: Tensor) -> fx.Node | None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS
 from gpp_plugin.capture.tracing.carried_state import described, register_states
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState
@@ -84,13 +85,18 @@ def make_shadow(
     with mode:
         for parameter in model.parameters():
             cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=cast, device=where)
+            # one whose ranks hold parts of it has a shape, and no memory, between mini-batches (ZeRO 3)
+            strides = torch.empty_like(parameter, device="meta").stride()
+            empty = torch.empty_strided(parameter.shape, strides, dtype=cast, device=where)
             # strides are kept: a weight in channels-last memory decides what convolutions make of it
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device=where
             )
+    # hooks are the user's own, whatever objects they are methods of
+    for table in (getattr(part, name) for part in model.modules() for name in MODULE_HOOKS):
+        memo[id(table)] = table.copy()
     parameters = (*_describe_parameters(model, dtype), *described(carried))
     try:
         twin = copy.deepcopy(model, memo)
@@ -101,7 +107,7 @@ def make_shadow(
         ) from error
     with mode:
         register_states(twin, carried, functools.partial(_empty, where))
-    twin.train(training)
+    set_modes(twin, training=training)
     _switch_off_extras(twin)
     first_names = {name: p.name for p in parameters for name in (p.name, *p.aliases)}
     return Shadow(
@@ -118,6 +124,23 @@ def make_shadow(
 
 def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def set_modes(model: nn.Module, *, training: bool) -> bool:
+    """Put a model in evaluation; in training leave its modules' modes as its user set them.
+
+    A model of which no module is in train mode, as ``from_pretrained`` returns it, is put in train mode whole.
+
+    Returns:
+        Whether it was.
+    """
+    if not training:
+        model.eval()
+        return False
+    is_wholly_in_eval = not any(module.training for module in model.modules())
+    if is_wholly_in_eval:
+        model.train()
+    return is_wholly_in_eval
 
 
 def fake_inputs(shadow: Shadow, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

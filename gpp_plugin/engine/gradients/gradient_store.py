@@ -53,6 +53,15 @@ class StageGradients(Protocol):
     def accumulate(self) -> None:
         """Take up what a micro-batch's backward left in ``parameter.grad``."""
 
+    def rest(self, names: Iterable[str]) -> None:
+        """Let parameters stay as they are in this step, whatever gradient they have; after all sums."""
+
+    def whole(self, name: str) -> Tensor | None:
+        """Return where the sum of a gradient lies, in the parameter's shape; None where no loss reached it.
+
+        Of gradients that this rank has whole, after all sums.
+        """
+
     def begin_reduction(self) -> None:
         """Sum them over the stage's ranks as they become final: what follows is the mini-batch's last backward."""
 
@@ -184,10 +193,23 @@ class GradientStore:
             self._take_up()
             self._early.begin()
 
+    def rest(self, names: Iterable[str]) -> None:
+        """Let parameters stay as they are in this step, whatever gradient they have."""
+        self._take_up()
+        self.resting |= frozenset(names)
+        for name in self.resting:
+            self._held[name].view.zero_()
+
     def get(self, name: str) -> Tensor | None:
-        """Return the gradient of ``name``; None where no loss reached the parameter, as far as is known."""
+        """Return the gradient of ``name``; None where it rests or no loss reached it, as far as is known."""
         held = self._held[name]
-        return held.view if held.is_reached else None
+        return held.view if held.is_reached and name not in self.resting else None
+
+    def whole(self, name: str) -> Tensor | None:
+        """Return where the sum of a gradient lies, in the parameter's shape; None where no loss reached it."""
+        self._take_up()
+        held = self._held[name]
+        return held.view if held.is_reached or name in self._shared else None
 
     def is_empty(self) -> bool:
         """Return whether no loss on this rank reached any parameter, as in a stage without backwards."""

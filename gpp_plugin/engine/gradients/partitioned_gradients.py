@@ -186,6 +186,20 @@ class PartitionedGradients:
     def begin_reduction(self) -> None:
         """Do nothing: `reduce_data` sends all."""
 
+    def rest(self, names: Iterable[str]) -> None:
+        """Let parameters stay as they are in this step, whatever gradient they have."""
+        self.resting |= frozenset(names)
+        for _, held in self._fragments(self.resting):
+            held.zero_()
+
+    def whole(self, name: str) -> Tensor | None:
+        """Return where the sum of a gradient lies, in the parameter's shape; None where no loss reached it."""
+        assert self._degree == 1, "a rank of several has a part"
+        if name not in self._reached:
+            return None
+        ((_, held),) = self._fragments((name,))
+        return held.view(self.parameters[name].shape)
+
     def is_empty(self) -> bool:
         """Return whether no loss reached any parameter on this rank."""
         if self._reached:

@@ -187,7 +187,11 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
     Not torch's seed: what it made is in the weights, and seeding ranks apart for dropout is common.
     """
-    facts = {"model": type(model).__qualname__}
+    evaluated = [name for name, module in model.named_modules() if not module.training]
+    facts = {
+        "model": type(model).__qualname__,
+        "modules in eval mode": _short(", ".join(evaluated) or "none"),
+    }
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
         if tensor.is_meta:  # never had, or let go of by an engine made before, which kept its own stages'

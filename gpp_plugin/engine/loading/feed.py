@@ -131,6 +131,7 @@ class Feed:
         draws: loading the first mini-batch drew random numbers on some rank, from the generator that dropout draws
             from: loaded ahead, both would draw others.
         step: the step that mini-batches are for, in errors.
+        refusal: why this rank will run no mini-batch now; raised in place of taking one, and told like wrong data.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class Feed:
         self._ahead: _Loading | None = None
         self.draws = False
         self.step = 0
+        self.refusal: Exception | None = None
 
     def check_packing(self, sampler: Any) -> None:
         """Refuse units that were packed for mini-batches of another number of them.
@@ -190,6 +192,7 @@ class Feed:
     def collect(self, iterator: Iterator[Any]) -> Batch:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
+        self._refuse()
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         if self._is_of_units:
             units = self._complete(self._take_units(prepared))
@@ -198,6 +201,10 @@ class Feed:
         (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
         check_keys(batch, self._keys)
         return batch
+
+    def _refuse(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
 
     @property
     def _is_of_units(self) -> bool:
@@ -214,6 +221,7 @@ class Feed:
 
     def take(self, iterator: Iterator[Any]) -> Batch:
         """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
+        self._refuse()
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         # of units as many as there are, up to a mini-batch: an evaluation is of any number
         first = collect_units(prepared, 1)
@@ -234,6 +242,7 @@ class Feed:
             RuntimeFailure: another rank's data could not be loaded, or did not come in time.
         """
         # Ahead, a rank tells in call k what it loaded for call k + 1: all have told by then, and nobody waits.
+        self._refuse()
         loading = self._ahead or self._begin(iterator)
         self._ahead = None
         batch = self._end(loading)

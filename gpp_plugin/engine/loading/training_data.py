@@ -46,8 +46,11 @@ class TrainingData:
         self._pending: Mapping[str, Any] | None = None
         self._is_unplaced = False  # a checkpoint without a position was loaded, and nobody told so
 
-    def next(self, given: Iterator[Any] | None, *, step: int = 1) -> Batch:
+    def next(self, given: Iterator[Any] | None, *, step: int = 1, refusal: Exception | None = None) -> Batch:
         """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs; collective.
+
+        Args:
+            refusal: why this rank will not run it, told to all ranks as if its data were wrong; nothing is taken then.
 
         Raises:
             ConfigError: there is no data, or its keys or sizes do not fit.
@@ -55,7 +58,8 @@ class TrainingData:
             StopIteration: the data ended, here or on another rank.
         """
         self._feed.step = step
-        taken = self._taken.pop(self._source(given))
+        self._feed.refusal = refusal
+        taken = self._taken.pop(self._source(given)) if refusal is None else None
         if given is None:
             self._state_before = None
         if given is None and self._own is not None:  # whose ranks agree as they load
@@ -72,8 +76,11 @@ class TrainingData:
         assert found is not None, "a rank without a mini-batch has raised"
         return found
 
-    def take(self, given: Iterator[Any]) -> Batch:
+    def take(self, given: Iterator[Any], *, refusal: Exception | None = None) -> Batch:
         """Return a batch to evaluate, of any size and keys; collective.
+
+        Args:
+            refusal: as of `next`.
 
         Raises:
             ConfigError: it is no batch.
@@ -82,6 +89,7 @@ class TrainingData:
         found: Batch | None = None
         failure: Exception | None = None
         try:
+            self._feed.refusal = refusal
             found = self._feed.take(given)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error

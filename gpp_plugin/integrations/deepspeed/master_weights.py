@@ -11,12 +11,21 @@ fp32 gradients to the masters, lets the inner optimizer step, and has the wrappe
     DeepSpeedZeroOptimizer  this rank's part of the flat group   update_lp_params(): copy, all-gather
                             (ZeRO 3)                             copy to the rank's part; programs gather
 
+What a user writes into parameters between two steps (a clamp, an exponential average, a normalised weight) is taken
+over by the masters before the next step (`adopt_written`): where a parameter is no longer its rounded master, the
+master becomes the parameter's value, and elsewhere it keeps its precision. Whether anything was written is found out
+by comparing parameters of up to `COMPARED_WHOLE` elements whole and about `SAMPLED` elements of larger ones, spread
+evenly (`written`): a write past PyTorch's version counters (``parameter.data``) that changes less than one in
+500 elements of a large parameter may be missed. Writes under ``torch.no_grad()`` are counted by PyTorch, so that
+the engine sees them whatever they change.
+
 Source: this project
 Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +63,10 @@ def require_attributes(thing: object, *names: str) -> None:
             f"{type(thing).__name__} of DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}; "
             "this release of gpp_plugin works with DeepSpeed 0.19"
         )
+
+
+COMPARED_WHOLE, SAMPLED = 4096, 1024
+"""Elements up to which a parameter is compared whole, and about how many of a larger one are."""
 
 
 class MasterWeights:
@@ -110,6 +123,7 @@ class MasterWeights:
                 f"optimizer wrapper {type(wrapper).__name__} of DeepSpeed {deepspeed.__version__} is not known; "
                 "this release of gpp_plugin works with DeepSpeed 0.19"
             )
+        self._samples: dict[int, Tensor] = {}
         masters = [fragment.master for fragment in self.fragments.values()]
         if self.partitioned:  # a partition may hold padding only
             masters = wrapper.single_partition_of_fp32_groups
@@ -245,6 +259,63 @@ class MasterWeights:
                 master.data.copy_(part)
         elif not self.is_plain:
             self._wrapper.refresh_fp32_params()
+
+    # ---- what users write between steps --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def written(self) -> Tensor | None:
+        """Return how many sampled elements are not what was published, on the device; None where masters are none."""
+        found = []
+        for number, (published, master) in enumerate(self._published()):
+            sample = self._sample(number, master)
+            if sample.numel():
+                now, was = (t.reshape(-1).index_select(0, sample) for t in (published, master))
+                found.append(now.ne(was.to(now.dtype)).sum())
+        return torch.stack(found).sum() if found else None
+
+    @torch.no_grad()
+    def adopt_written(self) -> None:
+        """Take into the masters what was written to parameters since they were published; the rest stays as it is."""
+        for published, master in self._published():
+            is_written = published.ne(master.to(published.dtype)).to(master.device)
+            master.copy_(torch.where(is_written, published.to(master), master))
+
+    def _published(self) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of what is published and its master, element by element; of ZeRO, this rank's partitions."""
+        wrapper = self._wrapper
+        if self.is_plain:
+            return []
+        if self.partitioned:
+            rank = dist.get_rank(self._data_group)
+            own = self._parts or [parts[rank] for parts in wrapper.parallel_partitioned_bit16_groups]
+            masters = wrapper.single_partition_of_fp32_groups
+        elif isinstance(wrapper, FP16_Optimizer):
+            own, masters = wrapper.fp16_groups_flat, wrapper.fp32_groups_flat
+        else:
+            own = [self._parameters[name] for name in self.fragments]
+            masters = [fragment.master for fragment in self.fragments.values()]
+        return [(low.detach(), master.detach()) for low, master in zip(own, masters, strict=True)]
+
+    def _sample(self, number: int, master: Tensor) -> Tensor:
+        """Return which elements of a master are compared."""
+        # master | bias, 3 elements | weight [100, 100] |  ->  0 1 2, then every fifth element of the weight: its stride
+        # and its rows' length have no common factor, so that all columns are looked at
+        if number not in self._samples:
+            places = []
+            for name, fragment in self.fragments.items():
+                if fragment.master.data_ptr() != master.data_ptr() or not fragment.num_elements:
+                    continue
+                shape = self._parameters[name].shape
+                stride = 1
+                if shape.numel() > COMPARED_WHOLE:
+                    stride = shape.numel() // SAMPLED
+                    while math.gcd(stride, shape[-1]) > 1:
+                        stride += 1
+                end = fragment.master_start + fragment.num_elements
+                places.append(torch.arange(fragment.master_start, end, stride))
+            sample = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
+            self._samples[number] = sample.to(master.device)
+        return self._samples[number]
 
     @torch.no_grad()
     def full(self, name: str) -> Tensor:

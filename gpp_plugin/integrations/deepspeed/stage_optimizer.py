@@ -268,6 +268,15 @@ class DeepSpeedOptimizer:
         if self._masters is not None:
             self._masters.refresh()
 
+    def written(self) -> Tensor | None:
+        """Return how many sampled elements were written since the last step, on the device; None without masters."""
+        return None if self._masters is None else self._masters.written()
+
+    def adopt_written(self) -> None:
+        """Take into the masters what was written to parameters since the last step."""
+        if self._masters is not None:
+            self._masters.adopt_written()
+
     def own_tensors(self) -> list[Tensor]:
         """Return what the inner optimizer steps and its state; of Adam two tensors of each parameter's size."""
         optimizer = self._inner_optimizer

@@ -243,6 +243,7 @@ class GraphPipelineTrainer(Trainer):
         if self._has_schedule:
             more = self._recipes(config, max_steps)
         _set_random_states(states)
+        self.model.train()  # as Trainer calls it before each step: a model that overrides it has its say
         self._engine = deepspeed.initialize(
             model=GraphPipelineModule(self.model, sample_batch=sample), config=config, **more
         )[0]

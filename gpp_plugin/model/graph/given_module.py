@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from gpp_plugin.capture.tracing.shadow import set_modes
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
@@ -71,6 +72,7 @@ def make_module(stage: GraphStage, context: StageContext, *, seed: int) -> nn.Mo
             f"stage {stage.name!r}: parameter {unmade[0]!r} is on the meta device; make real weights in a factory, "
             "which is called on the stage's ranks only"
         )
+    set_modes(module, training=True)
     module.to(context.device)
     for parameter in module.parameters():
         if parameter.is_floating_point() and parameter.dtype != context.dtype:

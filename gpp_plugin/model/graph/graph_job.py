@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpp_plugin.capture.eager.choose_whole import find_asked
+from gpp_plugin.capture.recapture import attributes_read
 from gpp_plugin.capture.tracing.sample_batches import (
     WholeUnit,
     as_unit,
@@ -314,6 +315,24 @@ class GraphJob:
         for is_verified, line in (report for of_rank in found for report in of_rank):
             if self._place.rank == 0:
                 logger.log(logging.INFO if is_verified else logging.WARNING, "%s", line)
+
+    def eager_in(self, stage: str) -> tuple[str, ...]:
+        """Return the modules of a captured part that run as they are."""
+        return self._survey.analyses[stage].eager
+
+    def trace_again(self, stage: str) -> tuple[str, frozenset[tuple[str, str]]]:
+        """Trace a captured part as its module is now, on this rank alone.
+
+        Returns:
+            All that two traces can differ in, and which attributes of which modules were read.
+
+        Raises:
+            CaptureError: it cannot be traced any more.
+        """
+        part, analysis = self._part(self.resolved.stage(stage)), self._survey.analyses[stage]
+        num_samples = analysis.op_graph.num_samples
+        arguments = part.arguments(self._sample, self._survey.shapes.tensors, num_samples)
+        return attributes_read(part.model, analysis, arguments, device=part.device, call=part.call)
 
     @property
     def coupled(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
+from gpp_plugin.capture.tracing.shadow import set_modes
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.model.graph.resolve import GraphStage
@@ -153,10 +154,10 @@ def input_specs(batch: Batch, num_samples: int) -> dict[str, TensorSpec]:
 
 @contextmanager
 def undisturbed(module: nn.Module, *, is_training: bool, device: torch.device) -> Iterator[None]:
-    """Run a module in one mode and leave buffers, gradients, mode and random states as they were."""
+    """Run a module as it is, or in evaluation; leave buffers, gradients, modes and random states as they were."""
     modes = {part: part.training for part in module.modules()}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    module.train(is_training)
+    set_modes(module, training=is_training)
     try:
         with kept_streams(device):
             yield

@@ -33,7 +33,7 @@ from gpp_plugin.capture.tracing.carried_state import (
     noted_accesses,
 )
 from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
-from gpp_plugin.capture.tracing.shadow import switch_off_caches
+from gpp_plugin.capture.tracing.shadow import set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
 from gpp_plugin.ir.op_graph import CARRIED, is_carried
 from gpp_plugin.model.weights.materialize import materialize_parameters
@@ -272,7 +272,7 @@ def _run_module(
     op_graph = captured.op_graph
     keys, constants = split_batch(arguments)
     wrapper = LossWrapper(twin, constants, tuple(op_graph.outputs), needs_loss=False, call=call)
-    wrapper.train(captured.is_training)
+    set_modes(twin, training=captured.is_training)
     given = {key: _leaf(arguments[key]) for key in keys}
     for parameter in twin.parameters():
         parameter.grad = None

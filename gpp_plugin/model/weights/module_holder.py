@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.carried_state import initial_values
 from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.integrations.huggingface.hf_weights import tied_names
 from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.op_graph import Parameter, is_carried
 from gpp_plugin.ir.plan import PipelinePlan, Stage
@@ -51,13 +52,17 @@ class ModuleHolder:
         self._called = {own[name]: called[name] for name in called}
         self._own = {called[name]: own[name] for name in called}
         self._states: dict[str, Parameter] = {}
+        # a tied tensor has one name in a stage, the first
+        self._first = tied_names(module)
 
     def make_modules(
         self, reference: Reference, plan: PipelinePlan, held: Mapping[int, Sequence[str]]
     ) -> tuple[StageModule, ...]:
         """Return stages of these parameters and buffers; the user's module keeps those only, and its buffers.
 
-        Stages that hold the same tensor share its memory. Of what a stage's tensor ranks share out, this rank's part.
+        A stage trains the user's own parameters, so that what is written to them, or asked of them, holds; where two
+        stages hold one, the first has it, and the other one its memory. Of what a stage's tensor ranks share out it
+        has this rank's part.
 
         Args:
             held: stage of the plan -> the names of what it holds.
@@ -73,16 +78,31 @@ class ModuleHolder:
             )
         )
         parts = [self._own_parts(cut, plan.stages[index]) for cut, index in zip(shards, held, strict=True)]
-        theirs = dict(self._module.named_parameters())
+        theirs = dict(self._module.named_parameters(remove_duplicate=False))
+        taken: dict[str, nn.Parameter] = {}
+        for name, tensor in tensors.items():
+            parameter = theirs.get(self._local(name))
+            # what no block reads trains nothing, whatever its owner asks for: the stage has a parameter of its own
+            if parameter is None or (name not in used and parameter.requires_grad):
+                continue
+            if not parameter.is_meta and torch._has_compatible_shallow_copy_type(parameter, tensor):
+                parameter.grad = None
+                parameter.data = tensor
+                taken[name] = parameter
         # what was cast is a copy: the module keeps only what the stage shares with it
         local = {self._local(name): tensor for name, tensor in tensors.items()}
         shared = {name for name, tensor in local.items() if name in theirs and _is_same(theirs[name], tensor)}
         buffers = {self._local(n) for n, p in known.items() if p.is_buffer and n.startswith(self._prefix)}
         release_parameters(self._module, keep=shared | buffers)
+
+        def held_by(of_stage: Sequence[str], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            # a user's parameter is the first stage's that holds it
+            return {n: own[n] if n in own else taken.pop(n, tensors[n]) for n in of_stage}
+
         return tuple(
             _marked(
                 StageModule(
-                    tensors={name: own[name] if name in own else tensors[name] for name in of_stage},
+                    tensors=held_by(of_stage, own),
                     parameters=[name for name in of_stage if not known[name].is_buffer],
                     frozen=frozenset(n for n in of_stage if not known[n].requires_grad or n not in used),
                     persistent=frozenset(n for n in of_stage if known[n].is_persistent),
@@ -124,15 +144,24 @@ class ModuleHolder:
         }
 
     def share_weights(self, modules: Sequence[StageModule]) -> None:
-        """Let the user's module see the stages' weights where they are of one type; ZeRO has moved them.
+        """Let the user's module have the stages' parameters and buffers as its own, but for parts of them.
 
-        Otherwise the module would hold the first weights beside them all the time.
+        What is written to them, or registered on them, is then of the stage; parameters that were on the meta device
+        are replaced, others are the stage's already.
         """
-        stages = dict(joined_module(modules).named_parameters(remove_duplicate=False))
-        for name, tensor in self._module.named_parameters(remove_duplicate=False):
-            held = stages.get(self._called.get(name, self._prefix + name))
-            if held is not None and not tensor.is_meta and tensor.dtype == held.dtype:
-                tensor.data = held.data
+        stages = joined_module(modules)
+        for held, kind in ((stages.named_parameters, "_parameters"), (stages.named_buffers, "_buffers")):
+            known: dict[str, Tensor] = dict(held(remove_duplicate=False))
+            for path, module in self._module.named_modules(remove_duplicate=False):
+                table: dict[str, Tensor | None] = getattr(module, kind)
+                for leaf, tensor in table.items():
+                    name = f"{path}.{leaf}" if path else leaf
+                    own = known.get(self._called.get(name, self._prefix + self._first.get(name, name)))
+                    if tensor is None or own is None or own is tensor or own.shape != tensor.shape:
+                        continue
+                    if kind == "_buffers" or own.requires_grad or not tensor.requires_grad:
+                        own._backward_hooks = tensor._backward_hooks or own._backward_hooks
+                        table[leaf] = own
 
     def _materialize(
         self, names: Iterable[str], *, cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})

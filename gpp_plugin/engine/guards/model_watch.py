@@ -1,0 +1,479 @@
+"""What a user's loop changes on the model between two steps: honoured, or refused by name before the next one runs.
+
+Stages run what was captured. A look at the modules before each mini-batch finds out what is no longer so:
+
+    written in place: parameters, buffers     the next step uses it, masters take it over (`WeightUpdater.written`)
+    parameter.data = tensor                   the same: the values are copied to where the stage has them
+    module.buffer = tensor                    the same
+    requires_grad_(False), and True again     the parameter stays as it is meanwhile: no momentum, no decay, no norm
+    hooks on parameters (`register_hook`)     called once a step, with the whole gradient
+    attributes, modes                         the model is traced with the old and the new ones: where the traces are
+                                              the same, training goes on; else the change is refused
+    other modules or parameters, hooks of     refused
+    modules, a parameter that is in no
+    optimizer group and takes a gradient
+
+The look compares what Python holds by identity: no value of a tensor is read. What it cannot see are changes inside
+objects that have no attributes of their own (a numpy array, an object of C), in containers of more than `MAX_ENTRIES`,
+and in globals.
+
+Source: this project
+Tests: tests/integrations/test_model_changes.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import operator
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS
+from gpp_plugin.engine.rank_engine import RankEngine
+from gpp_plugin.engine.setting import WatchedModule
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_DEPTH, MAX_ENTRIES = 3, 1024
+"""How deep containers and objects that are attributes of a module are looked into, and the largest ones that are."""
+COMPARED = 4096
+"""Elements of a tensor that is compared with its copies."""
+ANEW = "start anew from a checkpoint with it so before deepspeed.initialize"
+
+
+@dataclass(slots=True, eq=False)
+class _Table:
+    """A dictionary or a list that a module holds, and what was in it.
+
+    Args:
+        path: of the module; ``name`` of the attribute that it is, "" of the module's own attributes.
+        items: it; ``known``: its keys and values, of a list its positions.
+        is_shared: other attributes are, or hold, the same object: code may come to it by any of them.
+    """
+
+    path: str
+    name: str
+    items: Any
+    known: dict[Any, Any]
+    is_shared: bool = False
+
+    def now(self) -> dict[Any, Any]:
+        """Return its keys and values."""
+        return dict(self.items) if isinstance(self.items, dict) else dict(enumerate(self.items))
+
+    def read_name(self, key: Any) -> str:
+        """Return the attribute by which code comes to an entry."""
+        return (self.name or str(key)).partition(".")[0]
+
+    def told(self, key: Any) -> str:
+        """Return what an error calls an entry."""
+        return ".".join(part for part in (self.path, self.name, str(key)) if part)
+
+    def put(self, values: Mapping[Any, Any]) -> None:
+        """Put entries in."""
+        self.items.clear()
+        if isinstance(self.items, dict):
+            self.items.update(values)
+        else:
+            self.items.extend(values.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """An entry of a table that is another one now."""
+
+    table: _Table
+    key: Any
+    old: Any
+    new: Any
+
+
+_ABSENT = object()
+_VERSION = operator.attrgetter("_version")
+_FLAGS = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class ModelWatch:
+    """Looks whether the model is still what was captured; one a rank.
+
+    Args:
+        watched: the captured modules.
+        stages: this rank's.
+    """
+
+    def __init__(self, watched: Sequence[WatchedModule], stages: RankEngine) -> None:
+        self._stages = stages
+        self._tables = [(each, _tables_of(each.module)) for each in watched]
+        self._all = [table for _, tables in self._tables for table in tables]
+        self._items = [table.items for table in self._all]
+        self._known = self._held_now()
+        self._reads: dict[str, frozenset[tuple[str, str]]] = {}
+        # by identity: groups of an optimizer may know a tied one by another name
+        trained = {id(p): name for stage in stages.stages for name, p in stage.trained.items()}
+        self._parameters = [
+            (stage, trained.get(id(parameter), name), parameter)
+            for stage in stages.stages
+            for name, parameter in stage.module.named_parameters()
+        ]
+        self._trained = [id(parameter) in trained for _, _, parameter in self._parameters]
+        self._asked_at_start = [parameter.requires_grad for _, _, parameter in self._parameters]
+        self._frozen: list[nn.Parameter] = []
+        self._copies = _copies_of(stages)
+        for stage, name, parameter in self._parameters:
+            self._take_hooks(stage, name, parameter)
+        self._flags: list[tuple[Any, ...]] = [_FLAGS(parameter) for _, _, parameter in self._parameters]
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._homes: list[Tensor] = []
+        self.note()
+
+    # ---- the look ------------------------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """Take parameters as they are for what the last step left."""
+        parameters = [parameter for _, _, parameter in self._parameters]
+        addresses, self._versions = list(map(Tensor.data_ptr, parameters)), list(map(_VERSION, parameters))
+        if addresses != self._addresses:  # in mode async, at each step
+            self._addresses, self._homes = addresses, [parameter.data for parameter in parameters]
+
+    def _held_now(self) -> tuple[list[int], list[Any]]:
+        """Return how many entries each table has, and all of them: about half a microsecond a module."""
+        filled = [items.values() if isinstance(items, dict) else items for items in self._items if items]
+        return list(map(len, self._items)), list(itertools.chain.from_iterable(filled))
+
+    def look(self, *, is_training: bool = True) -> None:
+        """Honour what has changed since the last step.
+
+        Args:
+            is_training: a mini-batch of training is next; an evaluation has modes of its own.
+
+        Raises:
+            ConfigError: something cannot be honoured; names it.
+        """
+        try:
+            is_same = self._held_now() == self._known
+        except (RuntimeError, ValueError, TypeError):  # tensors and arrays do not say whether they are equal
+            is_same = False
+        if not is_same:
+            for watched, tables in self._tables:
+                self._settle(watched, tables, is_training=is_training)
+            if is_training:  # an evaluation leaves modes that training would mind
+                self._known = self._held_now()
+        parameters = [parameter for _, _, parameter in self._parameters]
+        flags = list(map(_FLAGS, parameters))
+        if (
+            flags != self._flags
+            or list(map(_VERSION, parameters)) != self._versions
+            or list(map(Tensor.data_ptr, parameters)) != self._addresses
+        ):
+            self._settle_parameters()
+            self._flags = list(map(_FLAGS, parameters))
+        for first, others in self._copies:
+            self._write_copies(first, others)
+
+    @contextlib.contextmanager
+    def as_captured(self) -> Iterator[None]:
+        """Let parameters that are frozen meanwhile take the gradients that the stages' programs count on."""
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in self._frozen:
+                parameter.requires_grad_(False)
+
+    # ---- parameters ----------------------------------------------------------------------------------------
+
+    def _settle_parameters(self) -> None:
+        resting: list[nn.Parameter] = []
+        frozen: dict[int, set[str]] = {}
+        for number, (stage, name, parameter) in enumerate(self._parameters):
+            takes_gradient, *hooks = _FLAGS(parameter)
+            if parameter.data_ptr() != self._addresses[number]:
+                self._take_back(name, parameter, self._homes[number])
+                stage.update.is_written = True
+            if parameter._version != self._versions[number]:
+                stage.update.is_written = True
+                weights = stage.weights
+                if (
+                    weights is not None
+                    and weights.versions.get(id(parameter), parameter._version) != parameter._version
+                ):
+                    raise ConfigError(
+                        f"{name} was written to while its stage's ranks hold parts of it (ZeRO 3); write within "
+                        "engine.gathered_parameters(), on all ranks alike"
+                    )
+            if any(hooks):
+                self._take_hooks(stage, name, parameter)
+            if self._trained[number] and not takes_gradient:
+                resting.append(parameter)
+                frozen.setdefault(stage.stage_index, set()).add(name)
+            if takes_gradient and not self._trained[number] and not self._asked_at_start[number]:
+                raise ConfigError(
+                    f"{name} takes a gradient now, and is in no optimizer group: it took none when the model was "
+                    "captured. To train it later, let it take one at the start and freeze it with "
+                    "requires_grad_(False) after deepspeed.initialize"
+                )
+        self._frozen = resting
+        for stage in self._stages.stages:
+            stage.update.frozen = frozenset(frozen.get(stage.stage_index, ()))
+
+    @torch.no_grad()
+    def _write_copies(self, first: Tensor, others: Sequence[Tensor]) -> None:
+        """Let other stages of the rank have what was written to the one tensor that users see of it."""
+        # a large one is compared first where that is quicker: elements spread evenly, as masters are
+        stride = max(first.numel() // COMPARED, 1)
+        for other in others:
+            if (
+                first.is_cuda
+                or stride == 1
+                or not torch.equal(first.reshape(-1)[::stride], other.reshape(-1)[::stride])
+            ):
+                other.data.copy_(first)
+
+    @torch.no_grad()
+    def _take_back(self, name: str, parameter: nn.Parameter, home: Tensor) -> None:
+        """Copy values that were put in place of a parameter's own to where its stage has it."""
+        given = parameter.data
+        if home.shape != given.shape or any(s == 0 for s in home.stride() if home.numel() > 1):
+            raise ConfigError(
+                f"{name}.data was replaced by a tensor {list(given.shape)}, and its stage has {list(home.shape)}, or "
+                "holds it in parts (ZeRO 3); write into it in place, within engine.gathered_parameters()"
+            )
+        home.copy_(given)
+        parameter.data = home
+
+    def _take_hooks(self, stage: StageEngine, name: str, parameter: nn.Parameter) -> None:
+        """Let hooks on a parameter be called with its whole gradient, once a step, in place of autograd."""
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, and gradients of a pipeline lie in buffers "
+                "of their stages; use register_hook, which is called with the whole gradient once a step"
+            )
+        if not parameter._backward_hooks:
+            return
+        if stage.stage.tensor > 1 or (stage.is_partitioned and stage.stage.degree > 1):
+            raise ConfigError(
+                f"{name} has a hook of register_hook, and no rank has its whole gradient: stage {stage.stage.name!r} "
+                f"is on {len(stage.stage.ranks)} ranks that hold parts of it; set zero_optimization.stage to 0 and "
+                "tensor_parallel to 1, or remove the hook"
+            )
+        if name in stage.trained:
+            stage.update.hooks.setdefault(name, []).append(parameter._backward_hooks)
+        parameter._backward_hooks = None
+
+    # ---- modules -------------------------------------------------------------------------------------------
+
+    def _settle(self, watched: WatchedModule, tables: list[_Table], *, is_training: bool) -> None:
+        changes = [change for table in tables for change in _changes_in(table)]
+        attributes = []
+        for change in changes:
+            table, key = change.table, change.key
+            if table.name == "_buffers":
+                self._take_buffer(watched, change)
+            elif table.name in MODULE_HOOKS:
+                if table.path in watched.eager:  # it runs with the hooks that it has
+                    continue
+                raise ConfigError(
+                    f"hooks on {table.path or 'the model'} were registered or removed after deepspeed.initialize, and "
+                    "stages run what was captured: remove new ones (handle.remove()), and register hooks before "
+                    "deepspeed.initialize"
+                )
+            elif table.name in ("_parameters", "_modules"):
+                what = "parameter" if table.name == "_parameters" else "module"
+                raise ConfigError(
+                    f"{what} {'.'.join(p for p in (table.path, str(key)) if p)} was replaced after "
+                    "deepspeed.initialize; write new values into the old one in place (with torch.no_grad(): "
+                    f"parameter.copy_(value)), or {ANEW}"
+                )
+            elif key != "training" or is_training:
+                attributes.append(change)
+        if attributes and (known := self._told(watched, attributes)) is not None:
+            raise known
+        for table in tables:
+            if all(change.table is not table for change in changes) or not is_training:
+                continue
+            table.known = table.now()
+
+    def _told(self, watched: WatchedModule, changes: Sequence[_Change]) -> ConfigError | None:
+        """Return the error of attributes that change what is computed; None where they do not."""
+        reads = self._reads.get(watched.prefix)
+        if reads is not None and not any(_is_read(change, reads) for change in changes):
+            return None
+        new, reads = self._trace(watched)
+        if reads is not None:
+            self._reads[watched.prefix] = reads
+            changes = [change for change in changes if _is_read(change, reads)]
+        if not changes:
+            return None
+        # what runs as it is does so on a copy, whose attributes no trace shows
+        paths = [change.table.path for change in changes]
+        is_inside = any(f"{path}.".startswith(f"{eager}.") for path in paths for eager in watched.eager)
+        if new is not None and not is_inside and new == self._trace_of_old(watched, changes):
+            return None
+        first = changes[0]
+        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+        if first.key == "training" and not first.table.name:
+            where = first.table.path or "the model"
+            modes = {True: "train", False: "eval"}
+            return ConfigError(
+                f"{where} is in {modes[bool(first.new)]} mode{more}, and was in {modes[bool(first.old)]} mode when the "
+                f"model was captured, which stages run: call {where}.{modes[bool(first.old)]}(), or {ANEW}"
+            )
+        return ConfigError(
+            f"{first.table.told(first.key)} is {_short(first.new)}{more}, and was {_short(first.old)} when the model "
+            f"was captured, which stages run: set it back, or {ANEW}; a value that changes while training belongs into "
+            "a buffer (register_buffer), and is written into it in place"
+        )
+
+    def _trace_of_old(self, watched: WatchedModule, changes: Sequence[_Change]) -> str | None:
+        """Return the trace of a module with what it had when it was captured."""
+        tables = {id(change.table): change.table for change in changes}.values()
+        values = [table.now() for table in tables]
+        try:
+            for table in tables:
+                table.put(table.known)
+            return self._trace(watched)[0]
+        finally:
+            for table, value in zip(tables, values, strict=True):
+                table.put(value)
+
+    def _trace(self, watched: WatchedModule) -> tuple[str | None, frozenset[tuple[str, str]] | None]:
+        try:
+            return watched.trace()
+        except Exception as error:  # whatever the model raises with these attributes: they matter
+            logger.debug("cannot be traced as it is: %s", error)
+            return None, None
+
+    @torch.no_grad()
+    def _take_buffer(self, watched: WatchedModule, change: _Change) -> None:
+        """Copy a buffer that was assigned to where the stages have it."""
+        table, leaf = change.table, str(change.key)
+        name = watched.prefix + ".".join(part for part in (table.path, leaf) if part)
+        held = [
+            buffer
+            for stage in self._stages.stages
+            for own, buffer in stage.module.named_buffers()
+            if own == name
+        ]
+        if not isinstance(change.new, Tensor) or any(
+            b.shape != change.new.shape or b.dtype != change.new.dtype for b in held
+        ):
+            raise ConfigError(
+                f"buffer {name} was replaced by {_short(change.new)} after deepspeed.initialize; write into it in "
+                f"place, or {ANEW}"
+            )
+        for buffer in held:
+            buffer.copy_(change.new)
+        if held:
+            table.items[leaf] = held[0]
+
+
+def _copies_of(stages: RankEngine) -> list[tuple[Tensor, list[Tensor]]]:
+    """Return the tensors that several stages of the rank hold, each the first one's and the others'."""
+    held: dict[str, list[Tensor]] = {}
+    for stage in stages.stages if len(stages.stages) > 1 else ():
+        if stage.weights is None:  # held in parts, they are written as all ranks gather them
+            for name, tensor in (*stage.module.named_parameters(), *stage.module.named_buffers()):
+                held.setdefault(name, []).append(tensor)
+    return [(first, others) for first, *others in held.values() if others]
+
+
+# ---- what a module holds ------------------------------------------------------------------------------------
+
+
+def _tables_of(model: nn.Module) -> list[_Table]:
+    """Return all that a module's behaviour hangs on in Python: attributes, tables, containers and objects in them."""
+    tables: list[_Table] = []
+    seen: dict[int, _Table] = {}
+
+    def add(path: str, name: str, value: Any, depth: int) -> None:
+        if id(value) in seen:
+            first = seen[id(value)]
+            for table in tables:
+                table.is_shared |= table.path == first.path and f"{table.name}.".startswith(f"{first.name}.")
+            return
+        items = value if isinstance(value, (dict, list, deque)) else _attributes(value)
+        if items is None or depth > MAX_DEPTH or len(items) > MAX_ENTRIES:
+            return
+        known = dict(items) if isinstance(items, dict) else dict(enumerate(items))
+        seen[id(value)] = _Table(path, name, items, known)
+        tables.append(seen[id(value)])
+        for key, inner in known.items():
+            add(path, f"{name}.{key}", inner, depth + 1)
+
+    for path, module in model.named_modules():
+        own = vars(module)
+        tables.append(_Table(path, "", own, dict(own)))
+        for name, value in own.items():
+            if name in ("_parameters", "_buffers", "_modules", *MODULE_HOOKS):
+                tables.append(_Table(path, name, value, dict(value)))
+            elif not name.startswith("_") or not isinstance(value, dict):
+                add(path, name, value, 1)
+    return tables
+
+
+_WITHOUT_ATTRIBUTES = (
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    functools.partial,
+)
+
+
+def _attributes(value: Any) -> MutableMapping[str, Any] | None:
+    """Return the attributes of an object that may say how a module behaves (a configuration); None of all else."""
+    if isinstance(value, (nn.Module, Tensor, *_WITHOUT_ATTRIBUTES)):
+        return None
+    root = type(value).__module__.partition(".")[0]
+    if root in ("torch", "numpy") or (root in sys.stdlib_module_names and root not in ("types", "argparse")):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _changes_in(table: _Table) -> list[_Change]:
+    now, known = table.now(), table.known
+    return [
+        _Change(table=table, key=key, old=known.get(key, _ABSENT), new=now.get(key, _ABSENT))
+        for key in {**known, **now}
+        if not _is_same(known.get(key, _ABSENT), now.get(key, _ABSENT))
+    ]
+
+
+def _is_read(change: _Change, reads: frozenset[tuple[str, str]]) -> bool:
+    table = change.table
+    return table.is_shared or (table.path, table.read_name(change.key)) in reads
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if old is new:
+        return True
+    if type(old) is not type(new) or isinstance(old, (Tensor, nn.Module)):
+        return False
+    try:
+        return bool(old == new)
+    except Exception:  # whatever a comparison raises: they are not known to be the same
+        return False
+
+
+def _short(value: Any) -> str:
+    if value is _ABSENT:
+        return "not there"
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

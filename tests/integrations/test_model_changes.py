@@ -1,0 +1,64 @@
+"""Modes, writes, flags, attributes and hooks of the user's model: honoured as in one process, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations import change_jobs
+from tests.ranks import run_kept_ranks
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "ZeRO 1": {"zero_optimization": {"stage": 1}},
+    "ZeRO 3": {"zero_optimization": {"stage": 3}},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16, ZeRO 2": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_changes_between_steps_are_those_of_one_process(name: str) -> None:
+    first, second = run_kept_ranks(_change_between_steps, 2, PRECISIONS[name])
+    tolerance = 3e-2 if "bf16" in name else 1e-5
+    assert first["losses"] == second["losses"] == pytest.approx(first["wanted"], rel=tolerance)
+    for key, tensor in first["state"].items():
+        found = first["weights"][key].to(tensor.dtype)
+        assert torch.allclose(found, tensor, rtol=tolerance, atol=tolerance), key
+
+
+def _change_between_steps(config: dict[str, Any]) -> dict[str, Any]:
+    return change_jobs.change_between_steps(**config)
+
+
+def test_modes_that_were_set_before_the_start_stay() -> None:
+    first, _ = run_kept_ranks(change_jobs.modes_before_start, 2)
+    assert first["losses"] == pytest.approx(first["wanted"], rel=1e-5)
+    assert first["modes"] == first["were"]
+    for key, tensor in first["state"].items():
+        assert torch.allclose(first["weights"][key], tensor, atol=1e-5), key
+
+
+def test_what_cannot_be_followed_is_refused_by_name_until_it_is_undone() -> None:
+    for told in run_kept_ranks(change_jobs.refusals, 2):
+        assert "beta is 5.0, and was 1.0" in told["attribute"]
+        assert "tower.2.p is 0.5, and was 0.0" in told["dropout"]
+        assert "tower.1 is in eval mode" in told["mode"] and "tower.1.train()" in told["mode"]
+        assert "hooks on tower.0" in told["hook"] and "handle.remove()" in told["hook"]
+        thawed = (
+            "head.bias takes a gradient now" if "rank" in told else "rank 1 could not take its mini-batch"
+        )
+        assert thawed in told["thawed"]
+        assert "before deepspeed.initialize" in told["shell"]
+        assert "before deepspeed.initialize" in told["engine"]
+
+
+def test_hooks_that_were_there_before_are_called() -> None:
+    ranks = run_kept_ranks(change_jobs.hooks_before_start, 2)
+    owner = ranks[0]
+    assert owner["loss"] == pytest.approx(owner["wanted"], rel=1e-5)
+    assert owner["calls"] == {"forward": 1, "backward": 1}
+    for name, tensor in owner["should"].items():
+        assert torch.allclose(owner["last"][name], tensor, atol=1e-6), name

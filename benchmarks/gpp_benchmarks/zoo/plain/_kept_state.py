@@ -181,7 +181,7 @@ class HiddenTeacher(SmallNet):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = [copy.deepcopy(self.first).requires_grad_(False)]
+        self.teacher = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
 
     def forward(self, x: Tensor, y: Tensor) -> Loss:
         """Return the loss, and the distance to the teacher."""

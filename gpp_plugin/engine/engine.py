@@ -33,7 +33,13 @@ from torch import Tensor
 from gpp_plugin.backends.job_backends import choose_backends, compile_stages, with_backends
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import StageBackends, check_asked
-from gpp_plugin.capture.tracing.sample_batches import is_counted, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import (
+    as_unit,
+    count_samples,
+    is_clearly_counted,
+    is_counted,
+    resize_batch,
+)
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.ahead_steps import LookAheadSteps
 from gpp_plugin.engine.async_steps import AsynchronousSteps
@@ -158,9 +164,13 @@ class GraphPipelineEngine(PipelineSurface):
         check_asked(config.backends)
         check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
+        unit, is_whole = setting.sizes.loss_unit, False
         if config.units is not None and is_counted(sample_batch):
-            sample_batch = resize_batch(sample_batch, setting.sizes.loss_unit)
+            # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
+            is_whole = count_samples(sample_batch) != unit and not is_clearly_counted(sample_batch)
+            sample_batch = sample_batch if is_whole else resize_batch(sample_batch, unit)
         (sample_batch,) = source.complete_batches([sample_batch])
+        sample_batch = as_unit(sample_batch, unit) if is_whole else sample_batch
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         if source.is_plain:

@@ -11,6 +11,10 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.tensors import TensorSpec
 
 
+GRANULARITIES = ("layer", "sub_layer", "node")
+"""Sizes of blocks, the coarsest first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """A convex group of operators that is never split by a block-level planner.

@@ -10,7 +10,6 @@ import networkx as nx
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.tensors import TensorSpec
 
-
 GRANULARITIES = ("layer", "sub_layer", "node")
 """Sizes of blocks, the coarsest first."""
 

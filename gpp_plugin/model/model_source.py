@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.backends.measured_backends import BackendLog
-from gpp_plugin.capture.tracing.sample_batches import count_samples, is_clearly_counted, is_counted
+from gpp_plugin.capture.tracing.sample_batches import (
+    count_samples,
+    is_clearly_counted,
+    is_counted,
+    rows_per_sample,
+)
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
 from gpp_plugin.extensions import find_schedule
@@ -775,7 +780,11 @@ def _samples_explained(batch: Batch, config: GraphPipelineConfig) -> Iterator[No
     try:
         yield
     except CaptureError as error:
-        if config.units is None and is_counted(batch) and not is_clearly_counted(batch):
+        if (
+            config.units is None
+            and is_counted(batch)
+            and (not is_clearly_counted(batch) or max(rows_per_sample(batch).values()) > 1)
+        ):
             rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, Tensor))
             error.args = (
                 f"{error}; the batch was taken for {count_samples(batch)} samples ({rows}): where it is one loss unit "

@@ -36,7 +36,7 @@ from gpp_plugin.runtime.ranks.job_board import close_board
 STEPS, UNITS = 5, 2
 LOSS_LIMIT = PARAMETER_LIMIT = 1e-5
 LEARNING_RATE = 0.05
-WAIT_S = 20
+WAIT_S = 60
 """For a message; then the job of a module has failed."""
 
 

@@ -34,10 +34,12 @@ from gpp_plugin.backends.job_backends import choose_backends, compile_stages, wi
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import StageBackends, check_asked
 from gpp_plugin.capture.tracing.sample_batches import (
+    WholeUnit,
     as_unit,
     count_samples,
     is_clearly_counted,
     is_counted,
+    likely_counts,
     resize_batch,
 )
 from gpp_plugin.config.block import GraphPipelineConfig
@@ -165,6 +167,7 @@ class GraphPipelineEngine(PipelineSurface):
         check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
         unit, is_whole = setting.sizes.loss_unit, False
+        _check_count(sample_batch, config, sizes=(unit, setting.sizes.mini_batch))
         if config.units is not None and is_counted(sample_batch):
             # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
             is_whole = count_samples(sample_batch) != unit and not is_clearly_counted(sample_batch)
@@ -749,3 +752,25 @@ class GraphPipelineEngine(PipelineSurface):
         self._source.close()
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _check_count(batch: Batch, config: GraphPipelineConfig, *, sizes: Sequence[int]) -> None:
+    """Refuse a sample batch that may be of one number of samples or another, where neither is that of the job.
+
+    Args:
+        sizes: samples of a loss unit and of a mini-batch.
+
+    Raises:
+        ConfigError: says what its tensors have, and how to go on.
+    """
+    if config.units is not None or not is_counted(batch) or count_samples(batch) in sizes:
+        return
+    counts = likely_counts(batch)
+    if len(counts) > 1 and not isinstance(batch, WholeUnit):
+        rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, torch.Tensor))
+        raise ConfigError(
+            f"the sample batch may be of {' or '.join(map(str, counts))} samples ({rows}), and "
+            f"train_micro_batch_size_per_gpu is {sizes[0]}: give a sample batch of so many samples, or, where a batch "
+            'is one loss unit as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a '
+            "mini-batch"
+        )

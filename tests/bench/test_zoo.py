@@ -196,10 +196,23 @@ def plain_on_ranks(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def test_plain_modules_train_on_ranks_or_are_refused_at_the_start() -> None:
-    rows, _ = run_kept_ranks(plain_on_ranks, 2, ["writes_input", "sparse_embedding", "complex_weights"])
+    names = ["writes_input", "sparse_embedding", "complex_weights", "flattened_texts"]
+    rows, _ = run_kept_ranks(plain_on_ranks, 2, names)
     assert [(row["verdict"], row["line"]) for row in rows[:2]] == [("exact", "")] * 2
     assert all(row["cuttable"]["blocks"] > 1 and row["cuttable"]["stages"] == 2 for row in rows[:2])
-    assert rows[2]["verdict"] == "refused" and "torch.view_as_real(w)" in rows[2]["line"]
+    assert rows[2]["verdict"] == rows[3]["verdict"] == "refused"
+    assert "torch.view_as_real(w)" in rows[2]["line"] and '"units": N' in rows[3]["line"]
+
+
+def with_units(name: str) -> dict[str, Any]:
+    """Follow the advice of what is refused: every batch is a unit."""
+    return _plain_ranks.train_plain(dataclasses.replace(PLAIN_MODELS[name], block={"units": 2}))
+
+
+@pytest.mark.parametrize("name", ["flattened_texts", "graph_with_one_label"])
+def test_batches_that_are_units_as_they_are_train_with_units(name: str) -> None:
+    row, _ = run_kept_ranks(with_units, 2, name)
+    assert (row["verdict"], row["line"]) == ("exact", "")
 
 
 def test_a_plain_module_that_is_wrong_or_late_is_told(

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_benchmarks import zoo
 from gpp_benchmarks.zoo import _catalogue, _children, _on_ranks, _staged, _trial
 from gpp_benchmarks.zoo._staged import Trained, gradient_errors, worst_of
 from gpp_benchmarks.zoo.plain import PLAIN_MODELS, _plain_ranks
+from gpp_benchmarks.zoo.plain._entry import PlainModel
 from gpp_plugin.cli import main
 from gpp_plugin.errors import CaptureError
 from tests.ranks import run_kept_ranks
@@ -196,23 +197,46 @@ def plain_on_ranks(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def test_plain_modules_train_on_ranks_or_are_refused_at_the_start() -> None:
-    names = ["writes_input", "sparse_embedding", "complex_weights", "flattened_texts"]
+    names = ["writes_input", "sparse_embedding", "complex_weights"]
     rows, _ = run_kept_ranks(plain_on_ranks, 2, names)
     assert [(row["verdict"], row["line"]) for row in rows[:2]] == [("exact", "")] * 2
     assert all(row["cuttable"]["blocks"] > 1 and row["cuttable"]["stages"] == 2 for row in rows[:2])
-    assert rows[2]["verdict"] == rows[3]["verdict"] == "refused"
-    assert "torch.view_as_real(w)" in rows[2]["line"] and '"units": N' in rows[3]["line"]
+    assert rows[2]["verdict"] == "refused" and "torch.view_as_real(w)" in rows[2]["line"]
 
 
-def with_units(name: str) -> dict[str, Any]:
-    """Follow the advice of what is refused: every batch is a unit."""
-    return _plain_ranks.train_plain(dataclasses.replace(PLAIN_MODELS[name], block={"units": 2}))
+class OneLabel(nn.Module):
+    """A graph with one label: 12 nodes, two rows of edges or one label may be taken for its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor, y: Tensor) -> dict[str, Tensor]:
+        source, target = edge_index
+        hidden = torch.tanh(self.body(x))
+        hidden = hidden.index_add(0, target, hidden[source])
+        return {"loss": (self.head(hidden.mean(0)) - y).square().mean()}
 
 
-@pytest.mark.parametrize("name", ["flattened_texts", "graph_with_one_label"])
-def test_batches_that_are_units_as_they_are_train_with_units(name: str) -> None:
-    row, _ = run_kept_ranks(with_units, 2, name)
-    assert (row["verdict"], row["line"]) == ("exact", "")
+def one_graph(number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    edges = torch.randint(0, 12, (2, 20), generator=generator)
+    return {"x": torch.randn(12, 4, generator=generator), "edge_index": edges, "y": torch.ones(1)}
+
+
+def units_as_they_are() -> list[dict[str, Any]]:
+    """Return rows without `units`, and with the advice followed."""
+    graph = PlainModel(name="one_label", kind="inputs", make=OneLabel, unit=one_graph, block={})
+    flattened = PLAIN_MODELS["flattened_texts"]
+    entries = [graph, flattened, *(dataclasses.replace(e, block={"units": 2}) for e in (graph, flattened))]
+    return [_plain_ranks.train_plain(entry) for entry in entries]
+
+
+def test_batches_that_are_units_as_they_are_train_with_units() -> None:
+    rows, _ = run_kept_ranks(units_as_they_are, 2)
+    assert [row["verdict"] for row in rows] == ["refused", "refused", "exact", "exact"], rows
+    assert "may be of 2 or 12 samples" in rows[0]["line"] and '"units": N' in rows[0]["line"]
+    assert "may be of 1 or 3 samples" in rows[1]["line"]
 
 
 def test_a_plain_module_that_is_wrong_or_late_is_told(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -388,12 +389,9 @@ class HookedWeightNorm(Reparametrised):
 
     def __init__(self) -> None:
         SmallNet.__init__(self)
-        with torch.no_grad():
-            import warnings
-
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                nn.utils.weight_norm(self.first)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch would rather have the parametrisation
+            nn.utils.weight_norm(self.first)
 
 
 class TimeLoop(nn.Module):

@@ -145,9 +145,11 @@ def _make_dense(node: fx.Node) -> None:
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name not in _SPARSE:
             continue
-        if position < len(node.args):
+        if (
+            position < len(node.args) and node.args[position] is True
+        ):  # a matrix is called ``sparse`` elsewhere
             node.update_arg(position, False)
-        elif argument.name in node.kwargs:
+        elif node.kwargs.get(argument.name) is True:
             node.update_kwarg(argument.name, False)
 
 

@@ -242,6 +242,7 @@ def make_request(
         mini_batch=mini_batch,
         loss_unit=loss_unit,
         num_stages=options.get("stages"),
+        granularity=granularity or planner_granularity(planner),
         micro_batch_sizes={"*": micro} if isinstance(micro, int) else dict(micro) if micro else None,
         schedule=planning_schedule(schedule),
         memory_limit_bytes=None if limit is None else int(limit * 1e9),

@@ -23,11 +23,10 @@ from gpp_plugin.capture.layout.inseparable import ordered_units
 from gpp_plugin.capture.quotient import Group, Quotient
 from gpp_plugin.capture.sharding.block_shardings import block_shardings, why_undivided
 from gpp_plugin.ir.analysis import Analysis
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
+from gpp_plugin.ir.block_graph import GRANULARITIES, Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 from gpp_plugin.ir.tensors import TensorSpec
 
-GRANULARITIES = ("layer", "sub_layer", "node")
 LOSS, ROOT = "loss", "forward"
 """Names of blocks made of the model's own forward code: with the loss, and without."""
 

@@ -136,9 +136,9 @@ def capture_model(
             logger.warning("%s is kept whole and runs as it is, on whole loss units, with its hooks", path)
         elif path not in asked and why is not None:
             logger.warning("%s is kept whole and runs as it is, on whole loss units: %s", path, why)
-    carried = [state.name for state in captured.analysis.carried if state.tensors]
-    if carried:
-        logger.info("state that each forward leaves for the next one: %s", ", ".join(carried))
+    left = [state.name for state in captured.analysis.carried if state.tensors]
+    if left:
+        logger.info("state that each forward leaves for the next one: %s", ", ".join(left))
     if whole:
         logger.info("kept whole, run as they are: %s", ", ".join(whole))
     return captured

@@ -33,7 +33,15 @@ from torch import Tensor
 from gpp_plugin.backends.job_backends import choose_backends, compile_stages, with_backends
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import StageBackends, check_asked
-from gpp_plugin.capture.tracing.sample_batches import is_counted, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import (
+    WholeUnit,
+    as_unit,
+    count_samples,
+    is_clearly_counted,
+    is_counted,
+    likely_counts,
+    resize_batch,
+)
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.ahead_steps import LookAheadSteps
 from gpp_plugin.engine.async_steps import AsynchronousSteps
@@ -159,9 +167,14 @@ class GraphPipelineEngine(PipelineSurface):
         check_asked(config.backends)
         check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
+        unit, is_whole = setting.sizes.loss_unit, False
+        _check_count(sample_batch, config, sizes=(unit, setting.sizes.mini_batch))
         if config.units is not None and is_counted(sample_batch):
-            sample_batch = resize_batch(sample_batch, setting.sizes.loss_unit)
+            # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
+            is_whole = count_samples(sample_batch) != unit and not is_clearly_counted(sample_batch)
+            sample_batch = sample_batch if is_whole else resize_batch(sample_batch, unit)
         (sample_batch,) = source.complete_batches([sample_batch])
+        sample_batch = as_unit(sample_batch, unit) if is_whole else sample_batch
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         if source.is_plain:
@@ -762,3 +775,25 @@ class GraphPipelineEngine(PipelineSurface):
         self._source.close()
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _check_count(batch: Batch, config: GraphPipelineConfig, *, sizes: Sequence[int]) -> None:
+    """Refuse a sample batch that may be of one number of samples or another, where neither is that of the job.
+
+    Args:
+        sizes: samples of a loss unit and of a mini-batch.
+
+    Raises:
+        ConfigError: says what its tensors have, and how to go on.
+    """
+    if config.units is not None or not is_counted(batch) or count_samples(batch) in sizes:
+        return
+    counts = likely_counts(batch)
+    if len(counts) > 1 and not isinstance(batch, WholeUnit):
+        rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, torch.Tensor))
+        raise ConfigError(
+            f"the sample batch may be of {' or '.join(map(str, counts))} samples ({rows}), and "
+            f"train_micro_batch_size_per_gpu is {sizes[0]}: give a sample batch of so many samples, or, where a batch "
+            'is one loss unit as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a '
+            "mini-batch"
+        )

@@ -231,10 +231,13 @@ class MemoryWatch:
         everyone = self._meeting.gather(self._counts, "what the first mini-batch kept")
         if self._setting.rank != 0 or not self._plan.memory:
             return
-        lines = self._differences(everyone)
-        for line in lines:
+        more = self._differences(everyone, only_more=True)
+        for line in more:
             logger.warning("memory: %s", line)
-        if not lines:
+        for line in self._differences(everyone):
+            if line not in more:
+                logger.info("memory: %s", line)
+        if not more:
             logger.info("memory: %s", self._agreement(everyone))
 
     def _bytes_read(self, batch: Batch, keys: Collection[str], stage: int) -> int:
@@ -274,15 +277,15 @@ class MemoryWatch:
         swapped = sum(counts.swapped_bytes for counts in known)
         recomputed = sum(counts.recomputed_bytes for counts in known)
         return (
-            f"every rank keeps what is planned: at most {peak} bytes of activations on a rank; of a micro-batch "
+            f"no rank keeps more than is planned: at most {peak} bytes of activations on a rank; of a micro-batch "
             f"{swapped} bytes swapped and {recomputed} recomputed on all ranks together"
         )
 
-    def _differences(self, everyone: list[dict[int, MemoryCounts]]) -> list[str]:
+    def _differences(self, everyone: list[dict[int, MemoryCounts]], *, only_more: bool = False) -> list[str]:
         lines = []
         for rank, of_rank in enumerate(everyone):
             for stage, counts in of_rank.items():
-                found = differences(self._at_counted(), stage, counts)
+                found = differences(self._at_counted(), stage, counts, only_more=only_more)
                 if found:
                     lines.append(f"stage {self._plan.stages[stage].name!r} on rank {rank} {', '.join(found)}")
         return lines

@@ -10,6 +10,9 @@ import networkx as nx
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.tensors import TensorSpec
 
+GRANULARITIES = ("layer", "sub_layer", "node")
+"""Sizes of blocks, the coarsest first."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:

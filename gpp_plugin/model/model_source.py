@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.backends.measured_backends import BackendLog
+from gpp_plugin.capture.tracing.sample_batches import (
+    count_samples,
+    is_clearly_counted,
+    is_counted,
+    rows_per_sample,
+)
 from gpp_plugin.capture.tracing.shadow import set_modes
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.setting import WatchedModule
-from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.errors import CaptureError, ConfigError, PlanError
 from gpp_plugin.extensions import find_schedule
 from gpp_plugin.integrations.huggingface import pretrained_files
 from gpp_plugin.integrations.huggingface.labelled_tokens import (
@@ -165,17 +172,18 @@ class ModelSource:
             group=setting.group,
             backend=setting.placement.backend,
         )
-        self._made = job = GraphJob(
-            self._model,
-            sample_batch,
-            place=place,
-            num_ranks=setting.num_ranks,
-            loss_unit=setting.sizes.loss_unit,
-            seed=config.seed,
-            timeout_s=collective_timeout_s(None, config.comm_timeout_s),
-            granularity=config.granularity,
-            eager=config.eager,
-        )
+        with _samples_explained(sample_batch, config):
+            self._made = job = GraphJob(
+                self._model,
+                sample_batch,
+                place=place,
+                num_ranks=setting.num_ranks,
+                loss_unit=setting.sizes.loss_unit,
+                seed=config.seed,
+                timeout_s=collective_timeout_s(None, config.comm_timeout_s),
+                granularity=config.granularity,
+                eager=config.eager,
+            )
         # From here a plain model and a graph differ in one thing: the planner's answer is the plan, or it cuts the
         # parts, and the stages that come of it and the user's are planned together.
         with step("capture"):
@@ -800,6 +808,25 @@ def _refuse_split(plan: PipelinePlan, costs: StageCosts) -> None:
                 f"stage {stage.name!r}: its backward cannot be made in two parts (it fails, or its gradients are "
                 f'others then), which schedule "{stage.schedule}" asks for; use "auto"'
             )
+
+
+@contextmanager
+def _samples_explained(batch: Batch, config: GraphPipelineConfig) -> Iterator[None]:
+    """Let an error of a capture say for how many samples the batch was taken, where that is in doubt."""
+    try:
+        yield
+    except CaptureError as error:
+        if (
+            config.units is None
+            and is_counted(batch)
+            and (not is_clearly_counted(batch) or max(rows_per_sample(batch).values()) > 1)
+        ):
+            rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, Tensor))
+            error.args = (
+                f"{error}; the batch was taken for {count_samples(batch)} samples ({rows}): where it is one loss unit "
+                'as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a mini-batch',
+            )
+        raise
 
 
 def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:

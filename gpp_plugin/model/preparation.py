@@ -301,6 +301,7 @@ def plan_request(
         mini_batch=mini_batch,
         loss_unit=setting.sizes.loss_unit,
         num_stages=config.stages if isinstance(config.stages, int) else None,
+        granularity=config.granularity,
         micro_batch_sizes=micro_batch_sizes or ({"*": setting.sizes.loss_unit} if is_async else None),
         schedule=planning_schedule(config.schedule),
         memory_limit_bytes=int(limit * 1e9) if isinstance(limit, (int, float)) else None,

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
-from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.samples import nearest_divisors
@@ -27,6 +27,7 @@ class PlanRequest:
         num_ranks: ranks to use; the first ``num_ranks`` devices of the cluster.
         mini_batch: samples of one optimizer step (B); ``loss_unit`` samples of one loss (u).
         num_stages: exactly that many stages, or None: the planner chooses. More than ranks: ranks hold several.
+        granularity: of the graph's blocks, one of `GRANULARITIES`: finer ones are what errors may advise.
         micro_batch_sizes: stage or module-path prefix -> micro-batch size of the whole stage;
             ``*`` for all others; None where the planner chooses.
         schedule: ``1f1b`` or ``gpipe``.
@@ -57,6 +58,7 @@ class PlanRequest:
     mini_batch: int
     loss_unit: int
     num_stages: int | None = None
+    granularity: str = "layer"
     micro_batch_sizes: dict[str, int] | None = None
     schedule: str = "1f1b"
     memory_limit_bytes: int | None = None
@@ -183,7 +185,7 @@ def _check_counts(r: PlanRequest, num_blocks: int) -> None:
         if r.num_stages > num_blocks:
             raise PlanInfeasible(
                 f"{r.num_stages} stages are asked for and the model has {num_blocks} blocks; "
-                f"lower stages to {num_blocks} or set granularity to sub_layer"
+                f"lower stages to {num_blocks}{finer_advice(r, r.num_stages)}"
             )
     if r.data_parallel is not None and (r.data_parallel < 1 or r.num_ranks % r.data_parallel):
         raise PlanInfeasible(
@@ -200,6 +202,14 @@ def _check_counts(r: PlanRequest, num_blocks: int) -> None:
             f"{r.num_stages} stages of {r.data_parallel} ranks are {r.num_stages * r.data_parallel} ranks, "
             f"not {r.num_ranks}; change stages, data_parallel or the number of ranks"
         )
+
+
+def finer_advice(r: PlanRequest, num_stages: int) -> str:
+    """Return advice to cut the model finer, where that can make so many blocks; "" where it cannot."""
+    finer = GRANULARITIES[GRANULARITIES.index(r.granularity) + 1 :]
+    # graphs that are only described have no operators: nobody knows what a finer one would have
+    most = sum(len(block.nodes) for block in r.graph.blocks) or num_stages
+    return f", or set granularity to {' or '.join(finer)}" if finer and most >= num_stages else ""
 
 
 def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
@@ -239,5 +249,5 @@ def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
             f"virtual_stages {virtual} on {r.num_ranks} ranks"
             f"{'' if r.data_parallel is None else f' with data_parallel {r.data_parallel}'} makes at least {fewest} "
             f"stages and the model has {num_blocks} blocks; lower virtual_stages to "
-            f"{max(num_blocks * virtual // fewest, 1)} or set granularity to sub_layer"
+            f"{max(num_blocks * virtual // fewest, 1)}{finer_advice(r, fewest)}"
         )

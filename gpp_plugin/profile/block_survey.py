@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
-from gpp_plugin.errors import GppError, ProfileError
+from gpp_plugin.capture.tracing.shadow import dtype_name
+from gpp_plugin.errors import GppError, ProfileError, first_line
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.op_graph import Parameter, is_carried
 from gpp_plugin.profile.block_code import BlockCode, block_codes
@@ -158,7 +159,7 @@ class BlockSurvey:
             except Exception as error:  # whatever an operator raises must say which block it was in
                 raise ProfileError(
                     f"block {code.block!r} cannot be run at {self._num_samples} samples on {self._device}: "
-                    f"{type(error).__name__}: {error}; lower the largest micro-batch if memory is short"
+                    f"{type(error).__name__}: {first_line(error)}; {self._remedy(code, error)}"
                 ) from error
             # an output that is a view of an operand is one of this block's operand, which no copy could stand for
             if self._share and self._recurs[code.signature] > 1 and block.whole.has_own_outputs:
@@ -168,6 +169,22 @@ class BlockSurvey:
             self._drop(position)
         times = self._times_in_chain()
         return {one.block: _result(one, times) for one in surveyed}
+
+    def _remedy(self, code: BlockCode, error: Exception) -> str:
+        """Return what may be changed where a block cannot be run."""
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(error):
+            return "lower train_micro_batch_size_per_gpu or graph_pipeline.micro_batch_sizes: memory is short"
+        for name in code.function.tensors:
+            parameter = self._parameters[name]
+            given = next(
+                (self._state[n] for n in (parameter.name, *parameter.aliases) if n in self._state), None
+            )
+            if "type" in str(error) and given is not None and dtype_name(given.dtype) != parameter.dtype:
+                return (
+                    f"{name} is {dtype_name(given.dtype)} in the model and {parameter.dtype} in this job, as its "
+                    "configuration says: cast to the weight's own type (x.to(weight.dtype)), not to a named one"
+                )
+        return "call the module by itself on such a batch: what fails there is its own code"
 
     def _times_in_chain(self) -> list[tuple[Lap, Lap]]:
         """Return what the pieces of the chain take in it; empty where there is none, or too little memory."""

@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of ``tensors`` should an operator return them."""
-        for tensor in tensors:
+        for tensor in (t for t in tensors if t.layout is torch.strided):
             self._sizes.setdefault(weakref.ref(tensor.untyped_storage(), self._forget), 0)
 
     def reset_peak(self) -> None:

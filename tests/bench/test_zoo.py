@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_benchmarks import zoo
 from gpp_benchmarks.zoo import _catalogue, _children, _on_ranks, _staged, _trial
 from gpp_benchmarks.zoo._staged import Trained, worst_of
+from gpp_benchmarks.zoo.plain import PLAIN_MODELS, _plain_ranks
+from gpp_benchmarks.zoo.plain._entry import PlainModel
 from gpp_plugin.cli import main
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.relative_errors import gradient_errors
@@ -176,3 +178,79 @@ def test_units_of_a_step_differ(name: str) -> None:
     assert first.keys() == second.keys()
     assert any(not torch.equal(first[k], second[k]) for k in first if isinstance(first[k], Tensor))
     assert all(first[k].shape == second[k].shape for k in first if isinstance(first[k], Tensor))
+
+
+def test_the_plain_zoo_is_whole_and_its_options_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(PLAIN_MODELS) >= 100 and not PLAIN_MODELS.keys() & zoo.CATALOGUE.keys()
+    for entry in PLAIN_MODELS.values():
+        first, second = entry.unit(0), entry.unit(1)
+        assert first.keys() == second.keys(), entry.name
+        state = entry.build().state_dict()
+        assert entry.build().state_dict().keys() == state.keys(), entry.name
+    assert main(["bench", "zoo", "--family", "plain", "--list", "--first", "3", "--json"]) == 0
+    assert told(capsys)["models"] == list(PLAIN_MODELS)[:3]
+    assert main(["bench", "zoo", "--family", "plain", "--models", "dino_centre"]) == 1
+    assert "did you mean 'dino_center'" in capsys.readouterr().err
+
+
+def plain_on_ranks(names: Sequence[str]) -> list[dict[str, Any]]:
+    return [_plain_ranks.train_plain(PLAIN_MODELS[name]) for name in names]
+
+
+def test_plain_modules_train_on_ranks_or_are_refused_at_the_start() -> None:
+    names = ["writes_input", "sparse_embedding", "complex_weights"]
+    rows, _ = run_kept_ranks(plain_on_ranks, 2, names)
+    assert [(row["verdict"], row["line"]) for row in rows[:2]] == [("exact", "")] * 2
+    assert all(row["cuttable"]["blocks"] > 1 and row["cuttable"]["stages"] == 2 for row in rows[:2])
+    assert rows[2]["verdict"] == "refused" and "torch.view_as_real(w)" in rows[2]["line"]
+
+
+class OneLabel(nn.Module):
+    """A graph with one label: 12 nodes, two rows of edges or one label may be taken for its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor, y: Tensor) -> dict[str, Tensor]:
+        source, target = edge_index
+        hidden = torch.tanh(self.body(x))
+        hidden = hidden.index_add(0, target, hidden[source])
+        return {"loss": (self.head(hidden.mean(0)) - y).square().mean()}
+
+
+def one_graph(number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    edges = torch.randint(0, 12, (2, 20), generator=generator)
+    return {"x": torch.randn(12, 4, generator=generator), "edge_index": edges, "y": torch.ones(1)}
+
+
+def units_as_they_are() -> list[dict[str, Any]]:
+    """Return rows without `units`, and with the advice followed."""
+    graph = PlainModel(name="one_label", kind="inputs", make=OneLabel, unit=one_graph, block={})
+    flattened = PLAIN_MODELS["flattened_texts"]
+    entries = [graph, flattened, *(dataclasses.replace(e, block={"units": 2}) for e in (graph, flattened))]
+    return [_plain_ranks.train_plain(entry) for entry in entries]
+
+
+def test_batches_that_are_units_as_they_are_train_with_units() -> None:
+    rows, _ = run_kept_ranks(units_as_they_are, 2)
+    assert [row["verdict"] for row in rows] == ["refused", "refused", "exact", "exact"], rows
+    assert "may be of 2 or 12 samples" in rows[0]["line"] and '"units": N' in rows[0]["line"]
+    assert "may be of 1 or 3 samples" in rows[1]["line"]
+
+
+def test_a_plain_module_that_is_wrong_or_late_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(names: Sequence[str], *, timeout_s: float) -> Iterator[dict[str, Any]]:
+        for name, verdict in zip(names, ("exact", "wrong", "late"), strict=True):
+            cuttable = {"blocks": 4, "stages": 2, "eager": ["gate"], "eager_share": 0.25}
+            yield {"name": name, "kind": "state", "verdict": verdict, "line": "why", "cuttable": cuttable}
+
+    monkeypatch.setattr(zoo, "plain_rows", rows)
+    assert main(["bench", "zoo", "--family", "plain", "--first", "3", "--json"]) == 1
+    output = capsys.readouterr().out
+    assert json.loads(output.splitlines()[-1])["wrong"] == list(PLAIN_MODELS)[1:2]
+    assert "4 blocks in 2 stages, 25% of its operations eager; why" in output
+    assert "3 modules: exact 1, late 1, wrong 1; 3 in two stages" in output

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpp_plugin.capture.coarsen import GRANULARITIES, coarsen
+from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
 from tests.capture.graphs import captured
 from tests.models import MODELS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
-from gpp_plugin.capture.tracing.sample_batches import resize_batch
+from gpp_plugin.capture.tracing.sample_batches import count_samples, is_clearly_counted, resize_batch
 from gpp_plugin.capture.tracing.torch_export import TALKATIVE
 from gpp_plugin.errors import CaptureError
 from tests.capture.graphs import assert_is_model, captured, eager_loss, run_graph
@@ -464,3 +465,145 @@ def test_modules_keep_their_modes_and_a_model_wholly_in_eval_trains() -> None:
     model.norm.eval()
     assert is_in_train_mode(model) == (False, True)
     assert is_in_train_mode(model.eval()) == (True, True) and not model.training
+
+
+# ---- kinds of tensors, and batches in doubt ------------------------------------------------------------
+
+
+class _Kinds(nn.Module):
+    """A layer and a weight of some kind; ``reads`` makes a real number for each feature of it."""
+
+    def __init__(self, weight: Tensor, reads: Callable[[Tensor], Tensor], *, is_buffer: bool = False) -> None:
+        super().__init__()
+        self.layer, self.reads = nn.Linear(4, 4), reads
+        if is_buffer:
+            self.register_buffer("weight", weight)
+        else:
+            self.weight = nn.Parameter(
+                weight, requires_grad=weight.is_floating_point() or weight.is_complex()
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.reads(self.weight)).square().mean()
+
+
+class _Branch(nn.Module):
+    """A branch that may be of another type, and casts to its own weight's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.branch = nn.Linear(4, 4), nn.Linear(4, 4).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) + self.branch(x.to(self.branch.weight.dtype)).float()).square().mean()
+
+
+def _eight_bits() -> Tensor:
+    return torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*quant.*")
+@pytest.mark.parametrize(
+    ("refused", "words", "followed"),
+    [
+        (
+            lambda: _Kinds(torch.randn(4, dtype=torch.cfloat), torch.abs),
+            "weight: complex tensors",
+            lambda: _Kinds(torch.randn(4, 2), lambda w: torch.view_as_complex(w).abs()),
+        ),
+        (
+            lambda: _Branch(torch.float64),
+            "branch.weight and 1 more: float64 tensors",
+            lambda: _Branch(torch.float64).float(),
+        ),
+        (
+            lambda: _Kinds(_eight_bits(), torch.dequantize, is_buffer=True),
+            "weight: quantized tensors",
+            lambda: _Kinds(_eight_bits().int_repr(), lambda w: w.float() * 0.1, is_buffer=True),
+        ),
+    ],
+)
+def test_kinds_of_tensors_are_refused_and_the_advice_works(
+    refused: Callable[[], nn.Module], words: str, followed: Callable[[], nn.Module]
+) -> None:
+    batch = {"x": torch.randn(2, 4)}
+    with pytest.raises(CaptureError) as told:
+        capture_model(refused(), batch, dtype=torch.float32)
+    assert words in str(told.value) and "\n" not in str(told.value)
+    _assert_same_gradients(followed(), batch)
+
+
+def test_other_kinds_are_trained() -> None:
+    """A whole model in double precision becomes one of the job's; what takes no gradient may be complex or whole."""
+    batch = {"x": torch.randn(2, 4)}
+    assert capture_model(_Branch(torch.float64).double(), batch, dtype=torch.float32).op_graph.loss
+    _assert_same_gradients(_Kinds(torch.arange(4).to(torch.int8), lambda w: w.float()), batch)
+    _assert_same_gradients(_Kinds(torch.randn(4, dtype=torch.cfloat), torch.abs, is_buffer=True), batch)
+
+
+def _assert_same_gradients(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Hold a capture's loss, gradients and buffers against the model's own."""
+    capture = capture_model(model, batch, dtype=torch.float32)
+    own, alone = copy.deepcopy(model), copy.deepcopy(model)
+    given = {key: value.clone() for key, value in batch.items()}
+    loss = run_graph(capture, own, batch)[capture.op_graph.loss]
+    expected = alone(**given)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    for (name, ours), (_, theirs) in zip(own.named_parameters(), alone.named_parameters(), strict=True):
+        if theirs.grad is not None:
+            wanted = theirs.grad.to_dense() if theirs.grad.is_sparse else theirs.grad
+            assert ours.grad is not None and ours.grad.layout is torch.strided, name
+            torch.testing.assert_close(ours.grad, wanted, rtol=1e-6, atol=0.0)
+
+
+class _SparseGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(8, 4, sparse=True), nn.Parameter(torch.randn(8, 4))
+        self.bag = nn.EmbeddingBag(8, 4, mode="sum", sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        second = nn.functional.embedding(ids, self.second, sparse=True)
+        return (self.first(ids) * second + self.bag(ids).unsqueeze(1)).square().mean()
+
+
+def test_sparse_gradients_become_dense_ones_of_the_same_numbers() -> None:
+    _assert_same_gradients(_SparseGradients(), {"ids": torch.tensor([[1, 5, 1], [0, 7, 2]])})
+
+
+class _WritesInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        early = self.first(x.sum(1, keepdim=True))
+        x[:, 1:] -= x.mean(1, keepdim=True)
+        labels[labels < 2] = -100
+        return nn.functional.cross_entropy(early + self.second(x.mul_(2.0)), labels)
+
+
+def test_forward_writes_into_copies_of_the_batch() -> None:
+    """What reads the input before the write and behind it reads what the model does; the batch stays as it is."""
+    batch = {"x": torch.randn(4, 4), "labels": torch.tensor([0, 1, 2, 3])}
+    before = {key: value.clone() for key, value in batch.items()}
+    _assert_same_gradients(_WritesInput(), batch)
+    assert all(torch.equal(batch[key], before[key]) for key in batch)
+
+
+def test_samples_are_counted_beside_packed_rows_and_graphs() -> None:
+    row = torch.zeros(1, 8, dtype=torch.long)
+    packed = {"input_ids": row, "labels": row, "position_ids": row, "cu_seq_lens_q": torch.tensor([0, 3, 8])}
+    packed["cu_seq_lens_k"] = packed["cu_seq_lens_q"]
+    assert count_samples(packed) == 1  # of two texts, three numbers say where they lie
+    nodes, edges = torch.zeros(12, 4), torch.zeros(2, 20, dtype=torch.long)
+    graph = {"x": nodes, "edge_index": edges, "y": torch.zeros(1)}
+    assert not is_clearly_counted(graph)
+    assert not is_clearly_counted(
+        {"x": nodes, "batch": nodes[:, 0], "edge_index": edges, "y": torch.zeros(2)}
+    )
+    texts = {"input_ids": torch.zeros(8, 4), "labels": torch.zeros(8, 4), "pixel_values": torch.zeros(16, 3)}
+    assert is_clearly_counted(texts) and count_samples(texts) == 8
+    assert count_samples({**texts, "position_ids": row}) == 8

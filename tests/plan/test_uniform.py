@@ -79,3 +79,18 @@ def test_unknown_planners_get_the_nearest_name():
     with pytest.raises(PlanError, match="did you mean 'graphpipe'"):
         make_plan("graphpip", make_request(clip()))
     assert {"uniform", "graphpipe"} <= set(PLANNERS.names())
+
+
+@pytest.mark.parametrize(
+    ("granularity", "advice"),
+    [
+        ("layer", "lower stages to 8, or set granularity to sub_layer or node"),
+        ("sub_layer", "lower stages to 8, or set granularity to node"),
+        ("node", "lower stages to 8"),
+    ],
+)
+def test_blocks_are_advised_that_are_finer_than_those_there_are(granularity, advice):
+    request = make_request(chain(8), ranks=16, num_stages=9, granularity=granularity)
+    with pytest.raises(PlanInfeasible) as caught:
+        make_plan("uniform", request)
+    assert str(caught.value).endswith(f"the model has 8 blocks; {advice}")

@@ -514,6 +514,33 @@ def test_errors_name_the_block_and_the_fix() -> None:
         profile_blocks(captured, graph, model_state=state, batch=bad, use_cache=False)
 
 
+class _HalfBranch(nn.Module):
+    """A branch in half precision, called with a named type or with its weight's own."""
+
+    def __init__(self, *, is_named: bool) -> None:
+        super().__init__()
+        self.branch, self.is_named = nn.Linear(4, 4).bfloat16(), is_named
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.branch(x.bfloat16() if self.is_named else x.to(self.branch.weight.dtype))
+        return found.float().square().mean()
+
+
+def test_a_block_in_another_type_says_so_and_the_advice_works() -> None:
+    batch = {"x": torch.randn(2, 4)}
+    for is_named in (True, False):
+        model = _HalfBranch(is_named=is_named)
+        captured = capture_model(model, batch, dtype=torch.float32)
+        given: dict[str, Any] = {"model_state": state_of(model), "batch": batch, "use_cache": False}
+        if not is_named:
+            assert profile_blocks(captured, coarsen(captured), **given).costs
+            continue
+        with pytest.raises(ProfileError) as told:
+            profile_blocks(captured, coarsen(captured), **given)
+        assert "branch.weight is bfloat16 in the model and float32 in this job" in str(told.value)
+        assert "x.to(weight.dtype)" in str(told.value) and "memory" not in str(told.value)
+
+
 def test_progress_is_told() -> None:
     told: list[tuple[int, int, str]] = []
     profile = measured(*prepared("two_branch"), progress=lambda *args: told.append(args))

@@ -8,6 +8,11 @@ Stages that do not mix samples run a unit in two micro-batches as well. A model 
 limit, so that a crash or a hang is one row. With --ranks models are trained instead: three steps of AdamW on so many
 gloo processes, a stage each, against one process: losses to 1e-6, parameters to 1e-5. A model that is captured
 and is not what one process computes makes the command fail.
+
+--family plain has small torch modules as people write them instead: state that forward leaves behind, hooks, functions
+of one's own, branches on values, nested and ragged inputs, other kinds of tensors. Each is trained for five steps of
+two loss units on two ranks, which are kept for all, against one process: losses, parameters and buffers to 1e-5. What
+is refused in a step, and not at the start, is `late`.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from typing import Any
 
 from gpp_benchmarks.zoo._catalogue import CATALOGUE, KINDS, build, find
 from gpp_benchmarks.zoo._verdicts import EXACT, ONE_LENGTH, VERDICTS, WRONG
-from gpp_plugin.errors import ConfigError
+from gpp_benchmarks.zoo.plain import PLAIN, PLAIN_MODELS, plain_line, plain_rows
+from gpp_plugin.errors import ConfigError, nearest
 
 __all__ = ["CATALOGUE", "add_arguments", "build", "run"]
 
@@ -29,7 +35,13 @@ __all__ = ["CATALOGUE", "add_arguments", "build", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--models", nargs="+", metavar="NAME", help="by name (all)")
-    parser.add_argument("--family", nargs="+", choices=KINDS, help="classes of models (all)")
+    parser.add_argument(
+        "--family",
+        nargs="+",
+        choices=(*KINDS, PLAIN),
+        help="classes of models (all of transformers); plain: small torch modules, on two ranks",
+    )
+    parser.add_argument("--first", type=int, metavar="N", help="no more than so many of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time (%(default)s)")
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds of a model, then it is ended (%(default)g)"
@@ -51,12 +63,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from gpp_benchmarks.zoo._children import rows_of
     from gpp_benchmarks.zoo._on_ranks import rows_on_ranks
 
+    if args.family == [PLAIN]:
+        return _run_plain(args)
     if args.jobs < 1 or args.timeout <= 0 or args.ranks < 0:
         raise ConfigError(
             f"--jobs {args.jobs} --timeout {args.timeout:g} --ranks {args.ranks}: give at least one process and a time"
         )
     names = [find(name).name for name in args.models or CATALOGUE]
-    names = [name for name in names if not args.family or CATALOGUE[name].kind in args.family]
+    names = [name for name in names if not args.family or CATALOGUE[name].kind in args.family][: args.first]
     if not names:
         raise ConfigError(
             f"--models {' '.join(args.models)} --family {' '.join(args.family)}: no model is of both"
@@ -89,6 +103,42 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "summary": summary,
         "seconds": time.monotonic() - start,
+        "wrong": wrong,
+        "ok": not wrong,
+    }
+
+
+def _run_plain(args: argparse.Namespace) -> dict[str, Any]:
+    """Do the same with the plain zoo.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    names = list(args.models or PLAIN_MODELS)[: args.first]
+    for name in names:
+        if name not in PLAIN_MODELS:
+            raise ConfigError(
+                f"no module {name!r} in the plain zoo{nearest(name, PLAIN_MODELS)} (gpp bench zoo --family plain "
+                f"--list names all {len(PLAIN_MODELS)})"
+            )
+    if args.list:
+        for name in names:
+            print(f"{name:<22} {PLAIN_MODELS[name].kind}")
+        return {"models": names}
+    start, rows = time.monotonic(), list[dict[str, Any]]()
+    for row in plain_rows(names, timeout_s=args.timeout):
+        rows.append(row)
+        print(plain_line(row), flush=True)
+    counts = Counter(row["verdict"] for row in rows)
+    cut = sum(bool(row["cuttable"]) and row["cuttable"]["stages"] > 1 for row in rows)
+    told = ", ".join(f"{verdict} {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
+    print(f"{len(rows)} modules: {told}; {cut} in two stages")
+    wrong = [row["name"] for row in rows if row["verdict"] == WRONG]
+    return {
+        "rows": rows,
+        "summary": dict(counts),
+        "seconds": time.monotonic() - start,
+        "cpu_s": sum(row.get("cpu_s", 0.0) for row in rows),
         "wrong": wrong,
         "ok": not wrong,
     }

@@ -225,13 +225,13 @@ def carried_in(model: nn.Module, states: Sequence[CarriedState]) -> Iterator[Non
             continue
         path, _, leaf = state.name.rpartition(".")
         module = model.get_submodule(path)
-        held = [module._buffers[tensor.name.rpartition(".")[2]] for tensor in state.tensors]
+        held = [module.get_buffer(tensor.name.rpartition(".")[2]) for tensor in state.tensors]
         # whole numbers in double precision: what is computed of them is then what Python computes
         clones = [
-            buffer.to(torch.float64, copy=True) if tensor.number else buffer.clone()  # type: ignore[union-attr]
+            buffer.to(torch.float64, copy=True) if tensor.number else buffer.clone()
             for buffer, tensor in zip(held, state.tensors, strict=True)
         ]
-        read.append((state, module, held))  # type: ignore[arg-type]
+        read.append((state, module, held))
         if state.structure:
             value = pytree.tree_unflatten(clones, pytree.treespec_loads(state.structure))
             vars(module)[leaf] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ _FACTORIES = {
 _UPDATE_STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
 """Operators that write their running statistics without saying so: positions of mean, var, switch."""
 
+
+_SPARSE = ("sparse", "sparse_grad")
+"""Arguments by which operators are asked for gradients of the rows that were read alone."""
 
 ADDED = "added"
 """Mark, in ``node.meta``, of operators that a rewritten graph has and the capture has not."""
@@ -94,6 +97,7 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
     fold_sizes(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
+            _make_dense(node)
             _make_from_shape(node)
             _join_parts(graph, node) or _skip_no_op(graph, node) or _skip_broadcast(graph, node)
     _drop_dead(graph, attributes)
@@ -133,6 +137,20 @@ def _skip_no_op(graph: fx.Graph, node: fx.Node) -> bool:
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
     return True
+
+
+def _make_dense(node: fx.Node) -> None:
+    """Let an embedding's gradient be dense: the same numbers, where the gradients of a stage are added up."""
+    schema = getattr(node.target, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name not in _SPARSE:
+            continue
+        if (
+            position < len(node.args) and node.args[position] is True
+        ):  # a matrix is called ``sparse`` elsewhere
+            node.update_arg(position, False)
+        elif node.kwargs.get(argument.name) is True:
+            node.update_kwarg(argument.name, False)
 
 
 def _make_from_shape(node: fx.Node) -> None:
@@ -296,6 +314,27 @@ def written_storages(graph: fx.Graph) -> set[fx.Node]:
         if may_alias(node) and not written.isdisjoint(node.all_input_nodes):
             written.add(node)
     return written
+
+
+def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
+    """Let forward write into copies of the batch's tensors: ``x -= x.mean()`` of one stage is what all others read.
+
+    The batch itself stays as it is.
+
+    Args:
+        inputs: names of the placeholders.
+    """
+    #     x ─► sub_ ─► linear     becomes     x ─► clone ─► sub_ ─► linear
+    #     '──► other                                '──► other
+    written = written_storages(graph)
+    for node in [n for n in graph.nodes if n.name in inputs and n in written]:
+        first = next(user for user in graph.nodes if node in user.all_input_nodes)
+        with graph.inserting_before(first):
+            copy = graph.create_node(
+                "call_function", aten.clone.default, (node,), name=f"{node.name}_written"
+            )
+        copy.meta = {"val": node.meta["val"].clone(), "nn_module_stack": first.meta.get("nn_module_stack")}
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
 def may_alias(node: fx.Node) -> bool:

@@ -43,11 +43,33 @@ def is_counted(batch: Mapping[str, Any]) -> bool:
     return True
 
 
+def is_clearly_counted(batch: Mapping[str, Any]) -> bool:
+    """Return whether one size is that of the samples beyond doubt.
+
+    Of a graph with nodes [12, 8], edges [2, 20] and a label [1] it is not: 12, 2 or 1 may be.
+    """
+    if not is_counted(batch) or isinstance(batch, WholeUnit):
+        return isinstance(batch, WholeUnit)
+    samples = count_samples(batch)
+    return len(likely_counts(batch)) == 1 and (samples == 1 or 1 not in _leading_sizes(batch).values())
+
+
+def likely_counts(batch: Mapping[str, Any]) -> list[int]:
+    """Return the leading sizes that most tensors of a batch share, the smallest first: several where it is a tie."""
+    # input_ids [1, 40], labels [1, 40], cu_seq_lens_q [3], cu_seq_lens_k [3]: one row, and where two texts lie in it
+    leading = _leading_sizes(batch)
+    tables = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 1]
+    is_one_row = bool(tables) and all(table.shape[0] == 1 for table in tables)
+    votes = Counter(size for size in leading.values() if size > 1 or is_one_row) or Counter(leading.values())
+    most = max(votes.values(), default=0)
+    return sorted(size for size, count in votes.items() if count == most)
+
+
 def count_samples(batch: Mapping[str, Any]) -> int:
     """Return the number of samples of a batch dict.
 
-    That is the leading size most tensors share (the smallest one on a tie); sizes of one do not
-    count where another size occurs, so that a single row of positions may accompany the samples.
+    That is the leading size most tensors share (the smallest one on a tie); sizes of one do not count where a tensor of
+    two axes or more has another one, so that a single row of positions may accompany the samples.
 
     Raises:
         CaptureError: no tensor has an axis, or a leading size is no multiple of the samples.
@@ -56,12 +78,10 @@ def count_samples(batch: Mapping[str, Any]) -> int:
         return batch.num_samples
     # pixel_values [16, 3, 8, 8], input_ids [8, 16], attention_mask [8, 16], position_ids [1, 16]: 8 has two votes, 1
     # none beside larger ones; so 8 samples, and two images (rows) a sample.
-    leading = {k: v.shape[0] for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    leading = _leading_sizes(batch)
     if not leading:
         raise CaptureError(f"the batch has no tensor with a batch axis; its keys are {sorted(batch)}")
-    votes = Counter(size for size in leading.values() if size > 1) or Counter(leading.values())
-    most = max(votes.values())
-    samples = min(size for size, count in votes.items() if count == most)
+    samples = likely_counts(batch)[0]
     odd = {key: size for key, size in leading.items() if size > 1 and size % samples}
     if odd or samples == 0:
         raise CaptureError(
@@ -69,6 +89,10 @@ def count_samples(batch: Mapping[str, Any]) -> int:
             "one or more whole rows a sample along axis 0"
         )
     return samples
+
+
+def _leading_sizes(batch: Mapping[str, Any]) -> dict[str, int]:
+    return {k: v.shape[0] for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
 
 
 def rows_per_sample(batch: Mapping[str, Any]) -> dict[str, int]:

@@ -74,8 +74,9 @@ def make_shadow(
         carried: what its forward leaves behind for the next one.
 
     Raises:
-        CaptureError: the model cannot be copied.
+        CaptureError: the model cannot be copied, or has parameters that cannot be trained.
     """
+    _check_kinds(model, dtype)
     # `copy.deepcopy` asks ``memo`` for every object by its id before it copies it: with a fake tensor entered for each
     # parameter and buffer, the copy is made around them and no weight is ever copied. A tied parameter is one object
     # under two names, so it is one fake tensor under both.
@@ -234,3 +235,42 @@ def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[P
             )
         )
     return tuple(described)
+
+
+def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse tensors of kinds that stages do not train, before anything is done with them.
+
+    Args:
+        dtype: of floating parameters in this job.
+
+    Raises:
+        CaptureError: names the first of a kind, how many there are, and what to do.
+    """
+    own = dict(model.named_parameters())
+    everything: dict[str, torch.Tensor] = {**own, **dict(model.named_buffers())}
+    doubles = [name for name, p in own.items() if p.dtype is torch.float64 and dtype not in (None, p.dtype)]
+    is_mixed = len(doubles) < sum(p.is_floating_point() for p in own.values())
+    # what is only read may be complex, or of whole numbers; it is the steps and their sums that are of real ones
+    kinds = {
+        "complex": (
+            [name for name, p in own.items() if p.requires_grad and p.is_complex()],
+            "keep two real numbers for each, nn.Parameter(torch.view_as_real(w)), and read torch.view_as_complex of "
+            "them in forward",
+        ),
+        "float64": (
+            doubles if is_mixed else [],  # a whole model in double precision becomes one of the job's
+            f"this job has {dtype_name(dtype or torch.float32)} for all of them: convert the model, model.float(), "
+            "and let its forward cast by x.to(weight.dtype)",
+        ),
+        "quantized": (
+            [name for name, tensor in everything.items() if tensor.is_quantized],
+            "keep whole numbers and their scale as two buffers, w.int_repr() and w.q_scale(), and multiply them in "
+            "forward",
+        ),
+    }
+    for kind, (names, fix) in kinds.items():
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CaptureError(
+                f"{type(model).__name__}: {names[0]}{others}: {kind} tensors are not trained; {fix}"
+            )

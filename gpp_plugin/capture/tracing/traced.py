@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.eager.choose_whole import Untraceable
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
-from gpp_plugin.capture.tracing.clean import clean_graph, written_storages
+from gpp_plugin.capture.tracing.clean import clean_graph, copy_written_inputs, written_storages
 from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
@@ -164,6 +164,7 @@ def trace(
     takes = {key: training and gradient for key, gradient in received.items()}
     known = _name_placeholders(program, graph, shadow, keys, takes)
     _drop_unused_constants(graph, known.constants, known.fakes)
+    copy_written_inputs(graph, known.inputs)
     return Traced(
         num_samples=count_samples(batch),
         graph=graph,

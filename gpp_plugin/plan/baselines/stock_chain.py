@@ -21,7 +21,7 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.linear_order import linear_order, split_by_weight
 from gpp_plugin.plan.make import StageDraft, build_plan
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, finer_advice
 
 STOCK = "stock_1f1b"
 """The planner's name: with it `deepspeed.initialize` returns DeepSpeed's own pipeline engine."""
@@ -66,8 +66,8 @@ def _shape(request: PlanRequest) -> tuple[int, int]:
     if wanted > blocks:
         possible = max(p for p in range(1, blocks + 1) if ranks % p == 0)
         raise PlanInfeasible(
-            f"{STOCK}: {wanted} stages and the model has {blocks} blocks; set stages to {possible}, or granularity "
-            "to sub_layer"
+            f"{STOCK}: {wanted} stages and the model has {blocks} blocks; set stages to "
+            f"{possible}{finer_advice(request, wanted)}"
         )
     if ranks % wanted:
         below = max(p for p in range(1, wanted) if ranks % p == 0)

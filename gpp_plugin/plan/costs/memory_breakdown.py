@@ -148,8 +148,14 @@ def expected_counts(plan: PipelinePlan, stage: int) -> MemoryCounts | None:
     )
 
 
-def differences(plan: PipelinePlan, stage: int, counted: MemoryCounts) -> list[str]:
-    """Return a phrase for every count that is off by more than `TOLERANCE`; none where nothing is predicted."""
+def differences(
+    plan: PipelinePlan, stage: int, counted: MemoryCounts, *, only_more: bool = False
+) -> list[str]:
+    """Return a phrase for every count that is off by more than `TOLERANCE`; none where nothing is predicted.
+
+    Args:
+        only_more: leave out what holds less memory than is planned.
+    """
     expected = expected_counts(plan, stage)
     if expected is None:
         return []
@@ -163,6 +169,8 @@ def differences(plan: PipelinePlan, stage: int, counted: MemoryCounts) -> list[s
     ):
         planned, seen = getattr(expected, name), getattr(counted, name)
         if abs(seen - planned) > max(TOLERANCE * planned, LEAST_BYTES):
+            if only_more and seen < planned and name in ("held_bytes", "peak_held_bytes", "stashed_bytes"):
+                continue
             of = "" if name in ("peak_held_bytes", "stashed_bytes") else " a micro-batch"
             found.append(f"{what} {seen} bytes{of} where {planned} are planned")
     return found

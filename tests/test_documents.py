@@ -23,7 +23,7 @@ PAGES = read_pages()
 BLOCKS = [block for page in PAGES for block in page.blocks]
 QUICK = {"plan", "simulate", "report"}
 """Sub-commands that are run, and not only parsed."""
-OTHER_PROGRAMS = {"cd", "git", "make", "mkdocs", "patch", "pip", "python", "python3", "ruff"}
+OTHER_PROGRAMS = {".ci/run", "cd", "git", "make", "mkdocs", "patch", "pip", "python", "python3", "ruff"}
 
 
 def with_python(pages: list[Page]) -> list[Page]:

@@ -27,7 +27,7 @@ def test_losses_are_those_of_plain_training(name):
     [
         ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, "'Lamb' is none of torch's"),
         ({"optimizer": {"type": "AdamW", "params": {"speed": 1}}}, "do not fit torch's AdamW"),
-        ({"optimizer": None}, "optimizer: missing"),
+        ({"optimizer": None}, "optimizer: null is not valid"),
         ({"fp16": {"enabled": True}}, "compare in bf16 or fp32"),
     ],
 )

@@ -59,18 +59,23 @@ def train_with(
     return answers
 
 
-def train_misinformed(name: str) -> list[tuple[str, str]]:
-    """Train a step after the plan's figure for the last stage was changed; return what was logged."""
+def train_misinformed(name: str, planned: int) -> list[tuple[str, str]]:
+    """Train a step after the plan's figure for its fullest stage was changed; return what was logged."""
     lines = _Lines()
     log = logging.getLogger("gpp_plugin.engine.memory_watch")
     log.addHandler(lines)
     model, make_batch = build(name)
     batch = make_batch(B, 0)
     engine = make_engine(model, batch, config_of(block={"planner": "uniform", "stages": 2, "slicing": "off"}))
-    stage = engine.plan.stages[-1]
-    wrong = dataclasses.replace(engine.plan.memory[-1], activations=1_000_000 * stage.in_flight)
-    engine._memory._plan = dataclasses.replace(engine.plan, memory=(*engine.plan.memory[:-1], wrong))
+    memory = list(engine.plan.memory)
+    fullest = max(range(len(memory)), key=lambda stage: memory[stage].activations)
+    in_flight = engine.plan.stages[fullest].in_flight
+    memory[fullest] = dataclasses.replace(memory[fullest], activations=planned * in_flight)
+    engine._memory._plan = dataclasses.replace(engine.plan, memory=tuple(memory))
+    level = log.level
+    log.setLevel(logging.INFO)
     engine.train_batch(data_iter=iter([batch]))
+    log.setLevel(level)
     log.removeHandler(lines)
     return lines.lines
 

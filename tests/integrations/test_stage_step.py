@@ -57,11 +57,20 @@ class Updater:
     norm_precision = torch.float64
     trained = True
 
-    def __init__(self, *, scale: float = 1.0, clipping: float = 0.0, layout: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *, scale: float = 1.0, clipping: float = 0.0, layout: Sequence[int] = (), written: int = 0
+    ) -> None:
         self.config = SimpleNamespace(gradient_clipping=clipping, check_overflow=True)
         self.loss_scale, self.layout = scale, layout
         self.applied: list[float] = []
         self.advanced, self.counted = 0, list[bool]()
+        self.num_written, self.num_adopted = written, 0
+
+    def written(self) -> torch.Tensor | None:
+        return torch.tensor(self.num_written) if self.norm_precision is torch.float64 else None
+
+    def adopt_written(self) -> None:
+        self.num_adopted += 1
 
     def apply(self, gradients: Any, *, coefficient: float) -> None:
         self.applied.append(coefficient)
@@ -135,7 +144,7 @@ def test_one_norm_of_all_stages_scales_and_clips_each_of_the_rank(others: list[f
     """Stages 0 and 2 of four here, scale 4: (12, 16, 0, 48) / 4, of which this rank knows the first and the third."""
     others += [0.0, 16.0**2, 0.0, 48.0**2]
     near, far = Gradients(12.0, unknown=[0.0, 2.0]), Gradients(0.0, unknown=[1.0])
-    updaters = [Updater(scale=4.0, clipping=clipping) for clipping in (6.5, 20.0)]
+    updaters = [Updater(scale=4.0, clipping=clipping, written=n) for clipping, n in ((6.5, 0), (20.0, 3))]
     built = [stage_of(index, g, u) for index, g, u in zip((0, 2), (near, far), updaters, strict=True)]
     update, counters = rank_of([stage for stage, *_ in built], (0, 1, 2, 3))
     rule = StepTogether(update)
@@ -146,6 +155,9 @@ def test_one_norm_of_all_stages_scales_and_clips_each_of_the_rank(others: list[f
     assert updaters[1].applied == [1 / 4], "below: as it is"
     assert [cleared for *_, cleared in built] == [[0], [2]] and near.log[-1] == "without ['tie']"
     assert near.learnt == [0.0, 2.0] and far.learnt == [1.0]
+    assert [u.num_adopted for u in updaters] == [0, 1], (
+        "masters take over what was written, of that stage alone"
+    )
     assert counters.added == [(12, False)] and result.learning_rates == (1.0,)
     assert [u.counted for u in updaters] == [[False]] * 2 and rule.end_mini_batch() is result
 

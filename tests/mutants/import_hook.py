@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import builtins
 import importlib.machinery
 import importlib.util
 import json
@@ -16,7 +17,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
 
 from tests.mutants.faults import ROOT, Fault, changed, functions, place_of
 
@@ -35,6 +35,7 @@ def install() -> None:
     else:
         probed = _Probed()
         HITS.extend(bytes(probed.size))
+        builtins.__gpp_hits__ = HITS  # type: ignore[attr-defined]  # a module that runs as __main__ finds it too
         sys.meta_path.insert(0, _Finder(probed))
         atexit.register(note)
         leave = os._exit
@@ -101,9 +102,6 @@ class _Planted:
     def tree(self, path: Path, source: str) -> ast.Module | None:
         return changed(source, self._fault)[0] if path == self._path else None
 
-    def names(self) -> dict[str, Any]:
-        return {}
-
 
 class _Probed:
     """Every file with a probe in each block."""
@@ -127,9 +125,6 @@ class _Probed:
                 ast.copy_location(each, block[0])
             block.insert(1 if is_docstring else 0, probe)
         return tree
-
-    def names(self) -> dict[str, Any]:
-        return {"__gpp_hits__": HITS}
 
 
 class _Finder:
@@ -155,10 +150,6 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def __init__(self, name: str, path: str, change: _Planted | _Probed) -> None:
         super().__init__(name, path)
         self._change = change
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(self._change.names())
-        super().exec_module(module)
 
     def get_code(self, fullname: str) -> CodeType | None:
         path = Path(self.path)

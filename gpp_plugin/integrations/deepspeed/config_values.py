@@ -243,6 +243,8 @@ def _why_refused(config: Mapping[str, Any], error: Exception) -> str:
     for key in guilty:
         value = value[key]
     path = ".".join(guilty)
+    if value is None and path:
+        return f"{path}: null is not valid; give its value, or leave the key out"
     if not isinstance(error, ValidationError):
         reason = " ".join(str(error).split()) or type(error).__name__
         where = f"{path}: {show(value)} is refused" if path else "the configuration is refused"

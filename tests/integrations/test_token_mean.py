@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integrations import unit_jobs as jobs
-from tests.ranks import run_ranks
+from tests.ranks import run_kept_ranks
 
 TWO_BY_TWO = {"stages": 2, "data_parallel": 2}
 
@@ -20,12 +20,13 @@ TWO_BY_TWO = {"stages": 2, "data_parallel": 2}
         ("gpt2", 4, 0, "plain", TWO_BY_TWO),
         ("llava", 4, 1, "collated", TWO_BY_TWO),
         ("gpt2", 1, 0, "plain", {}),
+        ("gpt2", 2, 1, "plain", {"stages": 1, "data_parallel": 2}),
     ],
 )
 def test_losses_and_gradients_equal_one_process(
     name: str, ranks: int, zero: int, loader: str, block: dict[str, Any]
 ) -> None:
-    for answer in run_ranks(jobs.token_mean, ranks, name, zero, loader, block):
+    for answer in run_kept_ranks(jobs.token_mean, ranks, name, zero, loader, block):
         assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6)
         assert abs(answer["by_units"] / answer["losses"][0] - 1) > 1e-5, "units have as many labels each"
         assert answer["errors"]
@@ -34,7 +35,7 @@ def test_losses_and_gradients_equal_one_process(
 
 
 def test_what_has_no_token_mean_is_refused_in_one_line() -> None:
-    (said,) = run_ranks(jobs.refuse_token_means, 1)
+    (said,) = run_kept_ranks(jobs.refuse_token_means, 1)
     assert not any("\n" in line for line in said.values())
     assert "that of TwoBranch does not" in said["no way"]
     assert "without dividing its loss by it" in said["not divided"]

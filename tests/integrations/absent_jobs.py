@@ -172,12 +172,16 @@ def load_absent(block: dict[str, Any]) -> dict[str, Any]:
         training_data=packing(),
         collate_fn=collate_alike,
     )[0]
-    losses = [float(engine.train_batch()) for _ in range(3)]
+    engine.retain_gradients()
+    losses = [float(engine.train_batch())]
+    gradients = dict(engine.gradients)
+    losses += [float(engine.train_batch()) for _ in range(2)]
     collated = [collate_alike([data[i] for i in unit]) for unit in packing().epoch_units(0)[:12]]
-    reference, _ = one_process(plain, [collated[i : i + 4] for i in range(0, 12, 4)], loss_mean="units")
+    reference, first = one_process(plain, [collated[i : i + 4] for i in range(0, 12, 4)], loss_mean="units")
     return {
         "losses": losses,
         "wanted": reference,
+        "errors": gradient_errors(gradients, first),
         "lacking": sum(unit["right"] is None for unit in collated),
         "reads": engine._feed.reads_inputs,
     }

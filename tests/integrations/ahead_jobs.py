@@ -26,6 +26,10 @@ STAGES: dict[str, list[dict[str, Any]]] = {
         {"name": "vision", "modules": ["model.vision_tower"], "devices": 1},
         {"name": "language", "modules": ["*"], "devices": 1},
     ],
+    "frozen_branch left": [
+        {"name": "frozen", "modules": ["left"], "devices": 1},
+        {"name": "trained", "modules": ["*"], "devices": 1},
+    ],
     "llava on two": [
         {"name": "vision", "modules": ["model.vision_tower"], "devices": 2},
         {"name": "language", "modules": ["*"], "devices": 2},

@@ -97,7 +97,6 @@ def train_all(
         one["gradients"] = {name: gradient for own in of_ranks for name, gradient in own.items()}
     right = found[0]["gradients"]
     for one in found:
-        gradients = one.pop("gradients")
-        assert gradients.keys() == right.keys()
-        one["error"] = max(gradient_errors(gradients, right).values())
+        assert one["gradients"].keys() == right.keys()
+        one["error"] = max(gradient_errors(one["gradients"], right).values())
     return found

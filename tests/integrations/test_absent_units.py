@@ -79,8 +79,11 @@ def test_ranks_whose_units_lack_a_tower_that_others_have(zero: int) -> None:
     assert any(name.startswith("right.") for name in second)
 
 
-def test_the_engines_own_loader_gives_units_that_lack_an_input() -> None:
-    answers = run_kept_ranks(jobs.load_absent, 3, {"data_parallel": 1})
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_engines_own_loader_gives_packed_units_that_lack_an_input(ranks: int) -> None:
+    answers = run_kept_ranks(jobs.load_absent, ranks, {"data_parallel": 1})
     for answer in answers:
         assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6)
+        assert answer["errors"]
+        assert max(answer["errors"].values()) < 2e-6
         assert 0 < answer["lacking"] < 12

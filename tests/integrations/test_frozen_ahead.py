@@ -11,7 +11,7 @@ import torch
 from tests.integrations import ahead_jobs as jobs
 from tests.ranks import run_kept_ranks
 
-CLIP, LLAVA = "clip text_model", "llava model.vision_tower"
+CLIP, LLAVA, SMALL = "clip text_model", "llava model.vision_tower", "frozen_branch left"
 TO_THE_END = [False, True, True, True, True, False]
 """The first mini-batch shows whether the branch may run ahead; after the last one there is none to run."""
 ALWAYS = [False, True, True, True, True, True]
@@ -37,6 +37,7 @@ def both(kind: str, stages: str, ranks: int, **options: Any) -> list[dict[int, d
 @pytest.mark.parametrize(
     ("kind", "stages", "ranks", "options"),
     [
+        (SMALL, SMALL, 2, {"zero": 1}),
         (LLAVA, LLAVA, 2, {"dropout_after": 0.1}),
         (LLAVA, "llava on two", 4, {"zero": 1}),
         (LLAVA, "llava on two", 4, {"zero": 2}),

@@ -24,8 +24,24 @@ def check(answers: list[dict[str, Any]]) -> None:
         assert sum(each.counted_bytes for each in first["report"].ranks) > 0
 
 
-def test_two_ranks_generate_the_tokens_of_one_process_and_refuse_wrong_calls() -> None:
-    """Greedy, four beams and sampling, of prompts of unequal length that end early, after three steps."""
+@pytest.fixture(scope="module")
+def generated() -> list[dict[str, Any]]:
+    """Return what two ranks generated: greedy, four beams and sampling, of unequal prompts that end early."""
+    return run_kept_ranks(jobs.generate_all, 2, ("gpt2",), {"stages": 2})
+
+
+def test_two_ranks_generate_the_tokens_of_one_process(generated: list[dict[str, Any]]) -> None:
+    check(generated)
+    tokens = generated[0]["gpt2"]["expected"]["sampled"]
+    assert len({tuple(row[8:]) for row in tokens}) > 1, "the prompts go on differently"
+
+
+def test_two_ranks_that_generated_train_on(generated: list[dict[str, Any]]) -> None:
+    first, second = (answer["gpt2"] for answer in generated)
+    assert first["after"] == second["after"] and first["after"][0] > 0
+
+
+def test_two_ranks_generate_in_micro_batches_stream_and_refuse_wrong_calls() -> None:
     answers = run_kept_ranks(jobs.generate_all, 2, ("gpt2",), {"stages": 2}, True, (3, "auto"))
     check(answers)
     for answer in answers:
@@ -37,8 +53,6 @@ def test_two_ranks_generate_the_tokens_of_one_process_and_refuse_wrong_calls() -
     first, second = (answer["gpt2"] for answer in answers)
     assert first["after"] == second["after"], "training goes on"
     assert first["streamed"] == second["streamed"] == [first["expected"]["greedy"][0]]
-    tokens = first["expected"]["sampled"]
-    assert len({tuple(row[8:]) for row in tokens}) > 1, "the prompts go on differently"
     said = first["refused"]
     assert said == second["refused"], "all ranks say the same"
     assert "input_ids is int64 [4, 8]" in said["prompts"] and "on rank 1" in said["prompts"]

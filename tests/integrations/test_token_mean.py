@@ -7,34 +7,44 @@ from typing import Any
 import pytest
 
 from tests.integrations import unit_jobs as jobs
-from tests.ranks import run_ranks
+from tests.ranks import run_kept_ranks
 
 TWO_BY_TWO = {"stages": 2, "data_parallel": 2}
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "zero", "loader", "block"),
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         ("llava", 3, 0, "iterator", {"data_parallel": 1}),
         ("gpt2", 4, 1, "iterator", TWO_BY_TWO),
         ("gpt2", 4, 0, "plain", TWO_BY_TWO),
         ("llava", 4, 1, "collated", TWO_BY_TWO),
         ("gpt2", 1, 0, "plain", {}),
+        ("gpt2", 2, 1, "plain", {"stages": 1, "data_parallel": 2}),
     ],
+    ids=lambda case: "-".join(map(str, case[:4])),
 )
-def test_losses_and_gradients_equal_one_process(
-    name: str, ranks: int, zero: int, loader: str, block: dict[str, Any]
-) -> None:
-    for answer in run_ranks(jobs.token_mean, ranks, name, zero, loader, block):
+def answers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Return what each rank found: of a model, on some ranks, with a stage of ZeRO and a loader."""
+    name, ranks, *others = request.param
+    return run_kept_ranks(jobs.token_mean, ranks, name, *others)
+
+
+def test_losses_and_gradients_equal_one_process(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
         assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6)
         assert abs(answer["by_units"] / answer["losses"][0] - 1) > 1e-5, "units have as many labels each"
         assert answer["errors"]
         assert max(answer["errors"].values()) < 2e-6
+
+
+def test_evaluations_equal_one_process(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
         assert answer["evaluated"] == pytest.approx(answer["wanted_evaluated"], rel=2e-6)
 
 
 def test_what_has_no_token_mean_is_refused_in_one_line() -> None:
-    (said,) = run_ranks(jobs.refuse_token_means, 1)
+    (said,) = run_kept_ranks(jobs.refuse_token_means, 1)
     assert not any("\n" in line for line in said.values())
     assert "that of TwoBranch does not" in said["no way"]
     assert "without dividing its loss by it" in said["not divided"]

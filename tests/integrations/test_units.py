@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integrations import unit_jobs as jobs
-from tests.ranks import run_kept_ranks, run_ranks
+from tests.ranks import run_kept_ranks
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from tests.ranks import run_kept_ranks, run_ranks
 def test_losses_and_gradients_equal_one_process(
     name: str, ranks: int, zero: int, block: dict[str, Any], loss_mean: str
 ) -> None:
-    for answer in run_ranks(jobs.train_units, ranks, name, zero, block, loss_mean):
+    for answer in run_kept_ranks(jobs.train_units, ranks, name, zero, block, loss_mean):
         assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6)
         assert answer["errors"]
         assert max(answer["errors"].values()) < 2e-6
@@ -45,10 +45,21 @@ def test_losses_and_gradients_equal_one_process(
             assert all(sorted(order) == [0, 1, 2, 3] for order in answer["orders"])
 
 
-def test_units_of_any_number_of_samples_share_one_capture() -> None:
-    for answer in run_kept_ranks(jobs.train_counts, 2, [(2, 3, 5), (7, 2, 6), (3, 8, 11)]):
+@pytest.fixture(scope="module")
+def of_counts() -> list[dict[str, Any]]:
+    """Return what each rank found of mini-batches of other numbers of samples and lengths each."""
+    return run_kept_ranks(jobs.train_counts, 2, [(2, 3, 5), (7, 2, 6), (3, 8, 11)])
+
+
+def test_units_of_any_number_of_samples_equal_one_process(of_counts: list[dict[str, Any]]) -> None:
+    for answer in of_counts:
         assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6)
+        assert answer["errors"]
         assert max(answer["errors"].values()) < 2e-6
+
+
+def test_units_of_any_number_of_samples_share_one_capture(of_counts: list[dict[str, Any]]) -> None:
+    for answer in of_counts:
         assert answer["exports"] == (2, 0), (
             "the second number of samples by itself, the third and all others by symbols"
         )
@@ -58,7 +69,7 @@ def test_units_of_any_number_of_samples_share_one_capture() -> None:
 def test_packed_units_of_the_engines_own_loader_equal_one_process(
     ranks: int, block: dict[str, Any], workers: int
 ) -> None:
-    answers = run_ranks(jobs.train_packed, ranks, block, workers, "tokens")
+    answers = run_kept_ranks(jobs.train_packed, ranks, block, workers, "tokens")
     for answer in answers:
         assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6)
         assert max(answer["errors"].values()) < 2e-6
@@ -67,12 +78,12 @@ def test_packed_units_of_the_engines_own_loader_equal_one_process(
 
 
 def test_a_resumed_job_goes_on_with_the_units_that_were_left(tmp_path: Path) -> None:
-    for answer in run_ranks(jobs.resume_units, 4, str(tmp_path), {"stages": 2, "data_parallel": 2}):
+    for answer in run_kept_ranks(jobs.resume_units, 4, str(tmp_path), {"stages": 2, "data_parallel": 2}):
         assert answer["resumed"] == answer["losses"][1:]
 
 
 def test_mistakes_are_refused_in_one_line_and_training_goes_on() -> None:
-    for said in run_ranks(jobs.refuse_units, 2):
+    for said in run_kept_ranks(jobs.refuse_units, 2):
         assert not any("\n" in line for line in said.values())
         for case, words in {
             "sizes": "micro_batch_sizes: 2 is not possible with graph_pipeline.units",
@@ -92,7 +103,7 @@ def test_mistakes_are_refused_in_one_line_and_training_goes_on() -> None:
 
 
 def test_a_unit_that_one_rank_has_no_code_for_is_refused_by_all_before_it_runs() -> None:
-    answers = run_ranks(jobs.refuse_a_shape, 2)
+    answers = run_kept_ranks(jobs.refuse_a_shape, 2)
     assert answers[0] == answers[1]
     assert len(answers[0]["said"]) == 2
     assert all("the graph changed with the input shapes" in line for line in answers[0]["said"])

@@ -278,7 +278,7 @@ def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) 
         save_total_limit=2,
     )
     trainer = trainer_class(
-        build("gpt2")[0],
+        build("gpt2", layers=1)[0],
         args,
         train_dataset=data_of("gpt2", 32),
         eval_dataset=data_of("gpt2", 13),

@@ -99,7 +99,7 @@ def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict
     import gpp_plugin
 
     torch.manual_seed(0)
-    model, make_batch = build(name)
+    model, make_batch = build(name, layers=1)
     plain = copy.deepcopy(model)
     batches = [unlike_labels(make_batch(8, seed), 2) for seed in range(3)]
     config = config_of(block={"loss_mean": "tokens", **block}, zero_optimization={"stage": zero})
@@ -249,7 +249,7 @@ def train_units(
 def train_counts(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Train on a mini-batch for each list of numbers of samples, of other lengths each; compare with one process."""
     torch.manual_seed(0)
-    model, make_batch = build("gpt2")
+    model, make_batch = build("gpt2", layers=1)
     plain = copy.deepcopy(model)
     config = config_of(block={"units": len(counts[0]), "stages": 2}, train_batch_size="auto")
     engine = make_engine(model, make_batch(4, 9), config)
@@ -307,7 +307,7 @@ def train_packed(block: dict[str, Any], workers: int, loss_mean: str) -> dict[st
     from gpp_plugin.data import pack
 
     torch.manual_seed(0)
-    model, _ = build("gpt2")
+    model, _ = build("gpt2", layers=1)
     plain = copy.deepcopy(model)
     data = Lines(37)
 

@@ -17,6 +17,7 @@ from tests.integrations import reshard_jobs as jobs
 from tests.integrations.engine_jobs import B, U, decay_groups
 from tests.models import build
 from tests.ranks import run_kept_ranks
+from tests.reference import train_reference
 
 
 def assert_same_bits(one: WholeState, other: WholeState) -> None:
@@ -73,6 +74,21 @@ def test_pairs_of_plans(name: str, resharded: Resharded) -> None:
             and set(saved.state) == adapters
             and any("vision_tower" in name for name in saved.weights)
         )
+
+
+def test_two_ranks_go_on_from_another_plan_as_one_process(tmp_path: Path) -> None:
+    first, other = jobs.PLANS_OF_TWO
+    answers = run_kept_ranks(jobs.reshard, 2, "two_branch", str(tmp_path), jobs.PLANS_OF_TWO)
+    model, make_batch = build("two_branch")
+    losses = train_reference(model, [make_batch(B, seed) for seed in range(7)], unit=U).losses
+    for answer in answers:
+        for plan in (first, other, "back"):
+            assert [*answer["start"], *answer[plan]] == pytest.approx(losses, rel=1e-5), plan
+        assert answer["back"] == answer[first], "the same plan again: the same bits"
+    saved = read_checkpoint(tmp_path / first)
+    assert saved.optimizer and saved.step == 2
+    for plan in (other, "back"):
+        assert_same_bits(saved, read_checkpoint(tmp_path / plan))
 
 
 def train_alone(name: str, told: dict[str, Any]) -> list[float]:

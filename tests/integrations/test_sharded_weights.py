@@ -35,7 +35,7 @@ def test_compiled_training_equals_one_process(tmp_path: Path) -> None:
 
 def check_training(case: str, answers: list[dict[str, Any]]) -> None:
     """Hold losses, gradients and memory of three steps against one process and the plan."""
-    model, make_batch = build(jobs.PLACED[case][0])
+    model, make_batch = jobs.model_of(case)
     batches = [make_batch(B, seed) for seed in range(3)]
     reference = train_reference(model, batches, unit=U)
     is_clipped = "gradient_clipping" in jobs.PLACED[case][2]

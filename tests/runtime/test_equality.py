@@ -80,7 +80,10 @@ JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
         4,
         [job("dlrm", stages=2), job("dlrm", stages=3), job("dlrm", stages=4), job("dlrm", stages=2, zero=1)],
     ),
-    "clip on two ranks": (2, [job("clip", stages=2, verify=False)]),
+    "clip on two ranks": (
+        2,
+        [{**job("clip", stages=2, verify=False), "steps": 3}],
+    ),
     "two ranks": (
         2,
         [job(name, stages=2) for name in ("t5", "gpt2", "dlrm", "two_branch", "multi_sink")]

@@ -84,7 +84,6 @@ def resume(directory: str, config: dict[str, Any], name: str, mini_batch: int) -
         "same": all((weights[0][n] == weights[1][n]).all() for n in weights[0]),
         "steps": (other.global_steps, other.get_lr()),
         "losses": before,
-        "parameters": dict(weights[1]),
         "stages": held_by_stages(engine),
     }
 

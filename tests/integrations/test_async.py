@@ -225,7 +225,9 @@ def jobs_units(batch: dict[str, Any]) -> list[dict[str, Any]]:
     return units_of(batch, 2)
 
 
-def test_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Where a checkpoint of two ranks is, and what each saw that trained on, and that went on from it."""
     config = jobs.async_config(
         mini_batch=8,
         unit=2,
@@ -233,7 +235,22 @@ def test_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
         scheduler=WARM_UP,
         zero_optimization={"stage": 1},
     )
-    answers = run_kept_ranks(jobs.resume, 2, str(tmp_path), config, "two_branch", 8, timeout_s=300)
+    directory = tmp_path_factory.mktemp("resumed")
+    return directory, run_kept_ranks(jobs.resume, 2, str(directory), config, "two_branch", 8, timeout_s=300)
+
+
+def test_checkpoints_resume_bit_for_bit(resumed: tuple[Path, list[dict[str, Any]]]) -> None:
+    directory, answers = resumed
+    for answer in answers:
+        assert answer["found"] == answer["expected"] and answer["same"]
+        assert answer["steps"][0] == 9
+    assert (directory / "latest").read_text().strip() == "global_step4"
+
+
+def test_two_stages_resumed_in_the_middle_equal_the_emulation(
+    resumed: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    _, answers = resumed
     emulation = emulate("two_branch", answers[0]["stages"], mini_batch=8, micro=2, unit=2, rate_at=rate_at)
     losses: list[float] = []
     for seeds in (range(4), range(4, 9)):  # what is in flight is trained before it is saved
@@ -242,10 +259,7 @@ def test_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
         if seeds[0] == 0:
             emulation.flush()
     for answer in answers:
-        assert answer["found"] == answer["expected"] and answer["same"]
-        assert answer["steps"][0] == 9
         assert [*answer["losses"], *answer["found"]] == pytest.approx(losses, abs=1e-6)
-    assert (tmp_path / "latest").read_text().strip() == "global_step4"
 
 
 def test_what_cannot_step_alone_is_refused_with_one_line() -> None:

@@ -80,13 +80,9 @@ JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
         4,
         [job("dlrm", stages=2), job("dlrm", stages=3), job("dlrm", stages=4), job("dlrm", stages=2, zero=1)],
     ),
-    "clip on two ranks": (
-        2,
-        [{**job("clip", stages=2, verify=False), "steps": 3}],
-    ),
     "two ranks": (
         2,
-        [job(name, stages=2) for name in ("t5", "gpt2", "dlrm", "two_branch", "multi_sink")]
+        [job(name, stages=2) for name in ("clip", "t5", "gpt2", "dlrm", "two_branch", "multi_sink")]
         + [job("gpt2", stages=1, zero=1), job("gpt2", stages=2, schedule="gpipe")],
     ),
 }
@@ -101,3 +97,21 @@ def test_training_equals_single_process(name: str) -> None:
         if isinstance(one["block"]["stages"], int):
             assert len(answers[0]["stages"]) == one["block"]["stages"]
         check(one, answers)
+
+
+CLIP: jobs.Job = {**job("clip", stages=2, verify=False), "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def clip() -> list[dict[str, Any]]:
+    """What each of two ranks returned of CLIP."""
+    return [answers[0] for answers in run_kept_ranks(jobs.train, 2, [CLIP])]
+
+
+def test_clip_on_two_ranks_equals_single_process(clip: list[dict[str, Any]]) -> None:
+    check(CLIP, clip)
+
+
+def test_each_of_two_ranks_has_a_stage_of_its_own(clip: list[dict[str, Any]]) -> None:
+    assert [len(answer["stages"]) for answer in clip] == [2, 2]
+    assert not set(clip[0]["gradients"]) & set(clip[1]["gradients"])

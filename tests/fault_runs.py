@@ -15,7 +15,7 @@ from typing import Any
 from gpp_plugin.launch import reserved_port
 from tests.fault_job import train
 from tests.processor_time import Family
-from tests.ranks import _CONTEXT
+from tests.ranks import _CONTEXT, _start_server
 from tests.waits import Patience
 
 
@@ -44,6 +44,7 @@ def run_job(
     Args:
         settings: what ``job`` is called with on every rank; has a ``directory`` and a ``fault``.
     """
+    _start_server()
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(reserved_port())
         files = [Path(settings.directory) / f"rank{rank}.txt" for rank in range(num_ranks)]

@@ -14,12 +14,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 
+import gpp_plugin.engine.engine  # noqa: E402, F401
 from gpp_plugin.capture.export import capture_model  # noqa: E402
 from tests import ranks, reference  # noqa: E402, F401  (each rank imports them)
 from tests.models import MODELS, build  # noqa: E402
 
 torch.set_num_threads(1)
-for module in ("deepspeed", "huggingface", "stock_engine", "megatron.chunks"):
+for module in ("deepspeed.dispatch", "huggingface", "stock_engine", "megatron.chunks"):
     with contextlib.suppress(ModuleNotFoundError):  # Megatron may not be installed
         importlib.import_module(f"gpp_plugin.integrations.{module}")
 for name in MODELS:

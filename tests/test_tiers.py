@@ -95,11 +95,12 @@ def test_seconds_of_living_and_ended_descendants_are_counted_once():
     living = meter.of_tests_s() - before
     with meter.apart("outer"), meter.apart("inner"):
         process.communicate(b"\n")
-        exec(SPIN.format(0.1))
+        exec(SPIN.format(0.4))
     (inner_name, inner_s), (_, outer_s) = meter.rows
+    # a busy machine makes starts of Python and looks at all processes dearer: bounds are half of what is spun
     assert 0.2 <= living < 1.5 and inner_name == "inner"
-    assert inner_s >= 0.08 and outer_s < 0.05, "what is counted apart is in nothing else"
-    assert meter.of_tests_s() - before == pytest.approx(living, abs=0.1)
+    assert inner_s >= 0.38 and outer_s < 0.2, "what is counted apart is in nothing else"
+    assert meter.of_tests_s() - before == pytest.approx(living, abs=0.2)
 
 
 CONFTEST = """

@@ -24,7 +24,7 @@ from gpp_plugin.doctor.patch_check import PATCH_DIR, report_patches
 from gpp_plugin.doctor.preflight import add_preflight_arguments, check_optimizer, run_preflight
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict
-from gpp_plugin.launch import emit_event, run_ranks
+from gpp_plugin.launch import emit_event, end_rank, run_ranks
 from gpp_plugin.report.units import format_bytes, format_table
 
 Version = tuple[int, ...]
@@ -346,7 +346,8 @@ def _exchange(backend: str) -> None:
         seconds = time.perf_counter() - start
     if rank == 0:
         emit_event(us=seconds * 1e6)
-    dist.destroy_process_group()
+    dist.barrier()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ compute on nothing but fake tensors, so that it is a process of its own.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import shutil
-import sysconfig
 from pathlib import Path
 
 from tests.waits import run_program
@@ -45,7 +45,9 @@ def compile_library(directory: Path) -> Path:
     assert COMPILER is not None
     source, library = directory / "fake_cuda.cpp", directory / "fake_cuda.so"
     source.write_text(_SOURCE)
-    torch_root = Path(sysconfig.get_paths()["purelib"]) / "torch"
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    torch_root = Path(torch.origin).parent  # not always below this environment: it may see another's
     run_program(
         [
             COMPILER, "-shared", "-fPIC", "-std=c++20", f"-I{torch_root / 'include'}", str(source), "-o", str(library),

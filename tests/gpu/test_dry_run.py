@@ -158,6 +158,6 @@ def test_other_ways_to_run(dry: Lab) -> None:
 
 def test_commands_and_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(device="cpu", devices=[""], test="dry")
-    checks.bench_swap(lab, "--steps", "1", "--layers", "6")
+    checks.bench_swap(lab, "--steps", "1", "--layers", "2")
     assert [n.most for n in lab.numbers if "swap at twice" in n.what] == [checks.MOST_SWAP]
     assert os.environ.get("CUDA_VISIBLE_DEVICES") is None or not lab.numbers[0].is_held

@@ -69,8 +69,7 @@ def train(
 def resume(directory: str, config: dict[str, Any], name: str, mini_batch: int) -> dict[str, Any]:
     """Save in the middle and go on; a fresh engine that loads must go on the same."""
     engine, batches = make(name, mini_batch, config)
-    for batch in batches[:4]:
-        engine.train_batch(data_iter=iter([batch]))
+    before = [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches[:4]]
     engine.save_checkpoint(directory)
     left = float(engine.flush())
     expected = [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches[4:9]]
@@ -84,6 +83,8 @@ def resume(directory: str, config: dict[str, Any], name: str, mini_batch: int) -
         "found": found,
         "same": all((weights[0][n] == weights[1][n]).all() for n in weights[0]),
         "steps": (other.global_steps, other.get_lr()),
+        "losses": before,
+        "stages": held_by_stages(engine),
     }
 
 

@@ -51,6 +51,7 @@ class Layout:
 GRID = Layout(encoder=(0, 1), language=((2, 3, 4, 5),))
 CHUNKS = Layout(encoder=(0,), language=((1, 2), (3, 4)), cuts=(0, 2))
 LAYOUTS = {
+    "small": Layout(encoder=(0,), language=((1, 2),)),
     "grid": GRID,
     "chunks": CHUNKS,
     "sequence": Layout(

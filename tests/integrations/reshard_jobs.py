@@ -17,6 +17,11 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "two of two, ZeRO 1": (1, {"stages": 2, "data_parallel": 2}),
 }
 """ZeRO stage and block, on four ranks."""
+PLANS_OF_TWO: dict[str, tuple[int, dict[str, Any]]] = {
+    "two stages": (0, {"stages": 2}),
+    "one stage of two, ZeRO 1": (1, {"stages": 1, "data_parallel": 2}),
+}
+"""The same, on two."""
 SCHEDULE = {
     "type": "WarmupLR",
     "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6, "warmup_type": "linear"},
@@ -30,15 +35,19 @@ MORE: dict[str, dict[str, Any]] = {
 """What else of the configuration each model has; T5 has parameter groups too, LLaVA trains adapters alone."""
 
 
-def make(name: str, plan: str, *, seed: int) -> tuple[Any, list[dict[str, Any]]]:
+def make(
+    name: str, plan: str, *, seed: int, plans: dict[str, tuple[int, dict[str, Any]]] = PLANS
+) -> tuple[Any, list[dict[str, Any]]]:
     """Return an engine and the batches of seven steps."""
     model, make_batch = build(name, seed=seed)
     if name == "llava":
         model = with_adapters(model)
-    zero, block = PLANS[plan]
+    zero, block = plans[plan]
     batches = [make_batch(B, seed) for seed in range(7)]
     given = {"model_parameters": decay_groups(model)} if name == "t5" else {}
-    config = config_of(**MORE[name], zero_optimization={"stage": zero}, block={"verify": False, **block})
+    config = config_of(
+        **MORE.get(name, {}), zero_optimization={"stage": zero}, block={"verify": False, **block}
+    )
     return make_engine(model, batches[0], config, **given), batches
 
 
@@ -52,17 +61,19 @@ def with_adapters(model: Any) -> Any:
         return get_peft_model(model, lora)
 
 
-def reshard(name: str, directory: str) -> dict[str, Any]:
+def reshard(
+    name: str, directory: str, plans: dict[str, tuple[int, dict[str, Any]]] = PLANS
+) -> dict[str, Any]:
     """Train two steps on the first plan and save; load on each next one, save, and train on."""
-    first, *others = PLANS
-    engine, batches = make(name, first, seed=0)
-    steps(engine, batches[:2])
+    first, *others = plans
+    engine, batches = make(name, first, seed=0, plans=plans)
+    started = steps(engine, batches[:2])
     engine.save_checkpoint(f"{directory}/{first}", tag="half", client_state={"epoch": 1})
-    answer: dict[str, Any] = {first: steps(engine, batches[2:])}
+    answer: dict[str, Any] = {"start": started, first: steps(engine, batches[2:])}
     engine.destroy()
     before = first
     for plan in (*others, first):
-        engine, _ = make(name, plan, seed=3)
+        engine, _ = make(name, plan, seed=3, plans=plans)
         torch.manual_seed(0)
         _, client = engine.load_checkpoint(f"{directory}/{before}")
         assert client == {"epoch": 1} and engine.global_steps == 2

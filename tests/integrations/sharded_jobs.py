@@ -36,6 +36,11 @@ PLACED: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
 """Model, stages, and what else of the configuration, by case."""
 
 
+def model_of(case: str) -> Any:
+    name = PLACED[case][0]
+    return build(name, layers=1 if name == "gpt2" else 2)
+
+
 def config(case: str, zero: int, **more: Any) -> dict[str, Any]:
     _, stages, given = PLACED[case]
     block = {"plan": {"stages": stages}, **given.get("block", {})}
@@ -50,7 +55,7 @@ def are_shapes_alone(engine: Any, is_sharded: bool) -> bool:
 
 def train(case: str, zero: int, more: dict[str, Any]) -> dict[str, Any]:
     """Train three steps, evaluate whole and in parts, look at weights; return what tests compare."""
-    model, make_batch = build(PLACED[case][0])
+    model, make_batch = model_of(case)
     batches = [make_batch(B, seed) for seed in range(3)]
     engine = make_engine(model, batches[0], config(case, zero, **more))
     engine.retain_gradients()

@@ -22,6 +22,18 @@ TOWERS = {
     ]
 }
 
+WARM_UP = {
+    "type": "WarmupLR",
+    "params": {
+        "warmup_min_lr": 0.0, "warmup_max_lr": 2e-3, "warmup_num_steps": 10, "warmup_type": "linear",
+    },
+}  # fmt: skip
+
+
+def rate_at(step: int) -> float:
+    """Return the rate of `WARM_UP`, one step behind the optimizer as DeepSpeed's scheduler is."""
+    return 2e-3 * min(1.0, max(0, step - 1) / 10)
+
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
@@ -167,14 +179,9 @@ def test_replicated_stages_with_clipping_and_schedule_equal_the_emulation(
         bf16={"enabled": precision == "bf16"},
         zero_optimization={"stage": zero_stage},
         gradient_clipping=0.05,
-        scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 2e-3,
-                                                  "warmup_num_steps": 10, "warmup_type": "linear"}},
-    )  # fmt: skip
+        scheduler=WARM_UP,
+    )
     answers = run_kept_ranks(jobs.train, 4, "two_branch", 16, config, timeout_s=300)
-
-    def rate_at(step: int) -> float:  # as DeepSpeed's scheduler, one step behind the optimizer
-        return 2e-3 * min(1.0, max(0, step - 1) / 10)
-
     emulation = emulate(
         "two_branch", answers[0]["stages"], mini_batch=16, micro=4, unit=2, rate_at=rate_at, clip=0.05,
         dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
@@ -218,18 +225,41 @@ def jobs_units(batch: dict[str, Any]) -> list[dict[str, Any]]:
     return units_of(batch, 2)
 
 
-def test_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Where a checkpoint of two ranks is, and what each saw that trained on, and that went on from it."""
     config = jobs.async_config(
         mini_batch=8,
         unit=2,
         block={"stages": 2},
-        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        scheduler=WARM_UP,
         zero_optimization={"stage": 1},
     )
-    for answer in run_kept_ranks(jobs.resume, 2, str(tmp_path), config, "two_branch", 8, timeout_s=300):
+    directory = tmp_path_factory.mktemp("resumed")
+    return directory, run_kept_ranks(jobs.resume, 2, str(directory), config, "two_branch", 8, timeout_s=300)
+
+
+def test_checkpoints_resume_bit_for_bit(resumed: tuple[Path, list[dict[str, Any]]]) -> None:
+    directory, answers = resumed
+    for answer in answers:
         assert answer["found"] == answer["expected"] and answer["same"]
         assert answer["steps"][0] == 9
-    assert (tmp_path / "latest").read_text().strip() == "global_step4"
+    assert (directory / "latest").read_text().strip() == "global_step4"
+
+
+def test_two_stages_resumed_in_the_middle_equal_the_emulation(
+    resumed: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    _, answers = resumed
+    emulation = emulate("two_branch", answers[0]["stages"], mini_batch=8, micro=2, unit=2, rate_at=rate_at)
+    losses: list[float] = []
+    for seeds in (range(4), range(4, 9)):  # what is in flight is trained before it is saved
+        found = [emulation.mini_batch(build("two_branch")[1](8, seed), 2) for seed in seeds]
+        losses += reported(found, emulation.longest)
+        if seeds[0] == 0:
+            emulation.flush()
+    for answer in answers:
+        assert [*answer["losses"], *answer["found"]] == pytest.approx(losses, abs=1e-6)
 
 
 def test_what_cannot_step_alone_is_refused_with_one_line() -> None:

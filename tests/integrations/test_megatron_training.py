@@ -15,7 +15,7 @@ from tests.reference import gradient_errors
 
 pytest.importorskip("megatron.core")
 
-RUNS = [("grid", 0), ("grid", 1), ("grid", 3), ("chunks", 0), ("sequence", 1), ("tied", 1)]
+RUNS = [("small", 1), ("grid", 0), ("grid", 1), ("grid", 3), ("chunks", 0), ("sequence", 1), ("tied", 1)]
 
 
 def num_ranks(name: str) -> int:

@@ -17,6 +17,7 @@ from tests.integrations import reshard_jobs as jobs
 from tests.integrations.engine_jobs import B, U, decay_groups
 from tests.models import build
 from tests.ranks import run_kept_ranks
+from tests.reference import train_reference
 
 
 def assert_same_bits(one: WholeState, other: WholeState) -> None:
@@ -73,6 +74,38 @@ def test_pairs_of_plans(name: str, resharded: Resharded) -> None:
             and set(saved.state) == adapters
             and any("vision_tower" in name for name in saved.weights)
         )
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Where the checkpoints of two ranks are, and what each rank saw."""
+    directory = tmp_path_factory.mktemp("two")
+    given = ("two_branch", str(directory), jobs.PLANS_OF_TWO)
+    return directory, run_kept_ranks(jobs.reshard, 2, *given)
+
+
+def test_two_ranks_go_on_from_another_plan_as_one_process(
+    on_two_ranks: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    first, other = jobs.PLANS_OF_TWO
+    _, answers = on_two_ranks
+    model, make_batch = build("two_branch")
+    losses = train_reference(model, [make_batch(B, seed) for seed in range(7)], unit=U).losses
+    for answer in answers:
+        for plan in (first, other, "back"):
+            assert [*answer["start"], *answer[plan]] == pytest.approx(losses, rel=1e-5), plan
+        assert answer["back"] == answer[first], "the same plan again: the same bits"
+
+
+def test_what_is_loaded_on_another_plan_and_saved_has_the_same_bits(
+    on_two_ranks: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    first, other = jobs.PLANS_OF_TWO
+    directory, _ = on_two_ranks
+    saved = read_checkpoint(directory / first)
+    assert saved.optimizer and saved.step == 2
+    for plan in (other, "back"):
+        assert_same_bits(saved, read_checkpoint(directory / plan))
 
 
 def train_alone(name: str, told: dict[str, Any]) -> list[float]:

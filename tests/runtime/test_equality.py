@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from gpp_plugin.relative_errors import loss_difference
-from tests.ranks import run_ranks
+from tests.ranks import run_kept_ranks
 from tests.reference import assert_near, train_reference
 from tests.runtime import jobs
 from tests.tiers import some
@@ -91,9 +91,27 @@ JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_training_equals_single_process(name: str) -> None:
     num_ranks, tasks = JOBS[name][0], some(JOBS[name][1], every=3)
-    per_rank = run_ranks(jobs.train, num_ranks, tasks, timeout_s=240)
+    per_rank = run_kept_ranks(jobs.train, num_ranks, tasks, timeout_s=240)
     for index, one in enumerate(tasks):
         answers = [answers_of[index] for answers_of in per_rank]
         if isinstance(one["block"]["stages"], int):
             assert len(answers[0]["stages"]) == one["block"]["stages"]
         check(one, answers)
+
+
+CLIP: jobs.Job = {**job("clip", stages=2, verify=False), "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def clip() -> list[dict[str, Any]]:
+    """What each of two ranks returned of CLIP."""
+    return [answers[0] for answers in run_kept_ranks(jobs.train, 2, [CLIP])]
+
+
+def test_clip_on_two_ranks_equals_single_process(clip: list[dict[str, Any]]) -> None:
+    check(CLIP, clip)
+
+
+def test_each_of_two_ranks_has_a_stage_of_its_own(clip: list[dict[str, Any]]) -> None:
+    assert [len(answer["stages"]) for answer in clip] == [2, 2]
+    assert not set(clip[0]["gradients"]) & set(clip[1]["gradients"])

@@ -52,6 +52,7 @@ check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q --tier all --durations=0 tests/test_imports.py tests/test_counts.py
+	$(BIN)/python .ci/docs.py --check
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 wheel-check: $(STAMP)  ## build, install elsewhere, train and plan; PYTHONS="python3.12 python3.13" too; ARGS=--quick is short

@@ -71,7 +71,8 @@ def held_by(model: nn.Module, keep: Callable[[Tensor], Any] = lambda tensor: ten
     "decoder.seen": "list of 1", "decoder.seen[0]": h, ...}``.
     """
     found: dict[str, Any] = {}
-    met: set[int] = set()
+    # what is registered is compared as that, whatever else holds it
+    met = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _TORCHS_OWN:
@@ -89,7 +90,12 @@ def _note(
     depth: int = 0,
 ) -> None:
     if isinstance(value, Tensor):
-        found[name] = keep(value)
+        found[name] = id(value) if id(value) in met else keep(value)
+    elif isinstance(value, nn.Module) and id(value) not in met:  # in a list, so that it is no submodule
+        met.add(id(value))
+        found[name] = id(value)
+        for key, part in (*value.named_parameters(), *value.named_buffers()):
+            found[f"{name}.{key}"] = keep(part)
     elif isinstance(value, _PLAIN):
         found[name] = value
     elif isinstance(value, np.ndarray):
@@ -375,6 +381,11 @@ class StateFinder:
                 before, name = buffers.get(leaf), _joined(path, leaf)
                 if buffer is before or is_carried(leaf) or name in self._known:
                     continue
+                if leaf not in buffers:
+                    raise CaptureError(
+                        f"{type(self._model).__name__}: the forward registers buffer {name}; register it in __init__, "
+                        "or call the model once before deepspeed.initialize"
+                    )
                 if before is None or buffer is None or before.shape != buffer.shape:
                     shapes = [None if t is None else list(t.shape) for t in (before, buffer)]
                     raise refused(

@@ -389,11 +389,13 @@ def _surroundings() -> Iterator[None]:
 @contextmanager
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo what a forward keeps of tensors in its modules (a cache of positions): export refuses what it finds."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    before = [(module, dict(vars(module)), set(module._buffers)) for module in model.modules()]
     try:
         yield
     finally:
-        for module, attributes in before:
+        for module, attributes, buffers in before:
+            for name in module._buffers.keys() - buffers:
+                del module._buffers[name]
             now = vars(module)
             for name in [n for n, value in now.items() if value is not attributes.get(n)]:
                 # not numbers: one may say what else was done to the module (transformers installs hooks once)

@@ -41,7 +41,7 @@ from gpp_plugin.ir.op_graph import CARRIED, Parameter, is_carried
 
 MAX_DEPTH = 3
 """How many objects inside each other are looked into."""
-_TORCHS_OWN = frozenset(
+TORCHS_OWN = frozenset(
     (*vars(nn.Module()), "_is_hf_initialized", "_output_capturing_hooks_installed", "forward")
 )
 """Attributes that torch and transformers keep on modules for themselves."""
@@ -75,7 +75,7 @@ def held_by(model: nn.Module, keep: Callable[[Tensor], Any] = lambda tensor: ten
     met = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _TORCHS_OWN:
+            if name not in TORCHS_OWN:
                 _note(found, _joined(path, name), value, keep, met)
         found[_joined(path, "training")] = module.training
     return found
@@ -116,6 +116,12 @@ def _note(
         found[name] = id(value)
 
 
+def without_history(model: nn.Module) -> dict[int, Tensor]:
+    """Return a memo for `copy.deepcopy`, which refuses tensors that a forward has made and modules keep."""
+    tensors = [value for value in held_by(model).values() if isinstance(value, Tensor)]
+    return {id(tensor): tensor.detach() for tensor in tensors if not tensor.is_leaf}
+
+
 def changed_attributes(
     before: Mapping[str, Any], after: Mapping[str, Any], *, by_value: bool = False
 ) -> list[str]:
@@ -153,7 +159,7 @@ def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
     get, put = object.__getattribute__, nn.Module.__setattr__
 
     def read(module: nn.Module, name: str) -> Any:
-        if name not in _TORCHS_OWN and not name.startswith("__"):
+        if name not in TORCHS_OWN and not name.startswith("__"):
             first.setdefault((id(get(module, "__dict__")), name), True)
         return get(module, name)
 

@@ -118,7 +118,8 @@ def capture_model(
             if more is None or len(reasons) == MAX_ATTEMPTS:
                 if hooked and isinstance(error, Untraceable):
                     logger.warning(
-                        "hooks on %s are traced once and not called in training, as these modules cannot run as they are: %s",
+                        "hooks on %s are traced once and not called in training, as these modules cannot run as they "
+                        "are: %s",
                         *(", ".join(hooked), error),
                     )
                     hooked, whole = (), asked

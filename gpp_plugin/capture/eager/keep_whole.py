@@ -370,8 +370,14 @@ class _LeftByHooks:
             for name, tensor in outside.items()
             if not isinstance(tensor, nn.Parameter)
         }
+        self._modules = [(vars(module), vars(module).keys() - ()) for module in model.modules()]
         self._attributes = [
-            (vars(module), name, value, copy.copy(value) if isinstance(value, (dict, list, deque, set)) else None)
+            (
+                vars(module),
+                name,
+                value,
+                copy.copy(value) if isinstance(value, (dict, list, deque, set)) else None,
+            )
             for module in model.modules()
             for name, value in vars(module).items()
             if name not in TORCHS_OWN
@@ -379,6 +385,9 @@ class _LeftByHooks:
 
     def undone(self) -> list[str]:
         """Put back what was left, and return the names of tensors that were written."""
+        for attributes, names in self._modules:
+            for name in attributes.keys() - names:
+                del attributes[name]
         for attributes, name, value, content in self._attributes:
             attributes[name] = value
             if content is not None:

@@ -255,8 +255,8 @@ def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
-                f"{type(model).__name__}: {name or 'the model'} is TorchScript, which is not traced; use the module that it "
-                "was made of by torch.jit.script or torch.jit.trace"
+                f"{type(model).__name__}: {name or 'the model'} is TorchScript, which is not traced; use the module "
+                "that it was made of by torch.jit.script or torch.jit.trace"
             )
     own = dict(model.named_parameters())
     everything: dict[str, torch.Tensor] = {**own, **dict(model.named_buffers())}

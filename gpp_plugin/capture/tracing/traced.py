@@ -475,8 +475,8 @@ def _real(constant: Any, target: str, node: fx.Node) -> torch.Tensor:
         path = module_path(next(iter(node.users)))
         raise Untraceable(
             f"{path or 'the model itself'} makes or holds tensor {target.removeprefix(WRAPPED + '.')} whose values are "
-            "unknown while tracing; register it as a buffer, or, where forward makes it (as of a gradient that it takes "
-            f"itself), {APART}",
+            "unknown while tracing; register it as a buffer, or, where forward makes it (as of a gradient that it "
+            f"takes itself), {APART}",
             path,
         )
     return real.detach()

@@ -296,7 +296,9 @@ class ModelWatch:
                 "tensor_parallel to 1, or remove the hook"
             )
         if name in stage.trained:
-            if self._num_units > 1 and not all(_adds_up(h, parameter) for h in parameter._backward_hooks.values()):
+            if self._num_units > 1 and not all(
+                _adds_up(h, parameter) for h in parameter._backward_hooks.values()
+            ):
                 raise ConfigError(
                     f"{name} has a hook of register_hook that makes something else of a sum of gradients than of its "
                     f"parts, and a step has {self._num_units} loss units: one process calls it for each, a pipeline "

@@ -294,7 +294,8 @@ class WholeCalls:
         is_hooked = isinstance(call.callee, ModuleCallee) and any(
             map(has_hooks, self._original.get_submodule(path).modules())
         )
-        left = _LeftByHooks(self._original, path) if is_hooked else None
+        with _disable_current_modes():
+            left = _LeftByHooks(self._original, path) if is_hooked else None
         nodes = [_node_of(tensor) for tensor in traced[len(weights) :]]
         self._is_trying, self._gives_modules = True, False
         call.callee.function = noting
@@ -394,7 +395,7 @@ class _LeftByHooks:
                 value.clear()
                 (value.extend if isinstance(value, (list, deque)) else value.update)(content)
         written = [name for name, (tensor, version) in self._tensors.items() if tensor._version != version]
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             for name in written:
                 if name in self._values:
                     self._tensors[name][0].copy_(self._values[name])

@@ -547,7 +547,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
     ):
         remedy = (
             f"{READS}: use tensor operators (torch.where, masks) instead of "
-            "if/while/int() on tensors, or compute it in the data loader"
+            "if/while/int() on tensors, compute it in the data loader, or move it into a module of its own, which then "
+            "runs as it is"
         )
     elif "dtype" in text or "same type" in text:
         remedy = "the dtypes do not fit: cast the operands, or register the constant as a parameter"

@@ -255,6 +255,37 @@ class Thawing(Plain):
         return {"loss": self.loss(self.first(x), y)}
 
 
+class Listed(Plain):
+    """A mean teacher in a list, so that it is no submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teachers: Any = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            for own, other in zip(self.teachers[0].parameters(), self.first.parameters(), strict=True):
+                own.lerp_(other, 0.1)
+        return {"loss": self.loss(self.first(x) - self.teachers[0](x).detach(), y)}
+
+
+class Registered(Listed):
+    """The same as its refusal says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teachers = nn.ModuleList(self.teachers)
+
+
+class LateTable(Plain):
+    """Registers a buffer in its first forward."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.arange(WIDTH) / WIDTH)
+        return {"loss": self.loss(self.first(x) * self.late, y)}
+
+
 CARRIED = (
     Centre,
     Counter,
@@ -267,9 +298,12 @@ CARRIED = (
     Spectral,
     Branching,
     Stashing,
+    Registered,
 )
 REFUSED = {
     Growing: "the forward keeps seen for the next one, and it holds more, or less, after each forward",
     FirstBatch: "scale",
+    Listed: "state teachers",
+    LateTable: "the forward registers buffer late; register it in __init__, or call the model once",
     Thawing: "the forward sets requires_grad of second.bias",
 }

@@ -116,9 +116,10 @@ def capture_model(
             # first failure is what the user should know of.
             more = with_culprit(model, whole, error.culprit) if isinstance(error, Untraceable) else None
             if more is None or len(reasons) == MAX_ATTEMPTS:
-                if hooked:
+                if hooked and isinstance(error, Untraceable):
                     logger.warning(
-                        "hooks on %s are not called in training, as these modules cannot run as they are: %s",
+                        "hooks on %s are traced once and not called in training, as these modules cannot run as they "
+                        "are: %s",
                         *(", ".join(hooked), error),
                     )
                     hooked, whole = (), asked

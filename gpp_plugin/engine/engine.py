@@ -169,6 +169,7 @@ class GraphPipelineEngine(PipelineSurface):
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
         unit, is_whole = setting.sizes.loss_unit, False
         _check_count(sample_batch, config, sizes=(unit, setting.sizes.mini_batch))
+        given_batch = sample_batch
         if config.units is not None and is_counted(sample_batch):
             # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
             is_whole = count_samples(sample_batch) != unit and not is_clearly_counted(sample_batch)
@@ -183,6 +184,8 @@ class GraphPipelineEngine(PipelineSurface):
         self._rule = source.unit_rule(reference)
         if self._rule is not None:
             sample_batch = self._rule.sample(sample_batch)
+        elif config.units is None:
+            _check_axes(given_batch, setting.sizes.mini_batch)
         self._backends = StageBackends()
         self._lanes = LaneMaker(source=source, config=config, setting=setting, forwards=self._backends)
         # By default where this engine loads the data itself: nobody sees then that it is loaded one call ahead.
@@ -441,7 +444,9 @@ class GraphPipelineEngine(PipelineSurface):
         made: list[ModelWatch] = []
 
         def make() -> None:
-            made.append(ModelWatch(self._source.watched(), stages))
+            sizes = self._setting.sizes
+            units = self.config.units or sizes.mini_batch // sizes.loss_unit
+            made.append(ModelWatch(self._source.watched(), stages, units))
 
         do_together(make, what="a look at the model", group=self._setting.group)
         return made[0]
@@ -797,3 +802,21 @@ def _check_count(batch: Batch, config: GraphPipelineConfig, *, sizes: Sequence[i
             'is one loss unit as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a '
             "mini-batch"
         )
+
+
+def _check_axes(batch: Batch, mini_batch: int) -> None:
+    """Refuse a sample batch with a number that has no axis where several batches will be joined to a mini-batch.
+
+    Raises:
+        ConfigError: names the entry, and how to go on.
+    """
+    scalars = [key for key, value in batch.items() if isinstance(value, torch.Tensor) and not value.dim()]
+    if not scalars or (samples := count_samples(batch)) >= mini_batch:
+        return
+    key, number = scalars[0], mini_batch // samples
+    raise ConfigError(
+        f"batch entry {key!r} is a tensor without an axis, and {number} batches of {samples} samples are joined along "
+        f"axis 0 to a mini-batch of {mini_batch}, in which it may have {number} values: let each be a loss unit of its "
+        f'own, "graph_pipeline": {{"units": {number}}}, give it a row a sample ([{samples}, 1]), or, where it never '
+        "changes, give a Python number"
+    )

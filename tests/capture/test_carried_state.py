@@ -22,6 +22,7 @@ from tests.carried_models import (
     Branching,
     Centre,
     Counter,
+    LateTable,
     Momentum,
     Plain,
     Stashing,
@@ -111,3 +112,9 @@ def test_what_is_left_behind_is_found_on_the_module_and_not_read_off_the_graph(
     torch.manual_seed(0)
     differences = compared(make(), make_batch(4)).differences
     assert any(name in difference.what for difference in differences)
+
+
+def test_a_buffer_registered_by_a_forward_before_the_start_is_one_of_the_model() -> None:
+    model, batch = LateTable(), make_batch(4)
+    model(**batch)
+    assert compared(model, batch).differences == ()

@@ -19,6 +19,7 @@ from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad_records
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
+from gpp_plugin.capture.tracing.shadow import make_shadow
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads
@@ -397,3 +398,128 @@ def test_hooks_of_libraries_are_traced_and_those_of_the_model_itself_are_named(
     capture = capture_model(model, {"x": torch.randn(4, 4)})
     assert capture.analysis.eager == ()
     assert "hooks on Branches itself are not called in training" in caplog.text
+
+
+class Counting(Branches):
+    """Counts the calls of a part by a hook, in a buffer of the model or of the part."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        for module in (self, self.second):
+            module.register_buffer("calls", torch.zeros(()))
+
+        def count(module: Any, given: Any, made: Tensor) -> None:
+            owner: Any = module if inside else self
+            owner.calls += 1
+
+        self.second.register_forward_hook(count)
+
+
+def test_a_hook_writes_buffers_of_its_own_module_alone() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 4)}
+    model = Counting(inside=False)
+    with pytest.raises(
+        CaptureError, match=r"a hook on second \(.*\) writes into calls, .* its first argument"
+    ):
+        capture_model(model, batch)
+    assert model.calls == model.second.calls == 0
+    model = Counting(inside=True)
+    capture = capture_model(model, batch)
+    assert capture.analysis.eager == ("second",) and model.second.calls == 0
+    assert_is_model(capture, model, batch)
+
+
+class Kept(Branches):
+    """Reads what a hook of its own took from a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, given: Any, made: Tensor) -> None:
+        self.inner = made
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x)
+        return {"loss": found["loss"] + self.inner.square().mean()}
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_what_a_hook_keeps_for_the_forward_is_traced_and_the_model_stays_as_it_is(has_run: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Kept(), {"x": torch.randn(4, 4)}
+    if has_run:
+        model(**batch)
+        copy_of = make_shadow(model, training=True, dtype=None, device=torch.device("cpu")).model
+        assert isinstance(copy_of.inner, Tensor)  # which deepcopy refuses
+        del model.inner
+    capture = capture_model(model, batch)
+    assert "inner" not in vars(model)
+    assert_is_model(capture, model, batch)
+
+
+class Mapped(nn.Module):
+    """Members of an ensemble through torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda weight: x @ weight)(self.weights).mean(0)
+
+
+class Penalty(nn.Module):
+    """A gradient that forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = (0.5 * x.detach()).requires_grad_(True)
+        (gradient,) = torch.autograd.grad(self.critic(middle).sum(), middle, create_graph=True)
+        return gradient.norm(dim=1) - 1
+
+
+class Around(nn.Module):
+    """A part in a module of its own, or its forward as the model's."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(4, 4), part
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.part(self.first(x)).square().mean()}
+
+
+class Inlined(Around):
+    def __init__(self, part: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.part = part
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": type(self.part).forward(self.part, x).square().mean()}
+
+
+@pytest.mark.parametrize("make", [Mapped, Penalty])
+def test_transforms_and_gradients_of_forward_are_refused_in_the_model_and_run_in_a_part(make: Any) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 4)}
+    with pytest.raises(
+        CaptureError, match="move that part into a module of its own, which then runs as it is"
+    ):
+        capture_model(Inlined(make()), batch)
+    model = Around(make())
+    capture = capture_model(model, batch)
+    assert capture.analysis.eager == ("part",)
+    assert_is_model(capture, model, batch)
+
+
+def test_torchscript_is_refused_by_name() -> None:
+    model = Around(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(
+        CaptureError, match="part is TorchScript, which is not traced; use the module that it was made"
+    ):
+        capture_model(model, {"x": torch.randn(4, 4)})

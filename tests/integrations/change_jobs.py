@@ -240,3 +240,72 @@ def hooks_before_start() -> dict[str, Any]:
         "last": last,
         "should": {name: of[-1] for name, of in seen.items()},
     }
+
+
+# ---- a step of two loss units ----------------------------------------------------------------------------------
+
+
+class Tempered(nn.Module):
+    """Two layers, and a temperature without an axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, y: Tensor, tau: Tensor) -> dict[str, Tensor]:
+        """Return a squared error."""
+        return {"loss": (self.head(torch.tanh(self.tower(x)) / tau) - y).square().mean()}
+
+
+def unit_of(number: int) -> dict[str, Tensor]:
+    return {**{key: value[:4] for key, value in batch_of(number).items()}, "tau": torch.tensor(1.0 + number)}
+
+
+def two_units() -> dict[str, Any]:
+    """Train on two units a step with a mask of a gradient; say what is refused instead, and one process's results."""
+    mask = (torch.arange(8) % 2).float()
+
+    def made(hook: Callable[[Tensor], Tensor]) -> Tempered:
+        torch.manual_seed(0)
+        model = Tempered()
+        model.tower.weight.register_hook(hook)
+        return model
+
+    def engine_with(hook: Callable[[Tensor], Tensor], **block: Any) -> Any:
+        optimizer = {"type": "SGD", "params": {"lr": RATE}}
+        sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
+        return make_engine(
+            made(hook), unit_of(0), config_of(**sizes, optimizer=optimizer, block={"plan": PLAN, **block})
+        )
+
+    told = {}
+    for name, hook, block in (
+        ("clamp", lambda gradient: gradient.clamp(-1e-3, 1e-3), {"units": 2}),
+        ("axis", lambda gradient: gradient * mask, {}),
+    ):
+        try:
+            engine_with(hook, **block)
+        except GppError as error:
+            told[name] = str(error)
+    engine, alone = (
+        engine_with(lambda gradient: gradient * mask, units=2),
+        made(lambda gradient: gradient * mask),
+    )
+    optimizer = torch.optim.SGD(alone.parameters(), lr=RATE)
+    losses, wanted = [], []
+    for step in range(2):
+        units = [unit_of(2 * step), unit_of(2 * step + 1)]
+        losses.append(float(engine.train_batch(iter(units))))
+        optimizer.zero_grad()
+        each = [alone(**unit)["loss"] / 2 for unit in units]
+        for loss in each:
+            loss.backward()
+        optimizer.step()
+        wanted.append(sum(loss.item() for loss in each))
+    return {
+        "told": told,
+        "losses": losses,
+        "wanted": wanted,
+        "weights": engine.gather_state_dict(),
+        "state": dict(alone.state_dict()),
+    }

@@ -62,3 +62,17 @@ def test_hooks_that_were_there_before_are_called() -> None:
     assert owner["calls"] == {"forward": 1, "backward": 1}
     for name, tensor in owner["should"].items():
         assert torch.allclose(owner["last"][name], tensor, atol=1e-6), name
+
+
+def test_hooks_that_add_up_and_numbers_without_an_axis_train_over_several_units() -> None:
+    ranks = run_kept_ranks(change_jobs.two_units, 2)
+    for rank in ranks:
+        assert (
+            '"units": 2' in rank["told"]["axis"]
+            and "'tau' is a tensor without an axis" in rank["told"]["axis"]
+        )
+    assert "tower.weight has a hook" in ranks[0]["told"]["clamp"] and "clamp" in ranks[1]["told"]
+    first = ranks[0]
+    assert first["losses"] == pytest.approx(first["wanted"], rel=1e-5)
+    for key, tensor in first["state"].items():
+        assert torch.allclose(first["weights"][key], tensor, atol=1e-6), key

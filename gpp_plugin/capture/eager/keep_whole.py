@@ -16,8 +16,10 @@ Tests: tests/capture/test_eager.py
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,7 +35,7 @@ from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put
 from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.eager.trial_run import made_up, observe
-from gpp_plugin.capture.tracing.carried_state import described, initial_values
+from gpp_plugin.capture.tracing.carried_state import TORCHS_OWN, described, initial_values
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.analysis import CarriedState
 
@@ -288,6 +290,12 @@ class WholeCalls:
             patterns.append(take_apart(result, []))
             return result
 
+        path = call.title.removeprefix("eager ")
+        is_hooked = isinstance(call.callee, ModuleCallee) and any(
+            map(has_hooks, self._original.get_submodule(path).modules())
+        )
+        with _disable_current_modes():
+            left = _LeftByHooks(self._original, path) if is_hooked else None
         nodes = [_node_of(tensor) for tensor in traced[len(weights) :]]
         self._is_trying, self._gives_modules = True, False
         call.callee.function = noting
@@ -310,6 +318,12 @@ class WholeCalls:
         finally:
             call.callee.function = function
             self._is_trying = False
+            written = [] if left is None else left.undone()
+        if written:
+            raise CaptureError(
+                f"a hook on {call.where} writes into {written[0]}, which is not that module's, so that no stage would "
+                "have what it leaves: let it write into a buffer of the module that it is given, its first argument"
+            )
         if isinstance(call.callee, ModuleCallee):
             call.callee.stays_bound |= self._gives_modules
         return patterns[-1]
@@ -335,6 +349,57 @@ class WholeCalls:
             fits = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
             operands.append(value.clone() if fits else made_up(tensor.shape, tensor.dtype))
         return operands
+
+
+class _LeftByHooks:
+    """What hooks leave on the user's model when a call is tried; it is put back.
+
+    Args:
+        model: the user's.
+        path: the module that is tried, of whose own tensors it is given copies.
+    """
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        outside = {
+            name: tensor
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if not name.startswith(f"{path}.")
+        }
+        self._tensors = {name: (tensor, tensor._version) for name, tensor in outside.items()}
+        self._values = {
+            name: tensor.detach().clone()
+            for name, tensor in outside.items()
+            if not isinstance(tensor, nn.Parameter)
+        }
+        self._modules = [(vars(module), vars(module).keys() - ()) for module in model.modules()]
+        self._attributes = [
+            (
+                vars(module),
+                name,
+                value,
+                copy.copy(value) if isinstance(value, (dict, list, deque, set)) else None,
+            )
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if name not in TORCHS_OWN
+        ]
+
+    def undone(self) -> list[str]:
+        """Put back what was left, and return the names of tensors that were written."""
+        for attributes, names in self._modules:
+            for name in attributes.keys() - names:
+                del attributes[name]
+        for attributes, name, value, content in self._attributes:
+            attributes[name] = value
+            if content is not None:
+                value.clear()
+                (value.extend if isinstance(value, (list, deque)) else value.update)(content)
+        written = [name for name, (tensor, version) in self._tensors.items() if tensor._version != version]
+        with torch.no_grad(), _disable_current_modes():
+            for name in written:
+                if name in self._values:
+                    self._tensors[name][0].copy_(self._values[name])
+        return written
 
 
 class _CalledWithHooks:

@@ -41,7 +41,7 @@ from gpp_plugin.ir.op_graph import CARRIED, Parameter, is_carried
 
 MAX_DEPTH = 3
 """How many objects inside each other are looked into."""
-_TORCHS_OWN = frozenset(
+TORCHS_OWN = frozenset(
     (*vars(nn.Module()), "_is_hf_initialized", "_output_capturing_hooks_installed", "forward")
 )
 """Attributes that torch and transformers keep on modules for themselves."""
@@ -71,10 +71,11 @@ def held_by(model: nn.Module, keep: Callable[[Tensor], Any] = lambda tensor: ten
     "decoder.seen": "list of 1", "decoder.seen[0]": h, ...}``.
     """
     found: dict[str, Any] = {}
-    met: set[int] = set()
+    # what is registered is compared as that, whatever else holds it
+    met = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _TORCHS_OWN:
+            if name not in TORCHS_OWN:
                 _note(found, _joined(path, name), value, keep, met)
         found[_joined(path, "training")] = module.training
     return found
@@ -89,7 +90,12 @@ def _note(
     depth: int = 0,
 ) -> None:
     if isinstance(value, Tensor):
-        found[name] = keep(value)
+        found[name] = id(value) if id(value) in met else keep(value)
+    elif isinstance(value, nn.Module) and id(value) not in met:  # in a list, so that it is no submodule
+        met.add(id(value))
+        found[name] = id(value)
+        for key, part in (*value.named_parameters(), *value.named_buffers()):
+            found[f"{name}.{key}"] = keep(part)
     elif isinstance(value, _PLAIN):
         found[name] = value
     elif isinstance(value, np.ndarray):
@@ -108,6 +114,12 @@ def _note(
             _note(found, f"{name}.{key}", part, keep, met, depth + 1)
     else:
         found[name] = id(value)
+
+
+def without_history(model: nn.Module) -> dict[int, Tensor]:
+    """Return a memo for `copy.deepcopy`, which refuses tensors that a forward has made and modules keep."""
+    tensors = [value for value in held_by(model).values() if isinstance(value, Tensor)]
+    return {id(tensor): tensor.detach() for tensor in tensors if not tensor.is_leaf}
 
 
 def changed_attributes(
@@ -147,7 +159,7 @@ def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
     get, put = object.__getattribute__, nn.Module.__setattr__
 
     def read(module: nn.Module, name: str) -> Any:
-        if name not in _TORCHS_OWN and not name.startswith("__"):
+        if name not in TORCHS_OWN and not name.startswith("__"):
             first.setdefault((id(get(module, "__dict__")), name), True)
         return get(module, name)
 
@@ -375,6 +387,11 @@ class StateFinder:
                 before, name = buffers.get(leaf), _joined(path, leaf)
                 if buffer is before or is_carried(leaf) or name in self._known:
                     continue
+                if leaf not in buffers:
+                    raise CaptureError(
+                        f"{type(self._model).__name__}: the forward registers buffer {name}; register it in __init__, "
+                        "or call the model once before deepspeed.initialize"
+                    )
                 if before is None or buffer is None or before.shape != buffer.shape:
                     shapes = [None if t is None else list(t.shape) for t in (before, buffer)]
                     raise refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS
-from gpp_plugin.capture.tracing.carried_state import described, register_states
+from gpp_plugin.capture.tracing.carried_state import described, register_states, without_history
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState
 from gpp_plugin.ir.op_graph import Parameter
@@ -81,7 +82,7 @@ def make_shadow(
     # parameter and buffer, the copy is made around them and no weight is ever copied. A tied parameter is one object
     # under two names, so it is one fake tensor under both.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {**without_history(model)}
     where = tracing_device(device)
     with mode:
         for parameter in model.parameters():
@@ -95,7 +96,7 @@ def make_shadow(
             memo[id(buffer)] = torch.empty_strided(
                 buffer.shape, buffer.stride(), dtype=buffer.dtype, device=where
             )
-    # hooks are the user's own, whatever objects they are methods of
+    # hooks are the user's own, whatever objects they are methods of; methods of the model's modules are the copies'
     for table in (getattr(part, name) for part in model.modules() for name in MODULE_HOOKS):
         memo[id(table)] = table.copy()
     parameters = (*_describe_parameters(model, dtype), *described(carried))
@@ -106,6 +107,11 @@ def make_shadow(
             f"{type(model).__name__} cannot be copied for tracing ({type(error).__name__}: {error}); "
             "remove attributes that copy.deepcopy refuses (open files, locks, process groups) before capture"
         ) from error
+    copies = {id(own): copied for own, copied in zip(model.modules(), twin.modules(), strict=True)}
+    for table in (getattr(part, name) for part in twin.modules() for name in MODULE_HOOKS):
+        for key, hook in table.items():
+            if isinstance(hook, types.MethodType) and id(hook.__self__) in copies:
+                table[key] = types.MethodType(hook.__func__, copies[id(hook.__self__)])
     with mode:
         register_states(twin, carried, functools.partial(_empty, where))
     set_modes(twin, training=training)
@@ -246,6 +252,12 @@ def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:
     Raises:
         CaptureError: names the first of a kind, how many there are, and what to do.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{type(model).__name__}: {name or 'the model'} is TorchScript, which is not traced; use the module "
+                "that it was made of by torch.jit.script or torch.jit.trace"
+            )
     own = dict(model.named_parameters())
     everything: dict[str, torch.Tensor] = {**own, **dict(model.named_buffers())}
     doubles = [name for name, p in own.items() if p.dtype is torch.float64 and dtype not in (None, p.dtype)]

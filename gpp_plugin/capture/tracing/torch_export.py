@@ -389,11 +389,13 @@ def _surroundings() -> Iterator[None]:
 @contextmanager
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo what a forward keeps of tensors in its modules (a cache of positions): export refuses what it finds."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    before = [(module, dict(vars(module)), set(module._buffers)) for module in model.modules()]
     try:
         yield
     finally:
-        for module, attributes in before:
+        for module, attributes, buffers in before:
+            for name in module._buffers.keys() - buffers:
+                del module._buffers[name]
             now = vars(module)
             for name in [n for n, value in now.items() if value is not attributes.get(n)]:
                 # not numbers: one may say what else was done to the module (transformers installs hooks once)
@@ -545,7 +547,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
     ):
         remedy = (
             f"{READS}: use tensor operators (torch.where, masks) instead of "
-            "if/while/int() on tensors, or compute it in the data loader"
+            "if/while/int() on tensors, compute it in the data loader, or move it into a module of its own, which then "
+            "runs as it is"
         )
     elif "dtype" in text or "same type" in text:
         remedy = "the dtypes do not fit: cast the operands, or register the constant as a parameter"

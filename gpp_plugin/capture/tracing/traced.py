@@ -39,6 +39,8 @@ from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
 
+APART = "move that part into a module of its own, which then runs as it is"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
@@ -236,7 +238,7 @@ def _name_placeholders(
             found.fakes[name] = tensors[own]
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             if placeholders[name].users:
-                found.constants[name] = _real(program.constants[target], target, shadow)
+                found.constants[name] = _real(program.constants[target], target, placeholders[name])
             found.fakes[name] = placeholders[name].meta["val"]
         else:
             raise CaptureError(
@@ -439,6 +441,13 @@ def refuse_values(graph: fx.Graph) -> None:
             continue
         place = f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'}"
         for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+                path = module_path(node)
+                raise Untraceable(
+                    f"{path or 'the model itself'} computes in a transform of torch.func (vmap, grad), which no graph "
+                    f"holds; {APART}",
+                    path,
+                )
             if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise Untraceable(
                     f"{place} yields a Python number {TAKEN}; keep it a tensor", module_path(node)
@@ -458,14 +467,17 @@ def _attribute(root: torch.nn.Module, target: str) -> Any:
     return value
 
 
-def _real(constant: Any, target: str, shadow: Shadow) -> torch.Tensor:
+def _real(constant: Any, target: str, node: fx.Node) -> torch.Tensor:
     if not isinstance(constant, torch.Tensor):
         raise CaptureError(f"constant {target} is a {type(constant).__name__}; only tensors can be captured")
     real = getattr(constant, "constant", None) if isinstance(constant, FakeTensor) else constant
     if real is None or real.is_meta:
-        raise CaptureError(
-            f"the model makes or holds tensor {target.removeprefix(WRAPPED + '.')} whose values are unknown "
-            "while tracing; register it as a buffer"
+        path = module_path(next(iter(node.users)))
+        raise Untraceable(
+            f"{path or 'the model itself'} makes or holds tensor {target.removeprefix(WRAPPED + '.')} whose values are "
+            "unknown while tracing; register it as a buffer, or, where forward makes it (as of a gradient that it "
+            f"takes itself), {APART}",
+            path,
         )
     return real.detach()
 

@@ -6,7 +6,8 @@ Stages run what was captured. A look at the modules before each mini-batch finds
     parameter.data = tensor                   the same: the values are copied to where the stage has them
     module.buffer = tensor                    the same
     requires_grad_(False), and True again     the parameter stays as it is meanwhile: no momentum, no decay, no norm
-    hooks on parameters (`register_hook`)     called once a step, with the whole gradient
+    hooks on parameters (`register_hook`)     called once a step, with the whole gradient; one that makes something else
+                                              of a sum than of its parts is refused where a step has several units
     attributes, modes                         the model is traced with the old and the new ones: where the traces are
                                               the same, training goes on; else the change is refused
     other modules or parameters, hooks of     refused
@@ -105,16 +106,40 @@ _VERSION = operator.attrgetter("_version")
 _FLAGS = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+@torch.no_grad()
+def _adds_up(hook: Any, parameter: Tensor) -> bool:
+    """Return whether a hook only looks, or gives for a sum of gradients the sum of what it gives for each.
+
+    It is called with made-up gradients of many magnitudes: once where it only looks, else three times.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def made() -> Tensor:
+        sizes = 10 ** (10 * torch.rand(parameter.shape, generator=draw) - 7)
+        return (torch.randn(parameter.shape, generator=draw) * sizes).to(parameter)
+
+    one, other = made(), made()
+    first = hook(one.clone())
+    if first is None:
+        return True
+    parts = first.double(), hook(other.clone()).double()
+    whole = hook(one + other).double()
+    rounding = 8 * torch.finfo(parameter.dtype).eps * (parts[0].abs() + parts[1].abs() + whole.abs())
+    return bool(((whole - parts[0] - parts[1]).abs() <= rounding).all())
+
+
 class ModelWatch:
     """Looks whether the model is still what was captured; one a rank.
 
     Args:
         watched: the captured modules.
         stages: this rank's.
+        num_units: loss units of a step.
     """
 
-    def __init__(self, watched: Sequence[WatchedModule], stages: RankEngine) -> None:
+    def __init__(self, watched: Sequence[WatchedModule], stages: RankEngine, num_units: int = 1) -> None:
         self._stages = stages
+        self._num_units = num_units
         self._tables = [(each, _tables_of(each.module)) for each in watched]
         self._all = [table for _, tables in self._tables for table in tables]
         self._items = [table.items for table in self._all]
@@ -271,6 +296,14 @@ class ModelWatch:
                 "tensor_parallel to 1, or remove the hook"
             )
         if name in stage.trained:
+            if self._num_units > 1 and not all(
+                _adds_up(h, parameter) for h in parameter._backward_hooks.values()
+            ):
+                raise ConfigError(
+                    f"{name} has a hook of register_hook that makes something else of a sum of gradients than of its "
+                    f"parts, and a step has {self._num_units} loss units: one process calls it for each, a pipeline "
+                    "once with their sum; let it be a factor or a mask, or set gradient_accumulation_steps to 1"
+                )
             stage.update.hooks.setdefault(name, []).append(parameter._backward_hooks)
         parameter._backward_hooks = None
 

@@ -31,6 +31,7 @@ from gpp_plugin.capture.tracing.carried_state import (
     held_by,
     initial_values,
     noted_accesses,
+    without_history,
 )
 from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
 from gpp_plugin.capture.tracing.shadow import set_modes, switch_off_caches
@@ -119,7 +120,7 @@ def make_twin(model: nn.Module, *, device: torch.device, dtype: torch.dtype | No
     """
 
     # As for tracing (`make_shadow`): what `deepcopy` finds in ``memo`` it does not copy, and ties stay ties.
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {**without_history(model)}
     for name, parameter in model.named_parameters():
         wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         value = (

@@ -302,7 +302,8 @@ def _like(part: CapturedPart, place: Place, model: nn.Module) -> CapturedPart:
 def _refusal(part: CapturedPart, found: Comparison, size: _Size) -> str:
     first, number = found.differences[0], len(found.differences)
     look = (
-        "let it begin with a tensor or number in place of None, keep a registered buffer, or write it in every forward"
+        "let it begin with a tensor or number in place of None, keep a registered buffer (a module in a list as "
+        "nn.ModuleList), or write it in every forward"
         if first.what.startswith("state ")
         else "look there for a custom autograd.Function, values read in Python, or code that asks whether it is traced"
     )

@@ -108,7 +108,7 @@ def test_what_cannot_be_done_is_said() -> None:
     for said in run_kept_ranks(jobs.refusals, 2):
         assert "mode async" in said["async"] and "use stage 2" in said["async"]
         assert "graph_pipeline.backends" in said["backends"]
-        assert "offload_param.device: 'cpu' is not supported" in said["offload"]
+        assert 'offload_param.device: "cpu" is not supported' in said["offload"]
         assert "deepspeed.zero.Init" in said["in parts"]
         assert all("\n" not in line for line in said.values())
 

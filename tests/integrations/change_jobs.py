@@ -281,6 +281,7 @@ def hooks_before_start() -> dict[str, Any]:
     return {
         "loss": loss,
         "wanted": wanted.item(),
+        "at start": at_start,
         "calls": calls,
         "last": last,
         "should": {name: of[-1] for name, of in seen.items()},

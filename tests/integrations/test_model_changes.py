@@ -74,5 +74,6 @@ def test_hooks_that_were_there_before_are_called() -> None:
     owner = ranks[0]
     assert owner["loss"] == pytest.approx(owner["wanted"], rel=1e-5)
     assert owner["calls"] == {"forward": 1, "backward": 1}
+    assert owner["at start"]["forward"] < 10, "not while it is timed"
     for name, tensor in owner["should"].items():
         assert torch.allclose(owner["last"][name], tensor, atol=1e-6), name

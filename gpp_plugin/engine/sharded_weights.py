@@ -11,8 +11,10 @@ the flat buffer, in which it lies too, is there: a rank never holds more than th
 Trained parameters lie in the flat buffers of the optimizer, whose partitions are the ranks' parts, and which steps
 those (`WeightUpdater.publish_to`); the others in flat buffers made here, one for each type. Buffers stay whole.
 
-Between mini-batches a parameter has its shape and no memory: it reads as not-a-number, and cannot be written. Whoever
-needs values has `gathered`, which gathers all stages of the rank into buffers of their own, and takes what is written.
+Between mini-batches a parameter has its shape and no memory: it reads as not-a-number, and what is written to it is
+refused. One of a single element (a temperature) has its value on the rank that keeps it, and may be written there.
+Whoever needs values has `gathered`, which gathers all stages of the rank into buffers of their own, and takes what is
+written.
 
 Source: ZeRO (Rajbhandari et al., SC 2020; arXiv 1910.02054), section 5.3; storages that are let go of and come back:
     FSDP (Zhao et al., VLDB 2023; arXiv 2304.11277), section 4.2
@@ -81,9 +83,7 @@ class _Sharded:
         self.views = self._views_of(self._whole)
         self._read: Tensor | None = None
         self._is_filled = True
-        # one number, seen in every shape: what reads it notices, and what writes to it is refused by torch
-        nothing = _nothing(self.part.dtype)
-        self.placeholder = torch.full((), nothing, dtype=self.part.dtype, device=self.part.device)
+        self._hidden = self._make_hidden()
         self.part.untyped_storage().resize_(0)
 
     def _own_part(self, whole: Tensor) -> Tensor:
@@ -92,6 +92,24 @@ class _Sharded:
 
     def _views_of(self, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         return [(p, whole.narrow(0, first, p.numel()).view(p.shape)) for p, first in self._places]
+
+    def _make_hidden(self) -> list[tuple[nn.Parameter, Tensor]]:
+        # a, b of several elements, s and t of one, t kept by this rank:
+        #     placeholders  nan nan      a and b see one number each in their whole shape, which torch rarely lets them
+        #                                write (`fill_`, or one element), and `written` finds
+        #     singles       nan t        what is written to t goes into the part; s is some other rank's to write
+        first_own = self._shape[1] * self.part.numel()
+        nothing, device = _nothing(self.part.dtype), self.part.device
+        single = [(p, first - first_own) for p, first in self._places if p.numel() == 1]
+        own = [(k, at) for k, (_, at) in enumerate(single) if 0 <= at < self.part.numel()]
+        self._several = [p for p, _ in self._places if p.numel() != 1]
+        self._placeholders = torch.full((len(self._several),), nothing, dtype=self.part.dtype, device=device)
+        self._singles = torch.full((len(single),), nothing, dtype=self.part.dtype, device=device)
+        self._own_singles = torch.tensor(own, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
+        return [
+            *((p, seen.expand(p.shape)) for p, seen in zip(self._several, self._placeholders, strict=True)),
+            *((p, seen.view(p.shape)) for (p, _), seen in zip(single, self._singles, strict=True)),
+        ]
 
     @property
     def gathered_bytes(self) -> int:
@@ -136,10 +154,38 @@ class _Sharded:
         storage.resize_(0)
         self._is_filled = False
 
+    @torch.no_grad()
+    def hide(self) -> None:
+        for parameter, seen in self._hidden:
+            parameter.data = seen
+        number, place = self._own_singles
+        if len(number) and self.part.untyped_storage().nbytes():  # it has none where it could not be freed
+            self._singles.index_copy_(0, number, self.part.index_select(0, place))
+
+    @torch.no_grad()
+    def keep_singles(self) -> None:
+        number, place = self._own_singles
+        if len(number) and self.part.untyped_storage().nbytes():
+            self.part.index_copy_(0, place, self._singles.index_select(0, number))
+
+    @torch.no_grad()
+    def written(self) -> list[nn.Parameter]:
+        seen = self._placeholders
+        nothing = torch.tensor(_nothing(seen.dtype))
+        is_written = seen.isnan().logical_not_() if nothing.isnan() else seen.ne(nothing)
+        if not is_written.any():
+            return []
+        return [p for p, found in zip(self._several, is_written.tolist(), strict=True) if found]
+
+    @torch.no_grad()
+    def restore_hidden(self) -> None:
+        self._placeholders.fill_(_nothing(self._placeholders.dtype))
+
     # What others read is a buffer of its own: a numpy array of a parameter would hold on to the storage of ``whole``.
 
     @torch.no_grad()
     def begin_reading(self) -> list[tuple[nn.Parameter, Tensor]]:
+        self.keep_singles()
         read = torch.empty(self._whole.shape, dtype=self._whole.dtype, device=self._whole.device)
         all_gather(read, self.part, group=self._group, what=GATHERED)
         self._read = read
@@ -189,7 +235,7 @@ class ShardedWeights:
         self._free()
         self.detach()
         self.versions = self._versions_now()
-        """By parameter, how often it was written to when somebody could last do so (`begin_reading`)."""
+        """By parameter of several elements, how often it was written to when somebody could last do so."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -222,6 +268,7 @@ class ShardedWeights:
     def attach(self) -> None:
         """Let the parameters be views of the flat buffers, whether there is anything in these or not."""
         for flat in self._flats:
+            flat.keep_singles()
             for parameter, view in flat.views:
                 parameter.data = view
 
@@ -233,8 +280,11 @@ class ShardedWeights:
                 self._free()
         finally:
             for flat in self._flats:
-                for parameter, view in flat.views:
-                    parameter.data = flat.placeholder.expand(view.shape)
+                flat.hide()
+
+    def written(self) -> frozenset[int]:
+        """Return the parameters (by identity) that were written to where the rank does not have their values."""
+        return frozenset(id(parameter) for flat in self._flats for parameter in flat.written())
 
     def begin_reading(self) -> None:
         """Let the parameters have their values, outside of programs; collective over the stage's ranks."""
@@ -252,12 +302,13 @@ class ShardedWeights:
         """Keep what was written, and let the parameters have shapes alone."""
         for flat in self._flats:
             flat.end_reading()
+            flat.restore_hidden()
         self.is_read = False
         self.detach()
         self.versions = self._versions_now()
 
     def _versions_now(self) -> dict[int, int]:
-        return {id(p): p._version for flat in self._flats for p, _ in flat.views}
+        return {id(p): p._version for flat in self._flats for p, _ in flat.views if p.numel() != 1}
 
     def _gather(self) -> None:
         try:

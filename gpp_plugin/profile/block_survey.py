@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.eager.keep_whole import hooks_at_rest
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.capture.tracing.shadow import dtype_name
 from gpp_plugin.errors import GppError, ProfileError, first_line
@@ -131,6 +132,7 @@ class BlockSurvey:
         self.held = HeldStorages()
         self._chain: list[Operands] | None = []
 
+    @hooks_at_rest()
     def run(self, report: Callable[[int, int, str], None]) -> dict[str, BlockResult]:
         """Return what was measured of every block."""
         surveyed: list[_Surveyed] = []

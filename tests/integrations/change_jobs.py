@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,10 @@ def batch_of(seed: int) -> dict[str, Tensor]:
 
 
 def engine_of(model: nn.Module, **changes: Any) -> Any:
-    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
+    sizes = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": changes.pop("train_micro_batch_size_per_gpu", 8),
+    }
     optimizer = {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9, "weight_decay": 0.01}}
     block = {"plan": PLAN, **changes.pop("block", {})}
     more = {"zero_allow_untested_optimizer": True, **changes}
@@ -104,7 +107,48 @@ HONOURED: tuple[Callable[[Changed], None], ...] = (
 )  # fmt: skip
 
 
-def change_between_steps(**config: Any) -> dict[str, Any]:
+def clamp_without_data(model: Changed) -> None:
+    with torch.no_grad():
+        model.logit_scale.clamp_(max=0.8)
+
+
+def assign_scale(model: Changed) -> None:
+    model.logit_scale.data = torch.tensor(0.7)
+
+
+def change_what_is_in_parts() -> dict[str, Any]:
+    """Write to parameters of which each of two ranks holds a part (ZeRO 3): a temperature, and larger ones."""
+    answer = change_between_steps(
+        (clamp, clamp_without_data, assign_scale, clamp),
+        block={"plan": {"stages": [{"modules": ["*"], "ranks": [0, 1]}]}},
+        train_micro_batch_size_per_gpu=4,
+        zero_optimization={"stage": 3},
+        bf16={"enabled": True},
+    )
+    engine, told = answer.pop("engine"), {}
+    before = engine.gather_state_dict()
+
+    def attempt(name: str, parameter: Tensor) -> None:
+        try:
+            engine.train_batch(iter([batch_of(0)]))
+            told[name] = "trained"
+        except GppError as error:
+            told[name] = str(error)
+        with engine.gathered_parameters(), torch.no_grad():
+            parameter.mul_(0.5)
+        told[f"{name} as advised"] = engine.gather_state_dict()
+
+    for name in ("head.weight", "tower.0.bias"):
+        parameter = dict(engine.named_parameters())[name]
+        parameter.data.fill_(1.0)
+        attempt(name, parameter)
+    engine.train_batch(iter([batch_of(0)]))
+    return {**answer, "told": told, "before": before}
+
+
+def change_between_steps(
+    changes: Sequence[Callable[[Changed], None]] = HONOURED, **config: Any
+) -> dict[str, Any]:
     """Train while each change is made before a step; return losses and weights, and those of one process."""
     norm = (
         nn.LayerNorm if "bf16" in config else nn.BatchNorm1d
@@ -113,7 +157,7 @@ def change_between_steps(**config: Any) -> dict[str, Any]:
     engine = engine_of(model, **config)
     optimizer = torch.optim.SGD(alone.parameters(), lr=RATE, momentum=0.9, weight_decay=0.01)
     losses, wanted = [], []
-    for step, change in enumerate((lambda model: None, *HONOURED, lambda model: None)):
+    for step, change in enumerate((lambda model: None, *changes, lambda model: None)):
         change(model)
         change(alone)
         losses.append(float(engine.train_batch(iter([batch_of(step)]))))
@@ -123,6 +167,7 @@ def change_between_steps(**config: Any) -> dict[str, Any]:
         optimizer.step()
         wanted.append(loss.item())
     return {
+        "engine": engine,
         "losses": losses,
         "wanted": wanted,
         "weights": engine.gather_state_dict(),
@@ -236,6 +281,7 @@ def hooks_before_start() -> dict[str, Any]:
     return {
         "loss": loss,
         "wanted": wanted.item(),
+        "at start": at_start,
         "calls": calls,
         "last": last,
         "should": {name: of[-1] for name, of in seen.items()},

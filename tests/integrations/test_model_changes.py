@@ -30,7 +30,21 @@ def test_changes_between_steps_are_those_of_one_process(name: str) -> None:
 
 
 def _change_between_steps(config: dict[str, Any]) -> dict[str, Any]:
-    return change_jobs.change_between_steps(**config)
+    answer = change_jobs.change_between_steps(**config)
+    del answer["engine"]
+    return answer
+
+
+def test_what_is_written_to_parameters_in_parts_is_taken_or_refused_by_name() -> None:
+    first, second = run_kept_ranks(change_jobs.change_what_is_in_parts, 2)
+    assert first["losses"] == second["losses"] == pytest.approx(first["wanted"], rel=3e-2)
+    found, wanted = (float(first[key]["logit_scale"]) for key in ("weights", "state"))
+    assert found == pytest.approx(wanted, rel=1e-2)
+    for told in (first["told"], second["told"]):
+        for name in ("head.weight", "tower.0.bias"):
+            assert f"{name} was written to" in told[name], told[name]
+    expected = 0.5 * first["before"]["head.weight"]
+    assert torch.equal(first["told"]["head.weight as advised"]["head.weight"], expected)
 
 
 def test_modes_that_were_set_before_the_start_stay() -> None:
@@ -60,6 +74,7 @@ def test_hooks_that_were_there_before_are_called() -> None:
     owner = ranks[0]
     assert owner["loss"] == pytest.approx(owner["wanted"], rel=1e-5)
     assert owner["calls"] == {"forward": 1, "backward": 1}
+    assert owner["at start"]["forward"] < 10, "not while it is timed"
     for name, tensor in owner["should"].items():
         assert torch.allclose(owner["last"][name], tensor, atol=1e-6), name
 

@@ -17,11 +17,13 @@ Tests: tests/capture/test_eager.py
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
@@ -402,6 +405,22 @@ class _LeftByHooks:
         return written
 
 
+_AT_REST: ContextVar[bool] = ContextVar("_AT_REST", default=False)
+
+
+@contextmanager
+def hooks_at_rest() -> Iterator[None]:
+    """Call no hooks of modules that are kept whole while the context lasts, but where they change what is computed.
+
+    A model is timed on made-up values, many times: whoever logs or keeps activations is to have none of these.
+    """
+    token = _AT_REST.set(True)
+    try:
+        yield
+    finally:
+        _AT_REST.reset(token)
+
+
 class _CalledWithHooks:
     """Calls a module that is kept whole with the hooks that its user's module has at that time.
 
@@ -412,6 +431,8 @@ class _CalledWithHooks:
 
     def __init__(self, module: nn.Module, original: nn.Module) -> None:
         self._module, self._original = module, original
+        self._changes: bool | None = None
+        """Whether a forward hook has returned or written something; None before the first call."""
         self._none = {name: type(getattr(original, name))() for name in (*MODULE_HOOKS, *HOOK_OPTIONS)}
         vars(module).update(self._none, _is_full_backward_hook=None)
 
@@ -419,14 +440,27 @@ class _CalledWithHooks:
         """Call the module."""
         own, original = vars(self._module), self._original
         stand_in = own.pop("forward", None)
-        own.update({name: getattr(original, name) for name in self._none})
-        own["_is_full_backward_hook"] = original._is_full_backward_hook
+        if self._changes is not False or not _AT_REST.get():
+            own.update({name: getattr(original, name) for name in self._none})
+            own["_is_full_backward_hook"] = original._is_full_backward_hook
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                own[name] = {key: functools.partial(self._call_hook, hook) for key, hook in own[name].items()}
         try:
-            return self._module(*args, **kwargs)
+            returned = self._module(*args, **kwargs)
+            self._changes = bool(self._changes)
+            return returned
         finally:
             own.update(self._none, _is_full_backward_hook=None)
             if stand_in is not None:
                 own["forward"] = stand_in
+
+    def _call_hook(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = [tensor for tensor in pytree.tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        before = [(tensor._version, tensor.requires_grad) for tensor in given]
+        returned = hook(*args, **kwargs)
+        is_left = before == [(tensor._version, tensor.requires_grad) for tensor in given]
+        self._changes = self._changes or returned is not None or not is_left
+        return returned
 
 
 def _node_of(traced: Tensor) -> fx.Node | None:

@@ -156,15 +156,17 @@ def attribute_of(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
 def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
     """Note whether each attribute was read before it was written, by the id of the module's ``__dict__``."""
     first: dict[tuple[int, str], bool] = {}
-    get, put = object.__getattribute__, nn.Module.__setattr__
+    own = object.__getattribute__
+    is_noted = "__getattribute__" in vars(nn.Module)  # by somebody around this
+    get, put = nn.Module.__getattribute__, nn.Module.__setattr__
 
     def read(module: nn.Module, name: str) -> Any:
         if name not in TORCHS_OWN and not name.startswith("__"):
-            first.setdefault((id(get(module, "__dict__")), name), True)
+            first.setdefault((id(own(module, "__dict__")), name), True)
         return get(module, name)
 
     def write(module: nn.Module, name: str, value: Any) -> None:
-        first.setdefault((id(get(module, "__dict__")), name), False)
+        first.setdefault((id(own(module, "__dict__")), name), False)
         put(module, name, value)
 
     setattr(nn.Module, "__getattribute__", read)  # noqa: B010
@@ -172,7 +174,10 @@ def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
     try:
         yield first
     finally:
-        delattr(nn.Module, "__getattribute__")
+        if is_noted:
+            setattr(nn.Module, "__getattribute__", get)  # noqa: B010
+        else:
+            delattr(nn.Module, "__getattribute__")
         setattr(nn.Module, "__setattr__", put)  # noqa: B010
 
 

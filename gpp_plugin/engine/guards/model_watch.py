@@ -205,6 +205,7 @@ class ModelWatch:
         ):
             self._settle_parameters()
             self._flags = list(map(_FLAGS, parameters))
+        self._refuse_written_in_parts()
         for first, others in self._copies:
             self._write_copies(first, others)
 
@@ -236,10 +237,7 @@ class ModelWatch:
                     weights is not None
                     and weights.versions.get(id(parameter), parameter._version) != parameter._version
                 ):
-                    raise ConfigError(
-                        f"{name} was written to while its stage's ranks hold parts of it (ZeRO 3); write within "
-                        "engine.gathered_parameters(), on all ranks alike"
-                    )
+                    raise _written_in_parts(name)
             if any(hooks):
                 self._take_hooks(stage, name, parameter)
             if self._trained[number] and not takes_gradient:
@@ -254,6 +252,12 @@ class ModelWatch:
         self._frozen = resting
         for stage in self._stages.stages:
             stage.update.frozen = frozenset(frozen.get(stage.stage_index, ()))
+
+    def _refuse_written_in_parts(self) -> None:
+        """Refuse what was written through `.data`, which no version tells of, to parameters without values (ZeRO 3)."""
+        for weights in self._stages.weights:
+            if written := weights.written():
+                raise _written_in_parts(next(name for _, name, p in self._parameters if id(p) in written))
 
     @torch.no_grad()
     def _write_copies(self, first: Tensor, others: Sequence[Tensor]) -> None:
@@ -412,6 +416,13 @@ class ModelWatch:
             buffer.copy_(change.new)
         if held:
             table.items[leaf] = held[0]
+
+
+def _written_in_parts(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} was written to while its stage's ranks hold parts of it (ZeRO 3); write within "
+        "engine.gathered_parameters(), on all ranks alike"
+    )
 
 
 def _copies_of(stages: RankEngine) -> list[tuple[Tensor, list[Tensor]]]:

@@ -368,6 +368,8 @@ class _LeftByHooks:
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if not name.startswith(f"{path}.")
         }
+        # A version tells that a tensor was written to. Parameters are not cloned, as they may be large: a write to one
+        # is refused, and none is put back.
         self._tensors = {name: (tensor, tensor._version) for name, tensor in outside.items()}
         self._values = {
             name: tensor.detach().clone()
@@ -375,6 +377,7 @@ class _LeftByHooks:
             if not isinstance(tensor, nn.Parameter)
         }
         self._modules = [(vars(module), vars(module).keys() - ()) for module in model.modules()]
+        # containers by their contents: a hook that appends to a list leaves the list itself in place
         self._attributes = [
             (
                 vars(module),

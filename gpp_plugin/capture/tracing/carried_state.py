@@ -345,6 +345,9 @@ class StateFinder:
         Raises:
             CaptureError: a forward leaves behind what cannot be carried; names it.
         """
+        # self.calls += 1; self.last = loss:
+        #   before   calls 3, last None        first   calls read, last written
+        #   after    calls 4, last <tensor>    state   calls; last is only kept for a reader outside
         found = self._assigned_buffers()
         after = held_by(self._model)
         names: dict[str, tuple[nn.Module, str]] = {}
@@ -421,6 +424,8 @@ class StateFinder:
         except Exception as error:
             raise refused(self._model, name, f"is a {type(value).__name__}") from error
         path = name.rpartition(".")[0]
+        # self.seen = (h, 3) of a module "decoder" becomes two buffers, decoder.carried:seen:0 [rows, width] and
+        # decoder.carried:seen:1 [], with the structure of the tuple beside them
         tensors = []
         for number, part in enumerate(leaves):
             suffix = f":{number}" if len(leaves) > 1 else ""

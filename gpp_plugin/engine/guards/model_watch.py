@@ -187,6 +187,9 @@ class ModelWatch:
         Raises:
             ConfigError: something cannot be honoured; names it.
         """
+        # one comparison of lists by identity a step, in C; tables are looked into where it fails:
+        #   known    [..., training True, beta 0.5]
+        #   now      [..., training True, beta 5.0]  ->  beta, an attribute of the root
         try:
             is_same = self._held_now() == self._known
         except (RuntimeError, ValueError, TypeError):  # tensors and arrays do not say whether they are equal

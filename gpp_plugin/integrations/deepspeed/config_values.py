@@ -124,6 +124,10 @@ def read_deepspeed(config: Mapping[str, Any]) -> DeepSpeedReading:
         ConfigError: what DeepSpeed refuses, what a graph of stages cannot do, and values and names that no job means;
             a line for each, with the key path, the value and what to write.
     """
+    # {"bf16": {"enabled": "auto"}, "amp": {...}, "graph_pipeline": {...}}
+    #   values    types and near misses of names, before DeepSpeed's classes word them
+    #   settled   as DeepSpeed's classes read it: bf16 is off
+    #   refused   what the table says no stage can do: amp
     own = {str(key): value for key, value in config.items() if key != BLOCK}
     check_values(own)
     asked = {key: value for key, value in own.items() if key not in REPLACED_KEYS}

@@ -20,6 +20,7 @@ from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.runtime import rank_executor as rank_executors
 from gpp_plugin.runtime.batches import UnitBatch
 from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
@@ -307,3 +308,13 @@ def test_the_memory_of_all_stages_of_a_rank(tmp_path: Path) -> None:
     peaks = [counts.peak_held_bytes for counts in result.memories.values()]
     assert max(peaks) <= result.most_bytes <= sum(peaks)
     assert not lane.run(batch).memories
+
+
+def test_the_executors_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_executors, "RankExecutor", lambda *given, **options: object())
+    kept = rank_executors.RankExecutors(hand_overs=HandOvers(), most=2)
+    programs: list[Any] = [object() for _ in range(3)]
+    first, second = (kept.of(program, ()) for program in programs[:2])
+    assert kept.of(programs[0], ()) is first
+    kept.of(programs[2], ())
+    assert kept.of(programs[0], ()) is first and kept.of(programs[1], ()) is not second

@@ -153,11 +153,8 @@ class ProcessorTimes:
         report.tier = "test-all" if item.nodeid in self._left_out else "test"
         # what takes longer because the processor is slower, or shared with others, is no fault of the test
         is_judged = call.when == "call" and report.passed and report.tier == "test"
-        if (
-            is_judged
-            and 0 < self._limit_s < report.processor_s
-            and self._limit_s < report.processor_s / slowness()
-        ):
+        is_above = is_judged and 0 < self._limit_s < report.processor_s
+        if is_above and report.processor_s > self._limit_s * slowness():
             report.outcome = "failed"
             report.longrepr = (
                 f"{item.nodeid} took {report.processor_s:.1f} processor seconds of {self._limit_s:g} that a test of "

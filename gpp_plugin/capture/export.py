@@ -130,6 +130,19 @@ def capture_model(
             logger.debug("kept whole, as tracing failed: %s (%s)", error.culprit, error)
             reasons.append(error)
             whole = more
+    _log_what_is_special(captured, whole, asked=asked, hooked=hooked, reasons=reasons)
+    return captured
+
+
+def _log_what_is_special(
+    captured: CapturedGraph,
+    whole: Sequence[str],
+    *,
+    asked: Sequence[str],
+    hooked: Sequence[str],
+    reasons: Sequence[Untraceable],
+) -> None:
+    """Log which modules are kept whole, and why where nobody asked, and the state that is carried."""
     for path in whole:
         # of modules that failed alike, the first says why; of one that was kept for another inside it, that other
         why = next((e for e in reasons if e.culprit == path or e.culprit.startswith(f"{path}.")), None)
@@ -142,7 +155,6 @@ def capture_model(
         logger.info("state that each forward leaves for the next one: %s", ", ".join(left))
     if whole:
         logger.info("kept whole, run as they are: %s", ", ".join(whole))
-    return captured
 
 
 def _capture(

@@ -20,7 +20,7 @@ from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.same_blocks import border_names, with_names
-from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
+from gpp_plugin.capture.tracing.carried_state import LeavesState, noted_reads, refused
 from gpp_plugin.capture.tracing.shadow import Shadow, make_shadow
 from gpp_plugin.capture.tracing.symbolic_sizes import (
     SizeTexts,
@@ -198,17 +198,8 @@ def attributes_read(
         CaptureError: it cannot be traced.
     """
     reads: set[tuple[int, str]] = set()
-
-    def read(module: nn.Module, name: str) -> Any:
-        reads.add((id(vars_of(module, "__dict__")), name))
-        return vars_of(module, name)
-
-    vars_of = object.__getattribute__
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-    try:
+    with noted_reads(lambda owner, name: reads.add((owner, name))):
         shadow, traced = _trace_again(model, analysis, batch, device=device, call=call)
-    finally:
-        del nn.Module.__getattribute__
     # by their attributes: export calls some modules through proxies, which share those
     paths = {id(vars(module)): path for path, module in shadow.model.named_modules()}
     return traced.as_text(), frozenset((paths[owner], name) for owner, name in reads if owner in paths)

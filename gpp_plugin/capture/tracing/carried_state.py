@@ -156,29 +156,43 @@ def attribute_of(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
 def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
     """Note whether each attribute was read before it was written, by the id of the module's ``__dict__``."""
     first: dict[tuple[int, str], bool] = {}
-    own = object.__getattribute__
-    is_noted = "__getattribute__" in vars(nn.Module)  # by somebody around this
-    get, put = nn.Module.__getattribute__, nn.Module.__setattr__
+    own, put = object.__getattribute__, nn.Module.__setattr__
 
-    def read(module: nn.Module, name: str) -> Any:
+    def read(owner: int, name: str) -> None:
         if name not in TORCHS_OWN and not name.startswith("__"):
-            first.setdefault((id(own(module, "__dict__")), name), True)
-        return get(module, name)
+            first.setdefault((owner, name), True)
 
     def write(module: nn.Module, name: str, value: Any) -> None:
         first.setdefault((id(own(module, "__dict__")), name), False)
         put(module, name, value)
 
-    setattr(nn.Module, "__getattribute__", read)  # noqa: B010
     setattr(nn.Module, "__setattr__", write)  # noqa: B010
     try:
-        yield first
+        with noted_reads(read):
+            yield first
+    finally:
+        setattr(nn.Module, "__setattr__", put)  # noqa: B010
+
+
+@contextmanager
+def noted_reads(note: Callable[[int, str], object]) -> Iterator[None]:
+    """Call a function at each read of a module's attribute, with the id of its ``__dict__`` and the name; may nest."""
+    own = object.__getattribute__
+    is_noted = "__getattribute__" in vars(nn.Module)  # by somebody around this
+    get = nn.Module.__getattribute__
+
+    def read(module: nn.Module, name: str) -> Any:
+        note(id(own(module, "__dict__")), name)
+        return get(module, name)
+
+    setattr(nn.Module, "__getattribute__", read)  # noqa: B010
+    try:
+        yield
     finally:
         if is_noted:
             setattr(nn.Module, "__getattribute__", get)  # noqa: B010
         else:
             delattr(nn.Module, "__getattribute__")
-        setattr(nn.Module, "__setattr__", put)  # noqa: B010
 
 
 # ---- while a model is traced --------------------------------------------------------------------------------

@@ -44,6 +44,9 @@ def test_units_stay_below_each_budget() -> None:
     for unit in packing.epoch_units(0):
         assert tokens[unit].sum() <= 8192
         assert patches[unit].sum() <= 1024
+    for budget, count in ((11, 3), (12, 2)):  # three of 6 in two units are 12 in one of them
+        few = pack(range(3), cost=[6, 6, 6], budget=budget, units=1, is_padded=False)
+        assert len(few.epoch_units(0)) == count and few.report().over_budget == 0
     padded = pack(range(500), cost=tokens, budget=8192, units=4)
     assert all(tokens[unit].max() * len(unit) <= 8192 for unit in padded.epoch_units(0))
 

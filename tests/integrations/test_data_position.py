@@ -258,9 +258,12 @@ def test_a_loader_with_state_dict_goes_on(is_set_first: bool, ahead: bool) -> No
         assert after.position() != position
 
 
-def test_an_iterator_without_state_has_no_position() -> None:
+@pytest.mark.parametrize("method", [None, "state_dict", "load_state_dict"])
+def test_an_iterator_whose_state_cannot_be_taken_and_given_back_has_no_position(method: str | None) -> None:
     data = data_of(None)
-    data.use_iterator(itertools.repeat({"x": torch.zeros(B), "labels": torch.zeros(B)}))
+    methods = {} if method is None else {method: lambda self, *state: {"at": 1}}
+    iterator: Any = type("Numbers", (itertools.repeat,), methods) if methods else itertools.repeat
+    data.use_iterator(iterator({"x": torch.zeros(B), "labels": torch.zeros(B)}))
     taken(data, 1)
     assert data.position() is None
     data.restore(None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.loading.feed import Feed
+from gpp_plugin.engine.loading.feed import Feed, _Loading
 from gpp_plugin.engine.loading.mini_batch_loader import count_workers, make_loader
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.engine.loading.share import Share
@@ -19,7 +19,7 @@ from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.model.graph.stage_graph import prepare_batch
-from gpp_plugin.runtime.batches import OwnRows
+from gpp_plugin.runtime.batches import OwnRows, UnitBatch, mini_batch_shapes
 from tests.integrations import loading_jobs as jobs
 from tests.integrations.loading_jobs import Lengths, Noisy, Samples, Streamed, pad
 from tests.ranks import run_kept_ranks
@@ -273,11 +273,15 @@ def test_resuming_mid_epoch_does_not_depend_on_workers(tmp_path: Any) -> None:
 # ---- what is taken ahead of callers' iterators -------------------------------------------------------------
 
 
-def taking_turns(iterators: list[Any]) -> list[float]:
-    """Take every iterator's three mini-batches in turn, each time one more ahead; return what came, in order."""
-    feed = Feed(
+def make_feed() -> Feed:
+    return Feed(
         prepare=dict, mini_batch=1, reads_inputs=True, source=0, group=None, keys=["x"], timeout_s=1.0
     )
+
+
+def taking_turns(iterators: list[Any]) -> list[float]:
+    """Take every iterator's three mini-batches in turn, each time one more ahead; return what came, in order."""
+    feed = make_feed()
     data = TrainingData(feed, None, peeks_at_iterators=True)
     came = []
     for _ in range(3):
@@ -303,9 +307,7 @@ def test_any_number_of_iterators_in_turn_lose_nothing(is_held: bool, caplog: Any
 
 
 def test_what_was_taken_ahead_goes_with_its_iterator() -> None:
-    feed = Feed(
-        prepare=dict, mini_batch=1, reads_inputs=True, source=0, group=None, keys=["x"], timeout_s=1.0
-    )
+    feed = make_feed()
     data = TrainingData(feed, None, peeks_at_iterators=True)
 
     def failing() -> Any:
@@ -324,3 +326,25 @@ def test_what_was_taken_ahead_goes_with_its_iterator() -> None:
         goes = weakref.ref(iterator)
         del iterator  # no collection is needed
         assert goes() is None and not data._taken
+
+
+def test_what_was_loaded_ahead_is_dropped_when_all_ranks_have_told_of_it() -> None:
+    feed, waits, work = make_feed(), [], object()
+    feed._wait = waits.append  # type: ignore[method-assign]
+    feed._ahead = _Loading(torch.zeros(2), work=work)
+    for _ in range(2):
+        feed.drop_ahead()
+        assert waits == [work] and feed._ahead is None
+
+
+def test_the_source_tells_the_shapes_of_a_mini_batch_and_of_every_unit() -> None:
+    feed = make_feed()
+    one, other = ({"x": torch.ones(n, 2 + n), "name": "a text"} for n in (1, 2))
+
+    def shapes(batch: Any) -> dict[str, Any]:
+        return {key: (v.device.type, *v.shape) if isinstance(v, Tensor) else v for key, v in batch.items()}
+
+    assert shapes(feed._tell_shapes(one)) == shapes(mini_batch_shapes(one))
+    told = feed._tell_shapes(UnitBatch(units=(one, other)))
+    assert isinstance(told, UnitBatch)
+    assert [shapes(unit) for unit in told.units] == [shapes(mini_batch_shapes(unit)) for unit in (one, other)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.integrations.huggingface.sequence_cache import (
@@ -18,6 +19,7 @@ from gpp_plugin.integrations.huggingface.sequence_cache import (
 )
 from gpp_plugin.model.generation.cache_peers import CachePeers
 from gpp_plugin.plan.costs.cache_parallelism import cut_cache_bytes, sent_elements
+from tests.ranks import run_kept_ranks
 
 KV, SIZE = 2, 8
 
@@ -147,3 +149,28 @@ def test_a_cache_on_several_ranks_is_the_whole_cache(
         volume = sum(sent[step] for _, sent in answers) / 4
         spread = number * sent_elements(number, number * rows, heads * SIZE, heads, KV * SIZE)
         assert volume == pytest.approx(spread, rel=0.25), "owners of one position are not quite evenly spread"
+
+
+def swap_on_ranks() -> list[Any]:
+    rank = dist.get_rank()
+    peers = CachePeers(
+        position=rank, number=2, prompts=1, samples=2, block=1, group=dist.new_group(),
+        staging=torch.device("cpu"), timeout_s=60.0,
+    )  # fmt: skip
+    # rank 0 keeps one element and sends three, rank 1 sends two and keeps four
+    counts = ((1, 3), (2, 4))
+    parts = [
+        torch.full((n,), float(10 * rank + to), dtype=torch.float64) for to, n in enumerate(counts[rank])
+    ]
+    came = peers.swap(parts, [counts[0][rank], counts[1][rank]])
+    whole = peers.gathered(torch.tensor([[rank + 0.5]]))
+    votes = [peers.any(False), peers.any(rank == 1)]
+    return [[part.tolist() for part in came], whole.tolist(), votes, peers.sent_bytes]
+
+
+def test_ranks_swap_parts_of_unequal_sizes_over_gloo() -> None:
+    answers = run_kept_ranks(swap_on_ranks, 2)
+    assert [came for came, *_ in answers] == [[[0.0], [10.0] * 2], [[1.0] * 3, [11.0] * 4]]
+    for _, whole, votes, _ in answers:
+        assert whole == [[[0.5]], [[1.5]]] and votes == [False, True]
+    assert [sent for *_, sent in answers] == [3 * 8 + 4, 2 * 8 + 4]

@@ -14,7 +14,7 @@ from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
+from gpp_plugin.integrations.huggingface.generate_calls import argument_facts, joined_tokens
 from gpp_plugin.ir.cache_report import RankCaches
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.samples import even_ranges
@@ -195,3 +195,27 @@ def test_micro_batches_draw_what_all_prompts_together_would() -> None:
         torch.manual_seed(5)
         calls = [functools.partial(generate, n, rows) for n, rows in enumerate(even_ranges(5, 3))]
         assert torch.equal(joined_tokens(model, arguments, turns.run(calls)[0]), expected)
+
+
+def test_each_micro_batch_has_a_model_of_its_own() -> None:
+    model = nn.Linear(2, 2)
+    generator = generator_of(model)
+    assert generator._models(model, 1) == [model]
+    twins = generator._models(model, 3)
+    assert len({id(each) for each in (model, *twins)}) == 4
+    assert all(each.weight is model.weight for each in twins)
+
+
+def test_what_ranks_compare_of_arguments() -> None:
+    config = SimpleNamespace(to_dict=lambda: {"top_k": 5, "ids": [2, {"own": torch.ones(3)}]})
+    given = {"b": config, "a": (torch.ones(2, 4), None), "streamer": object(), "c": len}
+    assert argument_facts(given, lambda tensor: str(tuple(tensor.shape))) == {
+        "a[0]": "(2, 4)",
+        "a[1]": "None",
+        "a.length": "2",
+        "b.top_k": "5",
+        "b.ids[0]": "2",
+        "b.ids[1].own": "(3,)",
+        "b.ids.length": "2",
+        "c": "len",
+    }

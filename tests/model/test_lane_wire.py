@@ -118,3 +118,13 @@ def test_a_rank_that_is_elsewhere_ends_the_wait_soon_after_the_limit() -> None:
     for seconds, said in answers:
         assert seconds < LIMIT_S / 4
         assert "rank 2 failed first, outside of the engine's calls" in said
+
+
+def test_a_lane_of_one_rank_counts_what_it_tells_and_sends_nothing() -> None:
+    from gpp_plugin.model.generation.lane_wire import LaneWire
+
+    wire = LaneWire(ranks=(4,), position=0, group=None, device=torch.device("cpu"), timeout_s=LIMIT_S)
+    own = torch.ones(2)
+    assert wire.tell(own, source=0, readers=(), has_failed=False) is own
+    assert wire.tell(own, source=0, readers=(), has_failed=True) is None
+    assert (wire.messages, wire.sent_bytes) == (2, 0)

@@ -105,6 +105,8 @@ def test_a_saved_plan_is_read_back():
         ([{"modules": ["*"]}, {"modules": ["*"]}], "only one can"),
         ([{"module": ["*"]}], r"unknown keys \['module'\]"),
         ([{"modules": ["*"], "devices": 0}], "devices: expected a positive integer"),
+        ([{"modules": ["*"], "name": ""}], "name: expected a text of 1 to 200 characters, found ''"),
+        ([{"modules": ["*"], "name": "x" * 201}], "name: expected a text of 1 to 200 characters"),
         ([{"modules": ["*"], "k": 2**31}], "k: 2147483648, and a mini-batch of 16 samples .* give 1 to 16"),
         ([{"modules": ["*"], "devices": 3}], "use 3 ranks and the run has 4"),
         ([{"modules": ["*"], "micro_batch_size": 5}], "does not divide the mini-batch of 16"),
@@ -135,3 +137,9 @@ def test_a_saved_plan_is_fitted_to_other_shapes_but_not_to_other_blocks():
     longer = make_request(chain(7), num_stages=3, mini_batch=12, ranks=3)
     with pytest.raises(PlanError, match=r"1 blocks differ, such as 'layers.6'; plan again"):
         explicit_plan(json.loads(dumps(made)), longer)
+
+
+@pytest.mark.parametrize("name", ["x", "x" * 200])
+def test_a_name_may_be_short_or_long(name):
+    plan = explicit_plan({"stages": [{"modules": ["*"], "name": name}]}, make_request(chain(2), ranks=1))
+    assert [stage.name for stage in plan.stages] == [name]

@@ -12,7 +12,9 @@ from gpp_benchmarks._oracle import (
     random_series_parallel,
     without_communication,
 )
+from gpp_benchmarks._oracle_costs import _stage_bytes
 from gpp_benchmarks.plan_quality import check_auto, check_series_parallel, search_bottleneck
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.request import PlanRequest
 
 
@@ -39,14 +41,41 @@ def uneven(rng: random.Random) -> PlanRequest:
     return without_communication(dataclasses.replace(request, profile=profile))
 
 
+def bytes_needed(request: PlanRequest, plan: PipelinePlan, block: str, size: int) -> int:
+    """Return the most bytes of a rank where the stage of ``block`` takes micro-batches of ``size`` samples.
+
+    In micro-batches of the others' size w, it adds as many levels as it takes of them where nothing follows, and behind
+    a stage of level e it needs 2 size - w samples more (Table 2): sizes 8, 4, 4 are levels 5, 2, 1, and 4, 8, 4 are 5,
+    4, 1. In flight are as many micro-batches of a stage's own size as its level is.
+    """
+    assert request.micro_batch_sizes is not None
+    wish, most = request.micro_batch_sizes["*"], 0
+    costs = {cost.block: cost for cost in request.profile.costs}
+    levels = [0] * len(plan.stages)
+    for index in reversed(range(len(plan.stages))):
+        stage = plan.stages[index]
+        own = size if block in stage.blocks else wish
+        behind = max((levels[edge.dst] for edge in plan.edges if edge.src == index), default=0)
+        levels[index] = behind + -(-(2 * own - wish if behind else own) // wish)
+        held = min(-(-levels[index] * wish // own), request.mini_batch // own)
+        most = max(most, _stage_bytes([costs[name] for name in stage.blocks], own // stage.degree, held))
+    return most
+
+
+@pytest.mark.parametrize("larger", [None, 8, 16])
 @pytest.mark.parametrize("seed", range(10))
-def test_the_dp_at_each_limit_of_memory_where_another_plan_begins_to_fit(seed):
+def test_the_dp_at_each_limit_of_memory_where_another_plan_begins_to_fit(seed, larger):
     """At the limit it finds that plan, and with a byte less it does not: so every level counts what it holds."""
-    request = uneven(random.Random(seed))
+    rng = random.Random(seed)
+    request = uneven(rng)
+    block = rng.choice(request.graph.blocks).name
     plans = sorted(
-        (max(stage.memory_bytes for stage in plan.stages), bottleneck_us(plan.stages))
+        (bytes_needed(request, plan, block, larger or 4), bottleneck_us(plan.stages))
         for plan in placed_series_parallel(request)
     )
+    if larger is not None:
+        sizes = {"*": 4, block: larger}
+        request = dataclasses.replace(request, micro_batch_sizes=sizes)
     best, front = float("inf"), []
     for need, us in plans:
         if us < best * (1 - 1e-9):

@@ -1,5 +1,7 @@
 """What searches say of themselves: progress where they are long, and notes of what they left out."""
 
+import logging
+
 import pytest
 
 from gpp_plugin.plan import auto
@@ -44,3 +46,16 @@ def test_searches_tell_where_they_are() -> None:
     told = len(phases)
     SearchReport().begin("nobody listens")
     assert len(phases) == told
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
+def test_who_has_turned_the_messages_on_reads_them_and_nobody_else(
+    level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger, phases = logging.getLogger("gpp_plugin.plan.search_report"), []
+    with caplog.at_level(level, logger=logger.name):
+        with searching(phases.append):
+            SearchReport().begin("a phase")
+        assert (logger.level, logger.propagate) == (level, True)
+    assert phases == ["a phase"]
+    assert [record.getMessage() for record in caplog.records] == phases * (level == logging.DEBUG)

@@ -8,7 +8,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.plan.linear_order import linear_order, split_by_layers, split_by_weight
 from gpp_plugin.plan.registry import make_plan
-from tests.plan.graphs import branches, chain, clip, make_cluster, make_request
+from tests.plan.graphs import branches, chain, clip, make_cluster, make_profile, make_request
 
 
 def test_layers_are_divided_evenly():
@@ -94,3 +94,12 @@ def test_blocks_are_advised_that_are_finer_than_those_there_are(granularity, adv
     with pytest.raises(PlanInfeasible) as caught:
         make_plan("uniform", request)
     assert str(caught.value).endswith(f"the model has 8 blocks; {advice}")
+
+
+def test_a_model_that_fits_in_no_way_is_told_by_its_bytes_where_degrees_are_shared_out():
+    graph = chain(3)
+    profile = make_profile(graph, {"layers.0": 10.0, "layers.1": 20.0, "layers.2": 45.0}, parameter=700)
+    with pytest.raises(
+        PlanInfeasible, match=r"no plan fits: stage .* needs \d+ bytes and rank \d may use 900"
+    ):
+        make_plan("uniform", make_request(graph, profile, ranks=4, memory_limit_bytes=900))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import re
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.errors import CommTimeout
-from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.runtime.messages.mailbox import Mailbox
+from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.runtime.messages.mailbox import Mailbox, _most_sends
 from gpp_plugin.runtime.messages.pending import MessagePlace, Posted
 from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, make_transport
 from gpp_plugin.runtime.messages.wires import Wire
@@ -213,3 +215,25 @@ def test_receives_are_posted_ahead_in_batches_within_their_bytes(
         _routes=SimpleNamespace(receives=[(None, [SimpleNamespace(num_bytes=size)]) for size in sizes]),
     )
     assert mail._posted_at() == marks
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "forwards", "sends", "most"),
+    [(3, 2, 5, 18), (3, 2, 4, 12), (1, 3, 3, 2), (0, 3, 4, 4), (4, 0, 3, 24)],
+)
+def test_the_sends_of_twice_the_micro_batches_in_flight_may_be_under_way(
+    in_flight: int, forwards: int, sends: int, most: int
+) -> None:
+    tasks = [Task(stage=0, kind=TaskKind.FORWARD, micro_batch=m) for m in range(forwards)]
+    tasks += [Task(stage=0, kind=TaskKind.BACKWARD, micro_batch=m) for m in range(2 * forwards)]
+    local = dataclasses.replace(message(0), dst_rank=0)
+    sent = [message(0, micro_batch=m) for m in range(sends)] + [local] * 9
+    program = RankProgram(
+        rank=0,
+        stages=(0,),
+        instructions=(
+            *(Instruction(kind=InstructionKind.COMPUTE, task=task) for task in tasks),
+            *(Instruction(kind=InstructionKind.SEND, message=each) for each in sent),
+        ),
+    )
+    assert _most_sends(program, in_flight=in_flight) == most

@@ -82,3 +82,17 @@ def test_only_rows_that_are_known_to_hold_several_samples_are_looked_at() -> Non
     assert last_sample({"input_ids": torch.ones(1, 4)}) is None
     assert last_sample({**row(), "attention_mask": torch.ones(1, 15)}) is None
     assert mixes_packed_rows(nn.Linear(1, 1), row((5,)), call=call) is None
+
+
+def test_what_has_no_value_a_token_stays_as_it_is() -> None:
+    others = {"pixels": torch.ones(3, 7, 2), "scale": torch.ones(15), "name": "a text"}
+    calls: list[dict[str, Any]] = []
+
+    def noting(module: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
+        calls.append(given)
+        return {"loss": torch.ones(())}
+
+    assert mixes_packed_rows(nn.Linear(1, 1), {**row(), **others}, call=noting) == 0.0
+    for given, length in zip(calls, (15, 6), strict=True):
+        assert given["input_ids"].shape == given["position_ids"].shape == (1, length)
+        assert all(given[key] is value for key, value in others.items())

@@ -239,7 +239,7 @@ class StageTable:
     def steps(self) -> list[tuple[int, int]]:
         """Return the pairs of first step and step that there are, in order."""
         if not self._steps:
-            if self.step.flags.writeable and (self.step.max() > 1 or self.first_step.max() > 1):
+            if self.step.flags.writeable and self.step.max() > 1:  # so is the first step then, and only then
                 exists = np.isfinite(self.us_per_sample)
                 pairs = np.stack([self.first_step[exists], self.step[exists]], axis=1)
                 self._steps = sorted({(int(a), int(b)) for a, b in np.unique(pairs, axis=0)})

@@ -105,7 +105,7 @@ def test_a_saved_plan_is_read_back():
         ([{"modules": ["*"]}, {"modules": ["*"]}], "only one can"),
         ([{"module": ["*"]}], r"unknown keys \['module'\]"),
         ([{"modules": ["*"], "devices": 0}], "devices: expected a positive integer"),
-        ([{"modules": ["*"], "name": ""}], "name: expected a text of 1 to 200 characters, found ''"),
+        ([{"modules": ["*"], "name": ""}], 'name: expected a text of 1 to 200 characters, found ""$'),
         ([{"modules": ["*"], "name": "x" * 201}], "name: expected a text of 1 to 200 characters"),
         ([{"modules": ["*"], "k": 2**31}], "k: 2147483648, and a mini-batch of 16 samples .* give 1 to 16"),
         ([{"modules": ["*"], "devices": 3}], "use 3 ranks and the run has 4"),

@@ -72,16 +72,8 @@ def test_interleaving_a_chain_shortens_the_bubble_as_published(ranks, virtual):
     one = 300.0  # F + B of a block
     assert plan.iteration_us == pytest.approx(16 * virtual * one + (ranks - 1) * one)
     assert plan.iteration_us < plain.iteration_us
-    assert "quicker than" in plan.notes[-1] and f"{plan.iteration_us:.0f} us" in plan.notes[-1]
-
-
-@pytest.mark.parametrize(("latency", "word"), [(0.0, "quicker"), (2000.0, "slower")])
-def test_a_plan_that_has_to_share_says_by_how_much_it_is_quicker_or_slower(latency, word):
-    plain, plan = shared(interleaved(blocks=4, cluster=make_cluster(2, latency=latency)), planner="uniform")
-    quicker = plain.iteration_us / plan.iteration_us - 1
-    assert (quicker > 0.01) == (word == "quicker") and abs(quicker) > 0.01
-    said = f"{abs(quicker):.1%} {word} than {plain.iteration_us:.0f} us with one stage a rank"
-    assert plan.notes[-1].endswith(f": {plan.iteration_us:.0f} us predicted, {said}")
+    gain = f"{plain.iteration_us / plan.iteration_us - 1:.1%} quicker than {plain.iteration_us:.0f} us"
+    assert plan.notes[-1].endswith(f": {plan.iteration_us:.0f} us predicted, {gain} with one stage a rank")
 
 
 def test_a_small_branch_goes_on_the_ranks_of_the_rest():

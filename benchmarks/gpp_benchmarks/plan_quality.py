@@ -312,13 +312,13 @@ def search_bottleneck(request: PlanRequest) -> float | None:
     return None
 
 
-def check_auto(seed: int) -> dict[str, Any]:
-    """Compare `auto` with brute force over all DAG partitions of one random graph."""
+def check_auto(seed: int, planner: str = "auto") -> dict[str, Any]:
+    """Compare `auto`, or another planner, with brute force over all DAG partitions of one random graph."""
     rng = random.Random(1_000_003 * (seed + 1))
     num = rng.randint(5, 9)
     request = random_request(rng, random_dag(rng, num), ranks=rng.choice([2, 3, 4]), is_tight=seed % 2 == 1)
     begin = time.perf_counter()
-    plan = _plan_of("auto", request)
+    plan = _plan_of(planner, request)
     seconds = time.perf_counter() - begin
     us = None if plan is None else plan.iteration_us
     best = brute_force(request)

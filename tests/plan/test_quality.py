@@ -63,7 +63,7 @@ def bytes_needed(request: PlanRequest, plan: PipelinePlan, block: str, size: int
 
 
 @pytest.mark.parametrize("larger", [None, 8, 16])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(10), 12])  # 12: a fork's branches end in one stage
 def test_the_dp_at_each_limit_of_memory_where_another_plan_begins_to_fit(seed, larger):
     """At the limit it finds that plan, and with a byte less it does not: so every level counts what it holds."""
     rng = random.Random(seed)
@@ -93,3 +93,9 @@ def test_auto_equals_brute_force_over_all_partitions(seed):
     assert (row["us"] is None) == (row["best_us"] is None)
     if row["us"] is not None:
         assert row["us"] <= row["best_us"] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("seed", "planner", "most"), [(9, "auto", 0.91), (7, "graphpipe", 0.95)])
+def test_search_effort_is_worth_its_time(seed, planner, most):
+    """Without micro-batches in excess 11 % longer, and without a start of even stages 41 %."""
+    assert check_auto(seed, planner)["ratio"] <= most

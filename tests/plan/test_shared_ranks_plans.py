@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,7 +32,7 @@ from gpp_plugin.plan.shared.collapse import collapsed
 from gpp_plugin.plan.shared.maps import back_and_forth, evened_out, in_a_row, round_robin
 from gpp_plugin.plan.shared.partitions import Partitioner
 from gpp_plugin.plan.shared.share_ranks import share_ranks
-from gpp_plugin.plan.shared.shared_judge import SharedJudge
+from gpp_plugin.plan.shared.shared_judge import SharedJudge, _heads_and_tails
 from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.simulate.predict import predict_iteration_us
 from tests.plan.graphs import GB, branches, chain, make_cluster, make_graph, make_profile, make_request
@@ -234,6 +235,40 @@ def test_ranks_that_do_the_same_are_simulated_as_one():
     assert (small.mini_batch, [stage.micro_batch_size for stage in small.stages]) == (4, [2, 1, 1])
     whole = predict_iteration_us(plan, cluster=request.cluster)
     assert predict_iteration_us(small, cluster=cluster) == pytest.approx(whole, rel=1e-6)
+    # a link inside of what is one rank now joins nobody; four ranks that a link joins in threes stay apart
+    (link,) = request.cluster.links
+    for span, ranks, spans in ((2, (0, 1), [2]), (3, tuple(range(8)), [3, 8])):
+        links = (dataclasses.replace(link, span=span), link)
+        small, cluster = collapsed(plan, dataclasses.replace(request.cluster, links=links))
+        assert small.stages[0].ranks == ranks and [each.span for each in cluster.links] == spans
+
+
+def test_the_busiest_rank_and_what_comes_before_and_after_its_tasks():
+    """A tower on two ranks, and stages on these and on a third."""
+    graph = chain(4)
+    times = dict(zip((block.name for block in graph.blocks), (60.0, 10.0, 20.0, 40.0), strict=True))
+    request = make_request(graph, make_profile(graph, times), ranks=3, mini_batch=8, memory_limit_bytes=800)
+    judge = SharedJudge(request, CostModel(graph, request.profile, request.cluster))
+    ranks = ((0, 1), (0,), (1,), (2,))
+    drafts = [draft((block.name,), own, 2) for block, own in zip(graph.blocks, ranks, strict=True)]
+    # each of two ranks has 4 x 3 x 60 us of the tower; beside that of the next two 4 x 2 x 3 x 10 and 20
+    assert judge.busiest_us(drafts) == 720.0 + 480.0
+    alone = dataclasses.replace(drafts[3], micro_batch_size=8)
+    assert judge.busiest_us([drafts[0], alone]) == 8 * 3 * 40.0, "nothing of the tower is on its rank"
+    sizes = (2, 8, 4, 4)
+    plan = judge.plan_of(
+        [dataclasses.replace(d, micro_batch_size=n) for d, n in zip(drafts, sizes, strict=True)]
+    )
+    heads, tails = _heads_and_tails(plan)
+    assert heads == [0.0, 4 * 60.0, 4 * 60.0 + 80.0, 4 * 60.0 + 80.0 + 80.0]
+    assert tails == [2 * us for us in heads]
+    # a rank of 800 bytes whose stages need 600 and 400: they get 480 and 320
+    asked = []
+    judge._fitter = SimpleNamespace(fitted_stage=lambda stage, limit: asked.append(limit) or stage)
+    needs = (600, 400, 100, 900)
+    stages = (dataclasses.replace(s, memory_bytes=n) for s, n in zip(plan.stages, needs, strict=True))
+    judge._optimized(dataclasses.replace(plan, stages=tuple(stages)))
+    assert asked == [480, 320, 800]
 
 
 @pytest.mark.parametrize("seed", range(6))

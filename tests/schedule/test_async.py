@@ -17,7 +17,7 @@ from gpp_plugin.schedule.orders.async_1f1b import (
     check_asynchronous,
     windows_of,
 )
-from gpp_plugin.schedule.windows import lower_windows
+from gpp_plugin.schedule.windows import lower_windows, window_schedules
 from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
 
 
@@ -119,6 +119,11 @@ def test_windows_shorter_than_what_is_in_flight():
     assert [text(windows.tasks(0, n)) for n in range(1, 6)] == ["F0", "F1", "F2", "F3 B0", "F4 B1"]
     assert text(windows.drain(0, 2)) == "B0 B1"
     assert [windows.num_reported(n) for n in range(1, 7)] == [1, 1, 1, 1, 2, 3]
+    assert [schedule.num_in_flight for schedule in window_schedules(windows, 3)] == [3, 3, 2, 1]
+    # a gradient that comes three windows before it is read is carried over each of them
+    own = lower_windows(with_counts(chain_plan(2, 1), [4, 1])).of_rank(0)
+    carried = [[message.dst_micro_batch for message in window] for window in own.carried]
+    assert carried == [[], [0], [0, 1], [0, 1, 2], [1, 2, 3]]
 
 
 def test_counts_come_from_the_sinks():

@@ -8,8 +8,9 @@ import pytest
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import InstructionKind
+from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead
-from gpp_plugin.schedule.look_ahead import lower_ahead
+from gpp_plugin.schedule.look_ahead import _first_gap, _is_read_by, lower_ahead, repeated_schedules
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
 from gpp_plugin.simulate.ahead_prediction import predict_ahead
 from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
@@ -86,6 +87,47 @@ def test_a_receive_stands_where_its_message_is_due():
     assert kinds == ["F0", "B0", "receive", "F1", "B1", "receive", "reduce_data", "step"]
     # as micro-batch 0 is read the first of the next mini-batch has not come: never three, and two at either end
     assert [programs.of_rank(rank).most_bytes for rank in (0, 1)] == [0, 16]
+
+
+def test_the_most_bytes_are_those_in_between_where_a_quick_branch_is_early():
+    """Six messages of 8 bytes are here; F0 reads two of them, and then three of the quick branch come and one other."""
+    plan = simple_plan(
+        [1, 1, 1],
+        [(0, 2), (1, 2)],
+        mini_batch=3,
+        num_bytes=8.0,
+        forward_us=[40.0, 1.0, 10.0],
+        backward_us=[0.0, 0.0, 30.0],
+    )
+    plan = freeze(plan, {0, 1})
+    own = lower_ahead(plan).of_rank(2)
+    assert own.most_bytes == 8 * (6 - 2 + 3 + 1)
+    # each sender of a branch of two tensor ranks holds half of what it sends
+    stages = (*plan.stages[:1], dataclasses.replace(plan.stages[1], tensor=2, ranks=(1, 3)), plan.stages[2])
+    edges = (plan.edges[0], dataclasses.replace(plan.edges[1], src_shard_axis=1))
+    halved = dataclasses.replace(plan, stages=stages, edges=edges)
+    assert dataclasses.replace(own, plan=halved).most_bytes == 8 * (3 - 1 + 1) + 4 * (3 - 1 + 3)
+    message = next(m for m in own.steady.messages(InstructionKind.RECEIVE) if m.dst_micro_batch == 3)
+    for half, task_half, is_read in ((None, None, True), (None, 1, True), (1, 1, True), (1, 0, False)):
+        task = Task(stage=2, kind=TaskKind.FORWARD, micro_batch=3, half=task_half)
+        assert _is_read_by(dataclasses.replace(message, dst_half=half), task) == is_read
+
+
+@pytest.mark.parametrize(
+    ("ready", "us", "begin"),
+    [(0.0, 2.0, 0.0), (0.0, 2.5, 3.0), (0.0, 4.5, 9.0), (4.0, 3.0, 4.0), (2.5, 1.0, 3.0), (9.5, 7.0, 9.5)],
+)
+def test_the_first_gap_that_is_long_enough(ready, us, begin):
+    assert _first_gap([(2.0, 3.0), (7.0, 9.0)], ready, us) == begin
+
+
+def test_sliced_micro_batches_are_joined_in_every_mini_batch():
+    plan = simple_plan([2, 2], [(0, 1)], mini_batch=8)
+    stages = tuple(dataclasses.replace(stage, num_sliced=2, joins_last_slice=True) for stage in plan.stages)
+    plan = dataclasses.replace(plan, stages=stages)
+    one, two = (repeated_schedules(plan, count) for count in (1, 2))
+    assert any(schedule.joined for schedule in one)
+    assert [s.joined for s in two] == [(*s.joined, *(4 + m for m in s.joined)) for s in one]
 
 
 def may_look_ahead(plan):

@@ -10,13 +10,14 @@ from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.program import Instruction, InstructionKind
+from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.early_reductions import stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
-from gpp_plugin.schedule.orders.interleaved import in_flight_within
+from gpp_plugin.schedule.orders.interleaved import _policies, _Setting, _shortest, _times, in_flight_within
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.program_times import simulate_programs
 from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
@@ -126,6 +127,30 @@ def test_v_shapes_under_a_limit_of_the_rank(num_ranks, micro_batches):
     # with 1F1B's memory it idles little more than no rank can avoid: the last one starts after p - 1 forwards
     counts = in_flight_within(plan, dict.fromkeys(range(num_ranks), 2 * num_ranks))
     assert predict_iteration_us(with_limits(plan, counts)) <= work + (num_ranks - 1) + 2
+
+
+def test_what_the_simulations_of_orders_know():
+    """Four stages on ranks 0, 1, 1 and 0, in micro-batches of 2 samples; a message takes 5 us, but not on one rank."""
+    plan = simple_plan(
+        [2] * 4, [(0, 1), (1, 2), (2, 3)], mini_batch=16, forward_us=3.0, backward_us=12.0,
+        schedule=["1f1b", "zero_bubble", "1f1b", "1f1b"],
+    )  # fmt: skip
+    edges = tuple(dataclasses.replace(edge, message_us=5.0, gradient_us=7.0) for edge in plan.edges)
+    plan = on_ranks(dataclasses.replace(plan, edges=edges), 0, 1, 1, 0)
+    schedules = build_schedules(on_ranks(plan, 0, 1, 2, 3))
+    setting = _Setting(plan, schedules, set(range(4)))
+    late = [us for others in setting.late for _, us in others]
+    assert sorted(late) == [5.0] * 16 + [7.0] * 16, "two edges, eight micro-batches, both ways"
+    assert {policy.group for policy in _policies(setting)} == {4, 2, 16}
+    assert [times[TaskKind.FORWARD] for times in _times(plan, setting.templates, are_equal=True)] == [
+        7.5, 5.0, 7.5, 7.5,
+    ]  # fmt: skip
+    uneven, even = (
+        [dataclasses.replace(s, num_in_flight=n) for s, n in zip(schedules, counts, strict=True)]
+        for counts in ((4, 1, 1, 4), (3, 3, 3, 3))
+    )
+    assert _shortest(plan, [(10.0, uneven), (10.0, even)]) is even, "the fullest rank holds 6, not 8"
+    assert _shortest(plan, [(10.0, uneven), (10.1, even)]) is uneven
 
 
 def test_no_order_under_a_limit_that_is_too_low():

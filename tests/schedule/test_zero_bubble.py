@@ -12,6 +12,7 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.durations import with_split_costs
 from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.orders.zero_bubble import _ListRun, zero_bubble_schedules
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 from tests.schedule.plans import chain_plan, simple_plan
@@ -221,6 +222,34 @@ def test_costs_of_splitting_count():
     dear = zero_bubble(with_split_costs(plan, split_factor=1.4))
     assert simulate_plan(zero_bubble(plan)).iteration_us == 30.0
     assert simulate_plan(dear).iteration_us > simulate_plan(plan).iteration_us == 33.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "forward_us", "backward_us", "message_us", "gradient_us", "extra", "expected"),
+    [
+        # by a stage that waits for what arrives soon; without that 33
+        ([2, 2, 2], [2.0, 3.0, 1.0], [5.0, 7.0, 7.0], 2.0, 2.0, 1, 31.0),
+        # by the order that is found as if gradients came at once; without that 119.5
+        ([1, 4, 4, 2], [5.0, 5.0, 6.0, 2.0], [7.0, 3.0, 6.0, 8.0], 0.0, 4.0, 1, 115.5),
+    ],
+)
+def test_each_choice_that_is_tried_wins_somewhere(
+    sizes, forward_us, backward_us, message_us, gradient_us, extra, expected
+):
+    links = [(i, i + 1) for i in range(len(sizes) - 1)]
+    plan = simple_plan(
+        sizes, links, mini_batch=2 * max(sizes), forward_us=forward_us, backward_us=backward_us
+    )
+    edges = tuple(
+        dataclasses.replace(edge, message_us=message_us, gradient_us=gradient_us) for edge in plan.edges
+    )
+    stages = tuple(
+        dataclasses.replace(stage, in_flight=min(stage.in_flight + extra, plan.num_micro_batches(index)))
+        for index, stage in enumerate(zero_bubble(plan).stages)
+    )
+    plan = dataclasses.replace(plan, stages=stages, edges=edges)
+    found = zero_bubble_schedules(plan, range(len(sizes)), {})
+    assert _ListRun(plan, (), found).run() == expected
 
 
 def test_too_little_memory():

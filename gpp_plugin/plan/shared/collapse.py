@@ -57,8 +57,6 @@ def _with_width(plan: PipelinePlan, cluster: Cluster, width: int) -> tuple[Pipel
         if stage.tensor > 1 or any(part not in number for part in parts):
             return None
         ranks = tuple(number[part] for part in parts)
-        if (stage.micro_batch_size // width) % len(ranks):
-            return None
         stages.append(
             dataclasses.replace(stage, ranks=ranks, micro_batch_size=stage.micro_batch_size // width)
         )

@@ -244,16 +244,14 @@ class _ListRun:
         ]
         for edge in plan.edges:
             src, dst = self._states[edge.src], self._states[edge.dst]
-            # Tensors without a batch axis come with the consumer's first sample only.
-            local = plan.stages[edge.dst].local_batch_size
-            group = 1 if edge.batch_tensors else local
+            # Tensors without a batch axis come with the consumer's first sample only; their gradients are complete with
+            # the micro-batch that has this sample, as all others are.
+            group = 1 if edge.batch_tensors else plan.stages[edge.dst].local_batch_size
             dst.inputs.append(_Feed(state=src, group=group, receiver=dst, us=edge.message_us))
             src.forward_to.append(dst.inputs[-1])
             src.consumers.append((dst, group))
-            has_batch, has_whole = gradient_kinds(edge)
-            if (has_batch or has_whole) and src.is_trained and dst.is_trained:
-                group = 1 if has_batch else local
-                src.gradients.append(_Feed(state=dst, group=group, receiver=src, us=edge.gradient_us))
+            if any(gradient_kinds(edge)) and src.is_trained and dst.is_trained:
+                src.gradients.append(_Feed(state=dst, group=1, receiver=src, us=edge.gradient_us))
                 dst.backward_to.append(src.gradients[-1])
             src.watchers.append(dst)
             dst.watchers.append(src)

@@ -179,6 +179,27 @@ def test_what_a_weight_decides_is_read_where_all_it_may_be_reads_the_same() -> N
         capture_model(_Codes(padding=3), {"x": x, "asked": asked})  # a code may be 3
 
 
+class _Kinds(nn.Module):
+    """Asks which numbers there are, and how many of each: tensors whose sizes the values decide, and that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(12.0).view(6, 2))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        kinds, counts = ids.unique(return_counts=True)
+        return (self.table[kinds] * counts[:, None]).square().sum() * x.mean() / int(counts.max())
+
+
+def test_tensors_whose_sizes_values_decide_are_what_was_read() -> None:
+    model, batch = _Kinds(), {"x": torch.ones(2, 4), "ids": torch.tensor([[5, 1, 1], [3, 1, 3]])}
+    capture = capture_model(model, WholeUnit(batch, num_samples=2))
+    assert_is_model(capture, model, batch)
+    assert capture.recording is not None
+    assert capture.recording.matches({**batch, "ids": batch["ids"].flip(0)})
+    assert not capture.recording.matches({**batch, "ids": batch["ids"] - 1})
+
+
 class _Places(nn.Module):
     """Selects by masks beside unknown tensors, and writes where a list of pairs says, into what has a tensor's shape."""
 

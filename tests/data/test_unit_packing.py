@@ -79,8 +79,9 @@ def test_two_ranks_derive_the_same_and_a_resumed_one_goes_on_in_the_middle() -> 
     # a loader took units ahead: only two mini-batches were trained
     again.load_state_dict(first.state_dict(mini_batches=2))
     assert [unit for _ in range(3) for unit in again] == whole[8:]
-    in_second = first.state_dict(mini_batches=len(first.epoch_units(0)) // 4 + 1)
-    assert (in_second["epoch"], in_second["position"]) == (1, 4)
+    for more, place in ((-1, (0, len(first.epoch_units(0)) - 4)), (0, (1, 0)), (1, (1, 4))):
+        state = first.state_dict(mini_batches=len(first.epoch_units(0)) // 4 + more)
+        assert (state["epoch"], state["position"]) == place
 
 
 def test_costs_by_the_length_of_entries_or_by_a_function() -> None:
@@ -106,6 +107,23 @@ def test_what_cannot_be_packed_is_refused_in_one_line() -> None:
             pack(range(4), **given)
         assert "\n" not in str(caught.value)
     packing = pack(range(4), cost=[1, 2, 3, 4], budget=10, units=2)
-    other = pack(range(4), cost=[1, 2, 3, 5], budget=10, units=2)
-    with pytest.raises(CheckpointError, match="is of other samples"):
-        packing.load_state_dict(other.state_dict())
+    for change in (
+        {"cost": [1, 2, 3, 5]},
+        {"budget": 11},
+        {"units": 4},
+        {"seed": 1},
+        {"is_padded": False},
+        {"cost": np.tile([[1], [2], [3], [4]], 2), "budget": (10, 10)},
+    ):
+        other = pack(range(4), **{"cost": [1, 2, 3, 4], "budget": 10, "units": 2, **change})
+        with pytest.raises(CheckpointError, match="is of other samples"):
+            packing.load_state_dict(other.state_dict())
+
+
+def test_a_report_counts_padding_of_each_cost() -> None:
+    """One unit of two samples: 2 + 8 tokens of 10 and 6 + 2 patches of 20, padded to 8 + 8 and 6 + 6."""
+    report = pack(range(2), cost=np.array([[2, 6], [8, 2]]), budget=(16, 40), units=1).report()
+    assert (report.samples, report.units, report.mini_batches, report.over_budget) == (2, 1, 1, 0)
+    assert report.fill == 1.0 and report.imbalance == 1.0
+    used, paid = (2 + 8) / 16 + (6 + 2) / 40, 16 / 16 + 12 / 40
+    assert report.padding == pytest.approx(1 - used / paid)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpp_plugin.data.unit_packing import pack
+from gpp_plugin.engine.checkpoints.state_values import to_json
 from gpp_plugin.engine.loading.feed import Feed
 from gpp_plugin.engine.loading.mini_batch_loader import make_loader
 from gpp_plugin.engine.loading.row_loader import RowLoader
@@ -256,6 +257,31 @@ def test_a_loader_with_state_dict_goes_on(is_set_first: bool, ahead: bool) -> No
             after.use_loader(Stateful())
         assert alike(taken(after, 4, ahead=ahead), wanted[trained : trained + 4])
         assert after.position() != position
+
+
+def test_each_rank_goes_on_where_its_own_loader_was() -> None:
+    for rank, number in ((0, 1), (1, 2), (2, 1)):  # of two that were saved
+        data = data_of(None)
+        data._feed.rank, loader = rank, Stateful()
+        data.use_loader(loader)
+        states = [{"at": at, "epoch": 0, "worker": [1, b"2"]} for at in (1, 2)]
+        with_tuples = [{**state, "worker": (1, b"2")} for state in states]
+        data.restore({"kind": "given", "states": [to_json(s, path="", tensors=None) for s in with_tuples]})
+        assert taken(data, 1)[0][0] == 6 * (number + 1)
+
+
+@pytest.mark.parametrize(("drew", "draws"), [(True, False), (False, True), (False, False)])
+def test_mini_batches_are_counted_on_from_a_restored_position(drew: bool, draws: bool) -> None:
+    before, after = (data_of(KINDS["samples"](0)) for _ in range(2))
+    taken(before, 4)
+    position = before.position()
+    assert position is not None and position["mini_batches"] == 4
+    after._feed.draws = drew
+    after.restore({**position, "draws": draws})
+    assert after._feed.draws == (drew or draws)
+    assert alike(taken(after, 2), taken(before, 2))
+    found = after.position()
+    assert found is not None and found["mini_batches"] == 6
 
 
 @pytest.mark.parametrize("method", [None, "state_dict", "load_state_dict"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from gpp_plugin.engine.metrics import share_of_loss
+from gpp_plugin.integrations.huggingface.labelled_tokens import count_labelled
 from tests.integrations import unit_jobs as jobs
 from tests.ranks import run_kept_ranks
 
@@ -52,3 +57,26 @@ def test_what_has_no_token_mean_is_refused_in_one_line() -> None:
     assert "are -100" in said["no targets"]
     assert "takes the mean of losses" in said["stock"]
     assert "each micro-batch is a step" in said["async"]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "is_encoder_decoder", "expected"),
+    [("ForCausalLM", False, 2 + 3 + 1), ("ForCausalLM", True, 3 + 3 + 2), ("ForMaskedLM", False, 3 + 3 + 2)],
+)
+def test_labels_that_are_targets_are_counted(loss_type: str, is_encoder_decoder: bool, expected: int) -> None:
+    """Two rows of a batch, and one of another; of a decoder the first of each is nobody's target."""
+    model = nn.Module()
+    model.loss_type = loss_type  # type: ignore[assignment]
+    model.config = SimpleNamespace(is_encoder_decoder=is_encoder_decoder)  # type: ignore[assignment]
+    rows = torch.tensor([[5, 6, -100, 7], [-100, 8, 9, 0]]), torch.tensor([[3, -100, 4]])
+    batches = [{"labels": labels} for labels in rows]
+    assert int(count_labelled(model, batches)) == expected
+    shifted = [*batches, {"labels": rows[1], "shift_labels": torch.tensor([[1, 2, -100]])}]
+    assert int(count_labelled(model, shifted)) == expected + 2
+
+
+def test_a_batchs_loss_is_a_sum_over_tokens_or_a_mean_by_samples() -> None:
+    losses = [(torch.tensor(2.0), 3), (torch.tensor([5.0]), 1)]
+    assert share_of_loss(losses, 8, is_sum=True) == 7.0
+    assert share_of_loss(losses, 8, is_sum=False) == (2.0 * 3 + 5.0) / 8
+    assert share_of_loss([], 8, is_sum=False) == 0.0

@@ -28,6 +28,7 @@ from pathlib import Path
 from tests.mutants.faults import LIST, ROOT, DoesNotApply, Fault, place_of, read_faults
 from tests.mutants.import_hook import PACKAGE, block_places
 from tests.mutants.reach_plugin import CALL, SETUP
+from tests.processor_time import Family
 
 LEAST_SEEN = 0.9
 MOST_STRUCK = 0.05
@@ -35,6 +36,9 @@ MOST_S = 420.0
 """The wall time of one fault's tests; what is not seen by then is told with the number of tests that ran."""
 HANG_S = 60
 """A test that takes longer with a fault planted does not end."""
+COLLECTION_S = 60.0
+"""Processor seconds after which tests that are still being collected do not end: some call what they test there."""
+NO_COLLECTION = "does not end while tests are collected"
 SITE = Path(__file__).with_name("site")
 
 
@@ -152,14 +156,18 @@ def try_fault(fault: Fault, reach: Reach, first: str = "") -> Result:
         return Result(fault=fault, verdict="not reached")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpp-mutant-") as folder:
-        order, ids = Path(folder, "order"), Path(folder, "ids")
+        order, ids, collected = (Path(folder, name) for name in ("order", "ids", "collected"))
         order.write_text("\n".join(tests))
         files = dict.fromkeys(test.split("::")[0] for test in tests)
         ids.write_text("\n".join(tests if len(tests) < 400 else files))
         command = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-n0"]
         command += ["--timeout", str(HANG_S), "--timeout-method", "thread", "--durations=0", f"@{ids}"]
-        variables = {"GPP_FAULT": json.dumps(dataclasses.asdict(fault)), "GPP_ORDER": str(order)}
-        status, text = _run(_pytest(*command), _environment(variables))
+        variables = {
+            "GPP_FAULT": json.dumps(dataclasses.asdict(fault)),
+            "GPP_ORDER": str(order),
+            "GPP_COLLECTED": str(collected),
+        }
+        status, text = _run(_pytest(*command), _environment(variables), collected)
     seconds = time.monotonic() - started
     by = next((line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
     by = by.split(" - ")[0].partition(" ")[2]
@@ -167,13 +175,21 @@ def try_fault(fault: Fault, reach: Reach, first: str = "") -> Result:
         return Result(fault=fault, verdict="not seen", tests=len(tests), seconds=seconds)
     if status in (3, 4, 5):  # pytest itself did not run them
         raise RuntimeError(f"{fault}: the tests did not run (exit {status}): {text[-2000:]}")
+    if status is None and text:
+        return Result(fault=fault, verdict="seen", by=text, tests=len(tests), seconds=seconds)
     if status is None:
         return Result(fault=fault, verdict="not seen", by="time was up", tests=len(tests), seconds=seconds)
     return Result(fault=fault, verdict="seen", by=by or "does not end", tests=len(tests), seconds=seconds)
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
-    """Return exit status and output; None where time was up. Ranks that are left over are ended with it."""
+def _run(command: Sequence[str], environment: Mapping[str, str], collected: Path) -> tuple[int | None, str]:
+    """Return exit status and output; None where time was up. Ranks that are left over are ended with it.
+
+    Where the tests were not even collected the output says so.
+
+    Args:
+        collected: a file that the tests make when they are.
+    """
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -184,11 +200,17 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int | 
         errors="replace",
         start_new_session=True,
     )
+    end = time.monotonic() + MOST_S
     try:
-        text, _ = process.communicate(timeout=MOST_S)
-        return process.returncode, text
-    except subprocess.TimeoutExpired:
-        return None, ""
+        while True:
+            try:
+                text, _ = process.communicate(timeout=max(min(end - time.monotonic(), 1.0), 0.01))
+                return process.returncode, text
+            except subprocess.TimeoutExpired:
+                if not collected.exists() and Family(process.pid).used_s() > COLLECTION_S:
+                    return None, NO_COLLECTION
+                if time.monotonic() >= end:
+                    return None, ""
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -255,7 +277,9 @@ def _report(results: Sequence[Result], *, as_json: bool, with_orders: bool) -> i
         own = [each.verdict for each in results if layer in ("all", each.fault.layer)]
         print(f"{layer:<20}" + "".join(f"{own.count(verdict):>16}" for verdict in verdicts))
     for each in results:
-        if each.verdict not in ("seen", "equivalent"):
+        if each.verdict == "equivalent":
+            print(f"equivalent: {each.fault}: {each.fault.equivalent}")
+        elif each.verdict != "seen":
             print(f"{each.verdict}: {each.fault} ({each.tests} tests, {each.seconds:.0f} s) {each.by}")
     hang, found = launch_orders() if with_orders else (0, 0)
     if with_orders:

@@ -3,7 +3,8 @@
     pytest -p tests.mutants.reach_plugin
 
 Where `GPP_REACH` names a folder a process appends there what ran (`import_hook.note`), and to ``times-PID.jsonl`` a row
-``[test, seconds of its set-up, seconds of its call, passed]`` a test. Where `GPP_ORDER` names a file of node ids the tests run in its order.
+``[test, seconds of its set-up, seconds of its call, passed]`` a test. Where `GPP_ORDER` names a file of node ids the
+tests run in its order. `GPP_COLLECTED` names a file that is made when they are collected.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = sorted(
             (each for each in items if each.nodeid in places), key=lambda each: places[each.nodeid]
         )
+
+
+def pytest_collection_finish() -> None:
+    if "GPP_COLLECTED" in os.environ:
+        Path(os.environ["GPP_COLLECTED"]).touch()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,6 +16,7 @@ from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, from_plain, to_plain
+from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
 from gpp_plugin.plan.edge_transports import note_edge_transports
@@ -286,6 +287,15 @@ def test_the_bound_is_one(seed):
     assert plan is not None
     least = judge.least_us(judge.plan_of(drafts))
     assert judge.busiest_us(drafts) <= least * (1 + 1e-9) <= plan.iteration_us * (1 + 2e-9)
+
+
+def test_a_stage_on_more_ranks_keeps_its_micro_batch_or_what_a_rank_has_of_it():
+    search = object.__new__(share_ranks_module._Search)
+    search._rules = batch_rules(make_request(chain(1), mini_batch=24))
+    old = draft(("layers.0",), (0, 1), 4)
+    for ranks, size in (((0, 1, 2, 3), 4), ((0, 1, 2), 6), ((3,), 4), ((0, 1, 2, 3, 4), None)):
+        found = search._on_ranks(old, ranks)
+        assert (None if found is None else found.micro_batch_size) == size
 
 
 def test_branches_come_with_all_that_precedes_them():

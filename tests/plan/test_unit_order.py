@@ -162,6 +162,9 @@ def test_equal_units_stay_in_order_and_sizes_alone_decide() -> None:
     sizes = [{"x": n} for n in (16, 1, 13, 2, 3, 9)]
     chosen = [UnitOrder(chain([2], 6), costs)(sizes) for _ in range(2)]
     assert chosen[0] == chosen[1] != tuple(range(6))
+    again = UnitOrder(chain([2], 6), costs)
+    for each in (sizes, sizes[::-1], sizes):
+        assert again(each) == UnitOrder(chain([2], 6), costs)(each), "a mini-batch of its own each time"
     assert UnitOrder(chain([2], 6), costs)([{"x": 7}] * 6) == tuple(range(6))
     assert UnitOrder(chain([2], 6), costs)([{"x": 7}, {"x": 8}]) == (0, 1), "an evaluation's own number"
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from gpp_plugin.engine.evaluator import Evaluator, _parts
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.runtime.batches import UnitBatch
 from gpp_plugin.runtime.evaluation import evaluation_plan, match_blocks, split_evaluation
 from tests.plan.graphs import make_graph
 
@@ -100,3 +104,19 @@ def test_a_mini_batch_of_any_size_is_run_in_up_to_three_parts(
         if part.plan.stages != plan.stages:
             assert [stage.ranks for stage in part.plan.stages] == [(0,), (2, 3)]
             assert {stage.micro_batch_size for stage in part.plan.stages} == {part.plan.loss_unit}
+
+
+def test_units_are_evaluated_in_their_order_and_none_is_taken_apart() -> None:
+    plan = plan_of((4, (0, 1), 1), (2, (2,), 1))  # a mini-batch of units is of whole micro-batches of 2
+    units = tuple({"x": torch.full((1, 3 + n), float(n))} for n in range(5))
+    parts = _parts(plan, UnitBatch(units=units))
+    assert [part.first_sample for part, _ in parts] == [0, 4]
+    assert [list(rows.units) for _, rows in parts] == [list(units[:4]), list(units[4:])]
+
+
+def test_weights_in_parts_are_gathered_whole_where_a_part_leaves_ranks_idle() -> None:
+    evaluator = object.__new__(Evaluator)
+    evaluator._plan = plan = plan_of((4, (0, 1), 1), (6, (2, 3, 4, 5), 2))
+    evaluator._stages = SimpleNamespace(attached=lambda: "attached", gathered=lambda: "gathered")  # type: ignore[assignment]
+    ways = [evaluator._weights_for(part.plan) for part in split_evaluation(plan, 21)]
+    assert ways == ["attached", "gathered", "gathered"]

@@ -5,6 +5,12 @@ another micro-batch size or k for one stage, ranks from one stage to another. Ev
 and predicted whole; the first that is better is taken. A plan that needs too much memory is worth
 less than any that fits, the less the more it exceeds, so the moves also lead to feasible plans.
 
+Two parts of the search are left out one at a time, on 113 feasible graphs of `gpp bench plan-quality` (the first 40 of
+its auto, unlike and tensor cases). Without micro-batches in excess (`SLACKS`) 50 plans of planner ``auto`` are longer,
+up to 16 %, and none is shorter. Without the start of even stages (`Refiner.balance`) 3 plans of planner ``graphpipe``
+are longer, one by 41 %, and none is shorter; those of ``auto``, which has other starts too, stay. The floors of
+``test_search_effort_is_worth_its_time`` fail without either.
+
 Source: this project
 Tests: tests/plan/test_quality.py
 """

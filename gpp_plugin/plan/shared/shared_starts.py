@@ -175,7 +175,7 @@ class StartMaker:
         found = []
         for other in self._rules.wishes():
             size = self._rules.micro_batch_size(branch, degree, other)
-            if size is not None and (size >= wish or size == self._rules.mini_batch):
+            if size is not None and size >= wish:
                 found.append(size)
         return sorted(set(found))[:BRANCH_SIZES]
 

@@ -17,7 +17,7 @@ from gpp_plugin.schedule.orders.async_1f1b import (
     check_asynchronous,
     windows_of,
 )
-from gpp_plugin.schedule.windows import lower_windows, window_schedules
+from gpp_plugin.schedule.windows import joined_windows, lower_windows, window_schedules
 from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
 
 
@@ -89,6 +89,14 @@ def test_two_stages_of_a_rank_step_by_themselves():
         at = lines.index(task)
         assert lines[at + 1 : at + 3] == [f"reduce_data({stage})", f"step({stage})"]
     assert [str(m) for m in programs.of_rank(0).of_stage(0).carried[1]] == ["grad e0 r1.0>r0.0 [0..0]"]
+    plan = asynchronous(on_ranks(chain_plan(3, 1), 0, 1, 0))
+    programs = lower_windows(plan)
+    for count in (1, 2, 3):  # joined they are the same tasks in the same order, the shorter drains among them
+        joined = joined_windows(plan, count)
+        parts = (*programs.steps[:count], programs.drains[count - 1])
+        for rank, order in joined.orders.items():
+            ran = [joined.task(node) for node in order if node in joined.tasks]
+            assert ran == [i.task for part in parts for i in part[rank].instructions if i.task is not None]
 
 
 def test_stages_on_the_same_two_ranks_are_updated_in_one_order():

@@ -12,6 +12,7 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.durations import with_split_costs
 from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.orders.forward_only import forward_only_schedule
 from gpp_plugin.schedule.orders.zero_bubble import _ListRun, zero_bubble_schedules
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
@@ -215,6 +216,17 @@ def test_beside_other_schedules_and_frozen_stages():
     assert {t.kind.value for t in schedules[3].tasks} == {"F", "I", "W"}
     programs = lower_schedules(frozen, schedules, forward_only_stages=frozenset({0}))
     validate_programs(frozen, schedules, programs)
+
+
+@pytest.mark.parametrize(("held", "expected"), [(1, 62.0), (2, 46.0), (3, 46.0)])
+def test_a_frozen_stage_is_held_back_until_its_consumer_has_taken_what_it_holds(held, expected):
+    """rank 0  F0 .. F1 .. F2         forwards of 10 us; with one held, F1 begins as the consumer's F0 ends
+    rank 1  .. F0 B0 F1 B1 F2 B2      backwards of 2 us
+    """
+    plan = simple_plan([1, 1], [(0, 1)], mini_batch=3, forward_us=10.0, backward_us=2.0)
+    plan = dataclasses.replace(plan, edges=(dataclasses.replace(plan.edges[0], gradient_tensors=()),))
+    others = {0: forward_only_schedule(0, 3, num_in_flight=held)}
+    assert _ListRun(zero_bubble(plan), (1,), others).run() == expected
 
 
 def test_costs_of_splitting_count():

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 from gpp_benchmarks import _length_memory
+from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.report.memory_text import format_memory_report
+from gpp_plugin.runtime.batches import UnitBatch
 from tests.integrations import length_memory_jobs
+from tests.plan.test_planned_lengths import sized
 from tests.ranks import run_kept_ranks
 
 SETTINGS = {"layers": 1, "width": 16, "length": 64, "stages": 2}
@@ -48,3 +56,40 @@ def test_units_that_do_not_fit_are_refused_on_every_rank_before_they_run() -> No
     assert (
         "predicted for input_ids 16; planned for input_ids 8 and input_ids 12, at most input_ids 16" in text
     )
+
+
+def texts(length: int) -> dict[str, Tensor]:
+    return {"ids": torch.zeros(8, length, dtype=torch.int64)}
+
+
+def watch_of(mode: str = "sync", *, is_sized: bool = True) -> MemoryWatch:
+    """Return what watches one rank of a plan for texts of 8 to 32 tokens."""
+    found = sized()
+    config = SimpleNamespace(
+        lengths=SimpleNamespace(max=32) if is_sized else None, mode=mode,
+        memory=SimpleNamespace(optimization="auto"),
+    )  # fmt: skip
+    setting = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, rank=0)
+    given: Any = {
+        "config": config, "setting": setting, "sample_batch": texts(8), "reads": [["ids"]],
+        "meeting": SimpleNamespace(gather=lambda told, what: [told]), "sized": found if is_sized else None,
+    }  # fmt: skip
+    return MemoryWatch(found.plan, **given)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_sized", "counted"),
+    [("sync", True, [6, 8, 9, 10, 11, 12, 13, 14]), ("async", True, [6]), ("sync", False, [8])],
+)
+def test_what_is_longer_than_before_is_counted_eight_times_at_most(
+    mode: str, is_sized: bool, counted: list[int]
+) -> None:
+    """In mode async once: of a longer one micro-batches of the call before would be counted, too."""
+    watch, found = watch_of(mode, is_sized=is_sized), []
+    for length in (6, 5, 6, 8, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16):
+        if watch.is_due(texts(length)):
+            found.append(length)
+            watch.compare({}, texts(length), most_bytes=0)
+    assert found == counted
+    unlike = UnitBatch(units=({"ids": texts(16)["ids"][:2]}, {"ids": texts(31)["ids"][:2]}))
+    assert not watch_of(mode, is_sized=is_sized).is_due(unlike), "the first unit's alone would be counted"

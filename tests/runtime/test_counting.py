@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpp_plugin.ir.memory_report import MemoryCounts
+from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
 from gpp_plugin.runtime.memory.keeper import KeepAll, StageKeeper
 
 ROW = 4 * 4
@@ -26,9 +28,11 @@ def test_of_a_tensor_handed_over_the_rows_a_stage_was_given_are_its_own() -> Non
     keeper = keeper_of()
     made = torch.ones(8, 4)
     keeper.start_counting()
-    keeper.forward(0, None, [weight], [], [made[2:5]])
+    kept = keeper.forward(0, None, [weight], [], [made[2:5]])
     counts = keeper.stop_counting()
-    assert counts is not None and counts.held_bytes == 3 * ROW + 3 * ROW, "received rows, and their product"
+    assert kept and counts is not None and counts.held_bytes == 3 * ROW + 3 * ROW, (
+        "received rows, and their product"
+    )
 
 
 def test_halves_of_a_received_tensor_are_kept_as_one() -> None:
@@ -36,7 +40,49 @@ def test_halves_of_a_received_tensor_are_kept_as_one() -> None:
     keeper = keeper_of()
     arrived = torch.ones(6, 4)
     keeper.start_counting()
-    keeper.forward(0, 0, [weight], [], [arrived[:2]])
-    keeper.forward(0, 1, [weight], [], [arrived[2:]])
+    made = [
+        keeper.forward(0, half, [weight], [], [rows]) for half, rows in enumerate((arrived[:2], arrived[2:]))
+    ]
     counts = keeper.stop_counting()
-    assert counts is not None and counts.held_bytes == 6 * ROW + 2 * ROW + 4 * ROW
+    assert made and counts is not None and counts.held_bytes == 6 * ROW + 2 * ROW + 4 * ROW
+
+
+def test_counts_are_of_one_micro_batch_of_all_at_once_and_of_the_rank() -> None:
+    """Two stages: the second keeps rows of what the first made, and a storage of its own; inputs are there anyway."""
+    made, own, given, weight = torch.ones(8, 4), torch.ones(2, 4), torch.ones(3, 4), torch.ones(4)
+    together = HeldTogether()
+    first, second = MemoryCounter([weight], together), MemoryCounter([weight], together)
+    for counter, received in ((first, []), (second, [made[:5]])):
+        for micro_batch in range(2):
+            counter.begin(micro_batch, [given], received)
+            for tensor in (weight[:2], given[1:], made[:5], made[:5].view(-1)):
+                counter.keep(micro_batch, tensor)
+    second.keep(1, own)
+    second.swap(0, 10)
+    second.swap(1, 30)
+    second.make_again(0, 7)
+    second.make_again(1, 5)
+    for num_bytes in (40, -10, 20, -50):
+        second.work(num_bytes)
+    assert together.peak == 8 * ROW + 2 * ROW, "what both keep is there once, whole"
+    for micro_batch in (1, 0):
+        second.end(micro_batch)
+    assert second.counts() == MemoryCounts(
+        held_bytes=5 * ROW + 2 * ROW, swapped_bytes=30, recomputed_bytes=7,
+        peak_held_bytes=2 * 5 * ROW + 2 * ROW, working_bytes=50,
+    )  # fmt: skip
+    more = torch.ones(3, 4)
+    first.keep(0, more)
+    assert together.peak == 8 * ROW + 3 * ROW, "the first still holds its own"
+    first.end(0)
+    first.end(1)
+    for _ in range(2):
+        first.begin(2, [])
+        first.keep(2, own)
+        first.end(2)
+    assert together.peak == 8 * ROW + 3 * ROW and first.counts().peak_held_bytes == 2 * 8 * ROW + 3 * ROW
+    first.begin(3, [])
+    first.keep(3, torch.ones(64, 4))
+    assert first.counts().held_bytes == 64 * ROW and together.peak == 64 * ROW, (
+        "in flight, and nothing else is left"
+    )

@@ -148,3 +148,17 @@ def test_loaded_weights_are_compared_over_those_that_hold_the_same(monkeypatch: 
             agreement.agree_on_state([stage_of(weight, tensor=tensor)], tag="t", group=group)
         assert is_shared(refused.value), "raised on every rank: none failed before the others"
         told.pop()
+
+
+def test_what_is_frozen_and_what_a_value_says_are_facts_and_how_zero_is_written_is_none() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    layer.register_buffer("mean", torch.zeros(2))
+    facts = agreement.model_facts(layer)
+    assert {name for name, text in facts.items() if text.endswith(" frozen")} == {"weight bias"}
+    assert {"weight weight", "weight mean"} <= facts.keys()
+    told = [
+        agreement.fingerprint_of(SimpleNamespace(a=a, b=(b,)))
+        for a, b in ((0, 1.0), (0.0, 1), (0.5, 1), (10, 1))
+    ]
+    assert told[0] == told[1] and len(set(told)) == 3

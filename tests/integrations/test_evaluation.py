@@ -62,7 +62,13 @@ def test_blocks_that_training_skips_run_where_their_parameters_are_behind_what_t
     held = [{"w", "head"}, {"head", "v"}, {"head"}]
     reads = {"a": ("w",), "new": ("head", "mean"), "free": (), "first": ("v",)}
     graph = graph_of(
-        "first", "a", "b", "new", "free", edges=(("a", "b"), ("b", "new"), ("new", "free")), reads=reads
+        "first",
+        "a",
+        "b",
+        "new",
+        "free",
+        reads=reads,
+        edges=(("a", "b"), ("a", "new"), ("b", "new"), ("new", "free")),
     )
     found = evaluation_plan(plan, graph, parameters={"w", "head", "v"}, held=held)
     assert [stage.blocks for stage in found.stages] == [("a",), ("first", "b", "new", "free"), ()]

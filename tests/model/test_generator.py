@@ -19,7 +19,13 @@ from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
 from gpp_plugin.ir.cache_report import RankCaches
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.samples import even_ranges
-from gpp_plugin.model.generation.generator import GeneratedModel, Generator, _all_caches, _Outcome
+from gpp_plugin.model.generation.generator import (
+    GeneratedModel,
+    Generator,
+    _all_caches,
+    _note_cache,
+    _Outcome,
+)
 from gpp_plugin.model.generation.lane_parts import DrawsOfAll, LanePart, lanes_of
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.runtime.ranks.meeting import Meeting
@@ -90,7 +96,11 @@ def test_it_generates_with_the_weights_in_training_and_reports_caches() -> None:
     assert all(module.training for module in model.modules()) and not generator.is_broken
     generator.generate({**prompts("llama", 1), "max_new_tokens": 1})
     (one,) = generator.cache_report().ranks
-    assert one.layers == report.layers > 0, "of a single forward, whose cache was empty"
+    assert one.layers == report.layers > 0, "of a single forward"
+    caches: list[Any] = [None]
+    for cache in (DynamicCache(), None):
+        _note_cache(caches, model, (), {"past_key_values": cache})
+    assert isinstance(caches[0], DynamicCache), "empty as it was, and false"
     assert not model._forward_pre_hooks, "what looked at caches is gone"
     model.model.norm.forward = lambda hidden: 1 / 0
     with pytest.raises(ConfigError, match="ZeroDivisionError"):

@@ -8,7 +8,10 @@ from torch import Tensor
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
 from gpp_plugin.runtime.memory.keeper import KeepAll, StageKeeper
+from gpp_plugin.runtime.memory.recompute import Held, Replay
+from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink, SwappedStorage
 
+CPU = torch.device("cpu")
 ROW = 4 * 4
 """Bytes of a row of four floats."""
 
@@ -86,3 +89,32 @@ def test_counts_are_of_one_micro_batch_of_all_at_once_and_of_the_rank() -> None:
     assert first.counts().held_bytes == 64 * ROW and together.peak == 64 * ROW, (
         "in flight, and nothing else is left"
     )
+
+
+def test_what_comes_back_to_the_device_for_nothing_is_counted_until_it_is_gone() -> None:
+    """A swapped storage that was asked for and never used; tensors of a segment that no backward asked for."""
+    counter, link = MemoryCounter(()), SwapLink(CPU)
+    for _ in range(2):
+        storage = SwappedStorage(link, torch.ones(8, 4), counter)
+        view = storage.view(torch.ones(8, 4))
+        storage.bring()
+        del storage, view
+    assert counter.counts().working_bytes == 8 * ROW
+    for _ in range(2):
+        replay = Replay(fixed=(), queue=ReturnQueue(), device=CPU, micro_batch=0, counter=counter)
+        replay._values[0] = torch.ones(16, 4)
+        replay._count()
+        del replay
+    assert counter.counts().working_bytes == 16 * ROW and counter.counts().recomputed_bytes == 2 * 16 * ROW
+
+
+def test_what_a_segment_does_not_read_again_is_not_brought_back() -> None:
+    queue, link = ReturnQueue(), SwapLink(CPU)
+    storage = SwappedStorage(link, torch.ones(8, 4), None)
+    replay = Replay(fixed=(), queue=queue, device=CPU, micro_batch=0, counter=None)
+    queue.add(storage)
+    replay.held["x"] = Held(storage.view(torch.ones(8, 4)), requires_grad=False)
+    assert storage.is_due
+    replay.plan(None)
+    queue.prefetch()
+    assert not storage.is_due and storage._data is None and not replay.held

@@ -96,6 +96,9 @@ def test_host_buffers_are_used_again_and_given_back() -> None:
     trainer.train(in_flight=2, steps=4)
     assert pool.total_bytes == total
     assert sum(size * len(buffers) for size, buffers in pool._free.items()) == total
+    trainer.forward(0)
+    trainer.compute.clear()  # a mini-batch that fails
+    assert sum(size * len(buffers) for size, buffers in pool._free.items()) == total
 
 
 def test_views_and_several_keepers_move_one_storage() -> None:

@@ -1,13 +1,16 @@
-"""What micro-batches keep, by storage: views of a rank's own tensors, halves, what several stages share."""
+"""What a stage keeps of its micro-batches and counts, by storage: views, halves, what several stages share; and drops."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
-from gpp_plugin.runtime.memory.keeper import KeepAll, StageKeeper
+from gpp_plugin.runtime.memory.keeper import KeepAll, Pass, StageKeeper
 from gpp_plugin.runtime.memory.recompute import Held, Replay
 from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink, SwappedStorage
 
@@ -118,3 +121,39 @@ def test_what_a_segment_does_not_read_again_is_not_brought_back() -> None:
     replay.plan(None)
     queue.prefetch()
     assert not storage.is_due and storage._data is None and not replay.held
+
+
+class Noted(KeepAll):
+    """Notes which forward's tensors are brought back."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__(lambda received: (received * 2,))
+        self._name, self._log = name, log
+
+    def begin(self, *given: Any, **options: Any) -> Pass:
+        forward = super().begin(*given, **options)
+        number = len(self._log)
+        self._log.append(f"{self._name}{number}")
+        vars(forward)["prefetch"] = lambda: self._log.append(f"bring {self._name}{number}")
+        return forward
+
+
+def test_the_half_that_ran_last_comes_back_first_and_nothing_after_a_failure() -> None:
+    log: list[str] = []
+    link: Any = SimpleNamespace(clear=lambda: log.append("link"))
+    following = {(False, 1, None): 0, (True, 0, None): 1}
+    keeper = StageKeeper(
+        whole=Noted("whole", log), half=Noted("half", log), leaves=(), constants=(), link=link,
+        next_backward=following.get,
+    )  # fmt: skip
+    for half in (0, 1):
+        keeper.forward(0, half, [], [], [torch.ones(1)])
+    keeper.forward(1, None, [], [], [torch.ones(1)])
+    assert log == ["half0", "half1", "whole2", "bring half1", "bring half0"]
+    log.clear()
+    keeper.end_backward(0)
+    keeper.begin_backward(0)
+    assert log == ["bring whole2"], "that of micro-batch 1 is next, and 0 is gone"
+    keeper.clear()
+    keeper.begin_backward(1)
+    assert log == ["bring whole2", "link"]

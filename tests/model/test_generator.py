@@ -191,6 +191,11 @@ def test_prompts_are_as_many_micro_batches_as_keep_all_stages_and_lanes_busy(
 ) -> None:
     generator = generator_of(generating("gpt2")[0], micro_batches=asked)
     generator._lanes = ((0, 2, 4), (1, 3, 5))
+    found = []
+    for rank in range(6):
+        generator._setting = SimpleNamespace(rank=rank)  # type: ignore[assignment]
+        found.append((generator._own_lane(2), generator._own_lane(1)))
+    assert found == [(0, 0), (1, None)] * 3
     parts = generator._parts(samples, is_cut=is_cut)
     assert [part.samples for part in parts] == sizes and {part.lanes for part in parts} == {lanes}
     assert [(part.number, part.first) for part in parts] == [(i, sum(sizes[:i])) for i in range(len(sizes))]

@@ -265,6 +265,9 @@ def test_a_mini_batch_that_failed_leaves_nothing_in_a_mailbox() -> None:
     laid.place(message(0)).append(torch.ones(2))
     laid.clear()
     assert laid.place(message(0)) == []
+    carry = Carry(received={message(0): ([], sent)}, sends=deque([sent]), sends_of={1: [sent]})
+    carry.clear()
+    assert not carry.received and not carry.sends and not carry.sends_of
 
 
 def test_a_window_leaves_to_the_next_what_no_task_of_it_reads_and_what_is_under_way() -> None:

@@ -387,14 +387,36 @@ def reach_twice(from_step: int) -> tuple[list[bool], str]:
     return same, ""
 
 
-def test_a_parameter_that_one_backward_reaches_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with equal gradients, of which this is one."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda wire, **_: wire.mul_(2))
     monkeypatch.setattr(gradient_store, "finish", lambda *_, **__: None)
+
+
+def test_a_parameter_that_one_backward_reaches_twice(two_alike: None) -> None:
     assert reach_twice(0) == ([True] * 3, "")
     same, text = reach_twice(1)
     assert same == [True] and "use_reentrant=False" in text
+
+
+def test_what_was_taken_away_before_the_last_backward_is_not_sent(two_alike: None) -> None:
+    tower, other = Tower(), Tower()
+    store = make_store(tower, degree=2, reduces_early=True)
+    for _ in range(2):  # the first one is watched only
+        backward(tower, 0)
+        store.accumulate()
+        tower.zero_grad()
+        store.begin_reduction()
+        backward(tower, 1)
+        store.accumulate()
+        store.reduce_data()
+        other.zero_grad()
+        backward(other, 1)
+        for name, parameter in other.named_parameters():
+            assert parameter.grad is not None and torch.equal(store.whole(name), 2 * parameter.grad), name
+        store.clear()
 
 
 def train_an_engine(block: dict[str, Any], zero_block: dict[str, Any]) -> dict[bool, dict[str, Any]]:

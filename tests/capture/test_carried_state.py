@@ -13,7 +13,16 @@ from torch import nn
 
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
+from gpp_plugin.capture.tracing.carried_state import (
+    changed_attributes,
+    described,
+    initial_values,
+    noted_accesses,
+    noted_reads,
+    without_history,
+)
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import CarriedState, StateTensor
 from gpp_plugin.ir.op_graph import is_carried
 from gpp_plugin.model.verify.compare_capture import Comparison, compare_capture, make_twin
 from tests.carried_models import (
@@ -118,3 +127,62 @@ def test_a_buffer_registered_by_a_forward_before_the_start_is_one_of_the_model()
     model, batch = LateTable(), make_batch(4)
     model(**batch)
     assert compared(model, batch).differences == ()
+
+
+class Holder(nn.Module):
+    """Holds a number, a tensor that a forward made, and one that it did not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.calls, self.made, self.given = 3, torch.ones(2), torch.ones(2)
+
+
+def test_what_is_noted_of_modules_is_noted_while_it_is_asked_for() -> None:
+    model, seen = Holder(), []
+    own = nn.Module.__setattr__, "__getattribute__" in vars(nn.Module)
+    with noted_accesses() as first:
+        with noted_reads(lambda owner, name: seen.append(name)):
+            assert model.calls == 3
+        model.given = model.made
+        model.calls += 1
+        model.extra = 1
+        assert model.extra == 1
+    table = id(vars(model))
+    assert {name: first[table, name] for name in ("calls", "made", "given", "extra")} == {
+        "calls": True, "made": True, "given": False, "extra": False,
+    }  # fmt: skip
+    assert (nn.Module.__setattr__, "__getattribute__" in vars(nn.Module)) == own and "calls" in seen
+    assert seen.count("made") == 0, "read behind it"
+
+
+def test_what_changed_is_told_by_object_or_by_value() -> None:
+    ones = torch.ones(2)
+    before = {"number": 1, "nan": float("nan"), "tensor": ones, "gone": "x"}
+    after = {"number": 1.0, "nan": float("nan"), "tensor": ones.clone(), "new": None}
+    assert changed_attributes(before, after) == ["number", "tensor", "gone", "new"]
+    assert changed_attributes(before, after, by_value=True) == ["number", "gone", "new"]
+    assert changed_attributes(before, {**before, "tensor": 2 * ones}, by_value=True) == ["tensor"]
+
+
+def test_state_begins_with_a_copy_of_what_the_user_s_model_holds() -> None:
+    model = Holder()
+    model.made = (model.scale * 2).detach().requires_grad_(True) * 1
+    memo = without_history(model)
+    assert memo.keys() == {id(model.made)}, "deepcopy takes the others as they are"
+    copied = copy.deepcopy(model, memo)
+    assert torch.equal(copied.made, model.made.detach()) and copied.given is not model.given
+    states = [
+        CarriedState(name=name, tensors=(StateTensor(name=f"carried:{name}", shape=shape, dtype=dtype),))
+        for name, shape, dtype in (
+            ("calls", (), "int64"),
+            ("given", (2,), "float32"),
+            ("hidden", (2, 3), "float64"),
+        )
+    ]
+    wanted = described(states)
+    assert [parameter.bytes for parameter in wanted] == [8, 8, 48]
+    found = initial_values(model, wanted)
+    assert found["carried:calls"].item() == 3 and not found["carried:hidden"].any()
+    found["carried:given"].zero_()
+    assert model.given.eq(1).all(), "a stage writes into its own"

@@ -208,3 +208,26 @@ def test_groups_keep_their_numbers_and_options() -> None:
     restore_optimizer(found, two, held)
     assert [group["lr"] for group in found.param_groups] == [0.25, 0.5]
     assert found.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+class CountsInIntegers(torch.optim.SGD):
+    """Keeps its step as an integer, as DeepSpeed's optimizers do; no optimizer of torch's own module."""
+
+
+def test_steps_are_counted_as_the_optimizer_that_goes_on_counts_them() -> None:
+    one = whole(1)
+    before = stepped(one)
+    for state in before.state.values():
+        state["rank"] = 2  # a number of its own, which no other optimizer turns into its kind of step
+    held = Held(optimizer_pieces(before, one, has_masters=True))
+    for optimizer, kind in (
+        (CountsInIntegers(masters(one), lr=0.1), int),
+        (torch.optim.Adam(masters(one)), Tensor),
+    ):
+        restore_optimizer(optimizer, one, held)
+        assert all(
+            isinstance(state["step"], kind) and state["step"] == 3 for state in optimizer.state.values()
+        )
+        assert all(type(state["rank"]) is int and state["rank"] == 2 for state in optimizer.state.values())
+    counted = Held(optimizer_pieces(CountsInIntegers(masters(one), lr=0.1), one, has_masters=True))
+    assert counted.kind() == "CountsInIntegers"

@@ -87,6 +87,12 @@ def test_endless_states_are_refused() -> None:
     endless.append(endless)
     with pytest.raises(CheckpointError, match=f"deeper than {MOST_LEVELS} levels"):
         to_json(endless, path="state", tensors={})
+    deepest: Any = 1
+    for _ in range(MOST_LEVELS):
+        deepest = [deepest]
+    assert to_json(deepest, path="state", tensors={}) == deepest
+    with pytest.raises(CheckpointError, match="flatten it"):
+        to_json([deepest], path="state", tensors={})
 
 
 @pytest.mark.parametrize(

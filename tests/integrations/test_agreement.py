@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gpp_plugin.engine.guards import agreement
-from gpp_plugin.errors import GppError
+from gpp_plugin.errors import ConfigError, GppError
+from gpp_plugin.runtime.ranks.job_board import is_shared
 from tests.fault_job import make_odd, odd_config
 from tests.ranks import run_kept_ranks
 
@@ -112,3 +114,51 @@ def test_an_optimizer_is_told_by_its_class_and_its_groups_options() -> None:
         assert facts[0] == facts[1]
     assert {key for key in facts[0] if facts[0][key] != facts[1][key]} == {"param_groups[1]"}
     assert facts[0]["training_data="] == "list of 2 samples"
+
+
+def test_what_explains_weights_is_named_before_them() -> None:
+    told = [{"weight a": value, "zero": value, "x": value, "lr": value} for value in ("1", "2")]
+    said = agreement.describe_differences(told)
+    assert [part.split(" is ")[0] for part in said.split(": ")[1].split("; ")[:3]] == ["lr", "x", "zero"]
+    assert "and 1 more keys" in said
+    assert "seed all ranks alike" in said
+
+
+def stage_of(weight: Tensor, *, tensor: int = 1, position: int = 0) -> Any:
+    module = nn.Module()
+    module.embed = nn.Parameter(weight)
+    told = {"global_steps": 3, "loss_scale": 1.0, "tensor_position": position, "module": module}
+    return SimpleNamespace(stage=SimpleNamespace(tensor=tensor), **told)
+
+
+def test_loaded_weights_are_compared_over_those_that_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that tensor ranks share out has parts, whatever it is tied to."""
+    told: list[Any] = []
+
+    def exchange(make: Any, **_: Any) -> list[Any]:
+        told.append(make())
+        return told
+
+    monkeypatch.setattr(agreement, "exchange", exchange)
+    whole, group = torch.arange(6.0), cast(Any, "all")
+    for weight, tensor, position in ((whole, 1, 0), (whole[:3], 2, 0), (whole[3:], 2, 1), (whole, 1, 0)):
+        agreement.agree_on_state([stage_of(weight, tensor=tensor, position=position)], tag="t", group=group)
+    for weight, tensor, at in ((whole + 1, 1, ""), (whole[3:], 2, " of tensor position 0")):
+        with pytest.raises(ConfigError, match=f"weight embed{at} is float32") as refused:
+            agreement.agree_on_state([stage_of(weight, tensor=tensor)], tag="t", group=group)
+        assert is_shared(refused.value), "raised on every rank: none failed before the others"
+        told.pop()
+
+
+def test_what_is_frozen_and_what_a_value_says_are_facts_and_how_zero_is_written_is_none() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    layer.register_buffer("mean", torch.zeros(2))
+    facts = agreement.model_facts(layer)
+    assert {name for name, text in facts.items() if text.endswith(" frozen")} == {"weight bias"}
+    assert {"weight weight", "weight mean"} <= facts.keys()
+    told = [
+        agreement.fingerprint_of(SimpleNamespace(a=a, b=(b,)))
+        for a, b in ((0, 1.0), (0.0, 1), (0.5, 1), (10, 1))
+    ]
+    assert told[0] == told[1] and len(set(told)) == 3

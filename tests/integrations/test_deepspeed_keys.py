@@ -16,7 +16,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from gpp_plugin.cli import main
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import _MODELS, read_deepspeed
-from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict
+from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict, given_keys, names_in
 from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
 
 # ---- every key of the installed release ------------------------------------------------------------------------
@@ -137,6 +137,48 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(printed.splitlines()[-1])
     assert len(result["rows"]) == sum(result["counts"].values()) == len(KEYS)
     assert "pipeline.activation_checkpoint_interval" in printed
+
+
+ASKED: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
+    ("managed_gradient_accumulation", (True, None, "auto"), (False,)),
+    ("gradient_allreduce_op", ("mean", "MEAN", ""), ("sum",)),
+    ("sequence_parallel_size", (1, "auto", False), (2, 0)),
+    ("tensor_parallel.autotp_size", (0, 1, False), (2, True)),
+    ("zero_optimization.offload_optimizer.ratio", (1.0, 1, None), (0.5,)),
+    ("pipeline.activation_checkpoint_interval", (0,), (1,)),
+    ("checkpoint.tag_validation", ("Fail", "fail"), ("Warn",)),
+    ("prescale_gradients", (False, None), (True,)),
+    ("elasticity", ({}, [], None), ({"enabled": True},)),
+]
+
+
+@pytest.mark.parametrize(("path", "nothing", "something"), ASKED)
+def test_a_value_asks_for_something_unless_it_is_what_happens_anyway(
+    path: str, nothing: tuple[Any, ...], something: tuple[Any, ...]
+) -> None:
+    assert not any(KEYS[path].asks(value) for value in nothing)
+    assert all(KEYS[path].asks(value) for value in something)
+
+
+def test_keys_of_blocks_that_are_off_are_not_given() -> None:
+    config = {
+        "bfloat16": {"enabled": True, "check_grad_overflow": False},
+        "fp16": {"loss_scale": 0},
+        "hybrid_engine": {"enabled": "auto", "max_out_tokens": 5},
+        "tensorboard": {"enabled": None, "job_name": "x"},
+        "weight_quantization": {"num_bits": 4},
+        "timers": {"throughput": {"synchronized": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1, "max_grad_norm": 1.0}},
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+    }
+    assert [path for path, _ in given_keys(config)] == [
+        "bf16", "bf16.enabled", "bf16.check_grad_overflow", "fp16", "hybrid_engine", "tensorboard",
+        "weight_quantization", "weight_quantization.num_bits", "timers", "timers.throughput",
+        "timers.throughput.synchronized", "optimizer", "optimizer.type", "optimizer.params",
+        "optimizer.params.max_grad_norm", "zero_optimization", "zero_optimization.offload_optimizer",
+        "zero_optimization.offload_optimizer.device",
+    ]  # fmt: skip
+    assert names_in("bfloat16") == names_in("bf16") != ()
 
 
 # ---- one reader ------------------------------------------------------------------------------------------------

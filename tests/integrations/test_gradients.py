@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import partitioned_gradients
+from gpp_plugin.engine.gradients import flat_gradients, gradient_store, partitioned_gradients
 from gpp_plugin.engine.gradients.flat_gradients import sum_over
 from gpp_plugin.engine.gradients.gradient_store import GradientStore
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
@@ -135,6 +135,105 @@ def test_a_gradient_has_the_strides_of_its_parameter() -> None:
     make_store(layer)
     assert layer.weight.grad is not None
     assert layer.weight.grad.stride() == layer.weight.stride() != layer.weight.contiguous().stride()
+
+
+def test_a_mini_batch_begins_with_nothing_of_the_last_one() -> None:
+    """Flags, what rests and what is known of other ranks."""
+    tower = Tower()
+    store = make_store(tower, bucket_elements=30)
+    names = list(store.parameters)
+    for left_out, rests in (((3,), True), ((), False)):
+        assert store.unknown() is None
+        backward(tower, 0, left_out)
+        brought = [summand.brought for summand in store.tied_summands(names)]
+        flags = torch.cat([each[-2:] for each in brought])
+        assert flags.tolist() == [0.0 if i in (6, 7) and left_out else 1.0 for i in range(12)]
+        assert (store.unknown() is None) == (not left_out)
+        before = store.squared_norm(without=(), precision=torch.float64)
+        if rests:
+            store.rest(["layers.0.weight"])
+            part = tower.layers[0].weight.grad
+            assert part is not None and not part.any() and store.get("layers.0.weight") is None
+            assert store.squared_norm(without=(), precision=torch.float64) < before
+        else:
+            assert all(store.get(name) is not None for name in names)
+        store.clear()
+
+
+def test_ranks_of_a_stage_share_out_its_norm_and_one_brings_its_sum_in_bounded_messages() -> None:
+    towers = [Tower(), Tower()]
+    stores = [make_store(tower, position=i, degree=2, bucket_elements=31) for i, tower in enumerate(towers)]
+    for tower in towers:
+        backward(tower, 0)
+    whole = sum(float(p.grad.double().square().sum()) for p in towers[0].parameters() if p.grad is not None)
+    shares = [float(store.squared_norm(without=(), precision=torch.float64)) for store in stores]
+    assert sum(shares) == pytest.approx(whole) and all(share > 0 for share in shares)
+    names = list(stores[0].parameters)
+    first, second = ([summand.brought for summand in store.tied_summands(names)] for store in stores)
+    assert [len(each) for each in first] == [25 + 5 + 2] * LAYERS, "a weight and its bias, and two flags"
+    assert all(each.any() for each in first) and not any(each.any() for each in second)
+
+
+@pytest.mark.parametrize("most", [30, 29, 60])
+def test_buckets_are_sent_from_the_back_in_bounded_messages(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda wire, **_: (sent.append(wire.numel()), wire.mul_(2)))
+    monkeypatch.setattr(gradient_store, "finish", lambda *_, **__: None)
+    tower, other = Tower(), Tower()
+    store = make_store(tower, degree=2, bucket_elements=most)
+    backward(tower, 0, (3,))
+    backward(other, 0, (3,))
+    store.reduce_data()
+    layer = {30: [30], 29: [5, 25], 60: [60]}[most]
+    assert sent == [*(layer * (6 if most < 60 else 3))[:-1], layer[-1] + 64], "and the flags at the front"
+    for name, parameter in other.named_parameters():
+        found = store.whole(name)
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else 2 * parameter.grad
+        assert found is not None and torch.equal(found, wanted)
+
+
+def test_a_stage_of_one_rank_has_whole_sums_where_its_optimizer_partitions_them() -> None:
+    weight, bias = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2))
+    spans = tuple(
+        ParameterSpan(name=n, first=f, num_elements=p.numel())
+        for n, f, p in (("w", 0, weight), ("b", 6, bias))
+    )
+    store = PartitionedGradients(
+        {"w": weight, "b": bias}, [FlatGroup(spans=spans, partition_size=8)], dtype=torch.float32, group=None,  # type: ignore[arg-type]
+        position=0, degree=1, communication_dtype=None, bucket_elements=4, is_reduced_often=True,
+    )  # fmt: skip
+    weight.grad = torch.arange(6.0).view(2, 3)
+    store.reduce_data()
+    found = store.whole("w")
+    assert (
+        found is not None
+        and found.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+        and store.whole("b") is None
+    )
+    assert store.gather().keys() == {"w"}
+
+
+def test_flags_of_many_parameters_lie_before_all_gradients() -> None:
+    vectors = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(70))
+    store = make_store(vectors)
+    sum((i + 2) * p.sum() for i, p in enumerate(vectors)).backward()
+    for _ in store.tied_summands(list(store.parameters)):  # writes the flags
+        pass
+    assert all(torch.equal(store.get(f"{i}"), torch.full((2,), i + 2.0)) for i in range(70))
+
+
+def test_stages_of_one_rank_that_share_a_parameter_both_have_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_gradients, "all_reduce", lambda total, **_: total.mul_(10))
+    towers = [Tower(), Tower()]
+    stores = [make_store(tower) for tower in towers]
+    for number, tower in enumerate(towers):
+        backward(tower, number)
+    name = "layers.1.weight"
+    wanted = 10 * sum(store.whole(name).clone() for store in stores)
+    sum_over(0, [store.tied_summands([name]) for store in stores])
+    assert all(torch.equal(store.whole(name), wanted) for store in stores)
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------
@@ -288,10 +387,36 @@ def reach_twice(from_step: int) -> tuple[list[bool], str]:
     return same, ""
 
 
-def test_a_parameter_that_one_backward_reaches_twice() -> None:
-    assert run_kept_ranks(reach_twice, 2, 0) == [([True] * 3, "")] * 2
-    for same, text in run_kept_ranks(reach_twice, 2, 1):
-        assert same == [True] and "use_reentrant=False" in text
+@pytest.fixture
+def two_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with equal gradients, of which this is one."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda wire, **_: wire.mul_(2))
+    monkeypatch.setattr(gradient_store, "finish", lambda *_, **__: None)
+
+
+def test_a_parameter_that_one_backward_reaches_twice(two_alike: None) -> None:
+    assert reach_twice(0) == ([True] * 3, "")
+    same, text = reach_twice(1)
+    assert same == [True] and "use_reentrant=False" in text
+
+
+def test_what_was_taken_away_before_the_last_backward_is_not_sent(two_alike: None) -> None:
+    tower, other = Tower(), Tower()
+    store = make_store(tower, degree=2, reduces_early=True)
+    for _ in range(2):  # the first one is watched only
+        backward(tower, 0)
+        store.accumulate()
+        tower.zero_grad()
+        store.begin_reduction()
+        backward(tower, 1)
+        store.accumulate()
+        store.reduce_data()
+        other.zero_grad()
+        backward(other, 1)
+        for name, parameter in other.named_parameters():
+            assert parameter.grad is not None and torch.equal(store.whole(name), 2 * parameter.grad), name
+        store.clear()
 
 
 def train_an_engine(block: dict[str, Any], zero_block: dict[str, Any]) -> dict[bool, dict[str, Any]]:
@@ -367,8 +492,13 @@ def test_three_partitions_make_up_the_sums_of_unlike_parameters(
             position=position, degree=3, communication_dtype=None, bucket_elements=bucket,
             is_reduced_often=is_reduced_often,
         )  # fmt: skip
+        for p in parameters.values():
+            p.grad = torch.ones_like(p)
+        assert store.held_bytes() == 4 * (26 + (10 if is_reduced_often else 26)), "a mini-batch that fails"
+        store.clear()
+        assert is_reduced_often == all(p.grad is None for p in parameters.values())
         for _ in range(2):  # the second mini-batch begins with nothing
-            assert store.is_empty()
+            assert store.is_empty() and not store.resting
             for number, each in enumerate(made):
                 for name, gradient in each.items():
                     held = parameters[name].grad
@@ -390,6 +520,10 @@ def test_three_partitions_make_up_the_sums_of_unlike_parameters(
             doubled[5:17] *= 2
             doubled[18:26] *= 2
             torch.testing.assert_close(store.partitions[0], doubled[10 * position : 10 * position + 10])
+            store.rest(["b", "a"])
+            doubled[:17] = 0
+            torch.testing.assert_close(store.partitions[0], doubled[10 * position : 10 * position + 10])
+            assert store.resting == {"a", "b"}
             store.clear()
         shares.append(share)
         tied.append(brought)

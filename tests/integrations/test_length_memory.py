@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 from gpp_benchmarks import _length_memory
+from gpp_plugin.engine.memory_watch import MemoryWatch
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.costs.planned_lengths import UnitSize
 from gpp_plugin.report.memory_text import format_memory_report
+from gpp_plugin.runtime.batches import UnitBatch
+from gpp_plugin.runtime.ranks.meeting import Meeting
 from tests.integrations import length_memory_jobs
+from tests.plan.test_planned_lengths import sized
 from tests.ranks import run_kept_ranks
 
 SETTINGS = {"layers": 1, "width": 16, "length": 64, "stages": 2}
@@ -48,3 +60,88 @@ def test_units_that_do_not_fit_are_refused_on_every_rank_before_they_run() -> No
     assert (
         "predicted for input_ids 16; planned for input_ids 8 and input_ids 12, at most input_ids 16" in text
     )
+
+
+def texts(length: int) -> dict[str, Tensor]:
+    return {"ids": torch.zeros(8, length, dtype=torch.int64)}
+
+
+def watch_of(
+    mode: str = "sync", *, is_sized: bool = True, plan: PipelinePlan | None = None, **changes: Any
+) -> MemoryWatch:
+    """Return what watches one rank of a plan for texts of 8 to 32 tokens."""
+    found = sized()
+    found.plan = plan or found.plan
+    config = SimpleNamespace(
+        lengths=SimpleNamespace(max=32) if is_sized else None, mode=mode, comm_timeout_s=1.0,
+        memory=SimpleNamespace(optimization="auto"),
+    )  # fmt: skip
+    setting = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, rank=0, zero_stage=0)
+    given: Any = {
+        "config": config, "setting": setting, "sample_batch": texts(8), "reads": [["ids"]],
+        "meeting": SimpleNamespace(gather=lambda told, what: [told]), "sized": found if is_sized else None, **changes,
+    }  # fmt: skip
+    return MemoryWatch(found.plan, **given)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_sized", "counted"),
+    [("sync", True, [6, 8, 9, 10, 11, 12, 13, 14]), ("async", True, [6]), ("sync", False, [8])],
+)
+def test_what_is_longer_than_before_is_counted_eight_times_at_most(
+    mode: str, is_sized: bool, counted: list[int]
+) -> None:
+    """In mode async once: of a longer one micro-batches of the call before would be counted, too."""
+    watch, found = watch_of(mode, is_sized=is_sized), []
+    for length in (6, 5, 6, 8, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16):
+        if watch.is_due(texts(length)):
+            found.append(length)
+            watch.compare({}, texts(length), most_bytes=0)
+    assert found == counted
+    unlike = UnitBatch(units=({"ids": texts(16)["ids"][:2]}, {"ids": texts(31)["ids"][:2]}))
+    assert not watch_of(mode, is_sized=is_sized).is_due(unlike), "the first unit's alone would be counted"
+
+
+def test_a_rank_s_buffers_and_optimizer_are_counted_once_each() -> None:
+    """Rows that its stage's ranks share out, whole tables; units each rank has its own of; masters that are weights."""
+    meeting = Meeting(group=None, who="rank 0", timeout_s=1.0)
+    plan = sized().plan
+    first, second = plan.stages
+    first = dataclasses.replace(first, ranks=(0, 1), micro_batch_size=2 * first.micro_batch_size)
+    plan = dataclasses.replace(plan, stages=(first, dataclasses.replace(second, ranks=(2,))))
+    weight, other = torch.zeros(4, 2), torch.zeros(3, dtype=torch.float64)
+    stage = SimpleNamespace(
+        weight_tensors=lambda: [weight, weight[1:]], optimizer_tensors=lambda: [weight[:2], other, other[1:]]
+    )  # fmt: skip
+    table = torch.zeros(1, 5, dtype=torch.float64)  # cast to fp32
+    for batch, read in (
+        ({**texts(8), "table": table, "unread": texts(8)["ids"]}, 8 * 8 * 8 // 2 + 5 * 4),
+        (UnitBatch(units=tuple({"ids": texts(n)["ids"][:2], "table": table} for n in (8, 4))), 2 * 12 * 4 + 5 * 4),
+    ):  # fmt: skip
+        watch = watch_of(plan=plan, reads=[["ids", "table"]], meeting=meeting, is_sized=False)
+        watch.compare({}, batch, most_bytes=1000)
+        engine: Any = SimpleNamespace(stages=[stage], whole_bytes=SimpleNamespace(most=7))
+        (rank,) = watch.report(engine).ranks
+        assert (rank.held.buffers, rank.held.weights, rank.held.optimizer) == (read, 32, 24)
+        assert rank.held.gathered == 7 and rank.measured_peak_bytes == rank.held.total + 1000
+
+
+def test_a_mini_batch_is_refused_for_the_stage_that_lacks_memory_whichever_is_larger() -> None:
+    plan = sized().at([UnitSize(lengths=(16,), samples=2)])
+    small, large = sorted(range(2), key=lambda stage: plan.memory[stage].total)
+    for limits, said in (({small: -5}, small), ({small: 0}, None), ({large: -1, small: 3}, large)):
+        memory = [
+            dataclasses.replace(part, limit=part.total + limits[i] if i in limits else 0)
+            for i, part in enumerate(plan.memory)
+        ]
+        watch = watch_of(plan=dataclasses.replace(plan, memory=tuple(memory)))
+        line = watch.refusal(texts(16))
+        assert watch.refusal(texts(8)) is None
+        if said is None:
+            assert line is None
+            continue
+        total, missing = plan.memory[said].total, -limits[said]
+        assert line is not None and (
+            f"stage {plan.stages[said].name!r} needs {total} bytes a rank and may use {total - missing}, "
+            f"{missing} bytes are missing" in line
+        )

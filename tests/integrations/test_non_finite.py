@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.guards.non_finite import SkippedSteps
+from gpp_plugin.engine.guards.non_finite import Found, SkippedSteps, first_found
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import RuntimeFailure
 from tests.ranks import run_kept_ranks
@@ -156,3 +157,15 @@ def test_ranks_with_parts_of_the_weights_skip_together(setup: str, precision: st
     for answer in answers:
         assert answer["skipped"] == 1 and answer["same"]
         assert answer[True] == answer[False] == answers[0][True], "as if the mini-batch had not been"
+
+
+def test_where_numbers_are_first_not_finite_is_the_earliest_forward_of_any_rank() -> None:
+    found = [
+        None,
+        Found(order=(1, 0), place="a backward"),
+        Found(order=(0, 3), place="3"),
+        Found(order=(0, 2), place="2"),
+    ]
+    for told, place in ((found, "2"), (found[:2], "a backward"), (found[:1] * 2, "")):
+        meeting: Any = SimpleNamespace(gather=lambda own, what, told=told: told)
+        assert first_found(None, meeting) == place

@@ -15,7 +15,8 @@ from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.guards.repetition import Repetition, Verdict, _listed
 from gpp_plugin.engine.guards.spikes import LEAST, SPIKE, WINDOW, Spikes
 from gpp_plugin.engine.guards.task_digests import TaskDigest, TaskDigests, _is_close
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.runtime.ranks.job_board import is_shared
 from tests.ranks import run_kept_ranks
 
 PLAIN = {"schedule": "1f1b", "slicing": "off"}
@@ -203,3 +204,104 @@ def test_what_is_not_finite_is_near_itself_only() -> None:
         assert _is_close(first, second, 1e-3)
     for first, second in ((1.0, 1.1), (inf, 5.0), (5.0, -inf), (inf, -inf), (nan, 5.0), (inf, nan)):
         assert not _is_close(first, second, 1e-3) and not _is_close(second, first, 1e-3)
+
+
+def test_digests_are_of_bits_of_what_each_task_was_given_and_made() -> None:
+    digests = TaskDigests(torch.device("cpu"), tolerance=0.5)
+    large = torch.full((1000,), 1e30)
+    other = large.clone()
+    other.view(torch.int32)[7] ^= 1
+    for made in ([large, None, large], [large], [other], [torch.tensor([True, False])]):
+        digests.note([large, None], made, task="0F0")
+    first, second, third, last = digests.take()
+    assert [(len(each.given), len(each.made)) for each in (first, second, third, last)] == [
+        (1, 2),
+        (1, 1),
+        (1, 1),
+        (1, 1),
+    ]
+    assert first.made == (*second.made, *second.made) and digests.differ(second.made, third.made), "one bit"
+    assert last.made == (1.0,) and digests.take() == [], "each once"
+    digests.note([], [large], task="0F1")
+    digests.forget()
+    assert digests.take() == []
+
+
+class Rank:
+    """A rank of one stage with a buffer, which a mini-batch writes; each of its runs draws a number."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self, *, every: int | None, fault: str = "") -> None:
+        module = nn.BatchNorm1d(1)
+        parts = [torch.ones(1)]
+        self.stages = [
+            SimpleNamespace(
+                module=module, stage_index=0, is_trained=True, stage=SimpleNamespace(name="s"),
+                gradients=SimpleNamespace(parts=lambda: parts),
+            )
+        ]  # fmt: skip
+        self.plan = SimpleNamespace(names_on_rank=lambda rank: f"of {rank}")
+        self.global_steps, self.fault = 4, fault
+        self.log: list[Any] = []
+        self.digests = TaskDigests(self.device, tolerance=0.0)
+        self.hold: Any = None
+        meeting: Any = SimpleNamespace(gather=lambda value, what: [Verdict(), value])
+        self.guard = Repetition(
+            every=every, stages=self, digests=self.digests, meeting=meeting, step=lambda: self.log.append("step"),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def hold_steps(self, hold: Any) -> None:
+        self.hold = hold
+
+    def zero_grad(self) -> None:
+        self.log.append("zero")
+
+    def run(self, name: str) -> Any:
+        def once() -> Any:
+            draw = torch.rand(1)
+            self.stages[0].module.running_mean += 1
+            self.log.append((name, float(draw), float(self.stages[0].module.running_mean)))
+            given = draw + 1 if self.fault == f"given {name}" else draw
+            made = draw + 1 if self.fault == f"made {name}" else draw
+            self.digests.note([given], [made], task="0F0")
+            if not self.hold(1.0):
+                self.log.append("step")
+            return name
+
+        return once
+
+
+@pytest.mark.parametrize("every", [None, 4, 5])
+def test_a_second_run_begins_as_the_first_and_is_the_step(every: int | None) -> None:
+    rank = Rank(every=every)
+    torch.manual_seed(0)
+    draws = [float(torch.rand(1)) for _ in range(2)]
+    torch.manual_seed(0)
+    rank.digests.note([], [torch.ones(1)], task="left by a mini-batch that failed")
+    if every != 5:
+        assert rank.guard.run(rank.run("first"), rank.run("again")) == "first"  # type: ignore[arg-type]
+        assert rank.log == [("first", draws[0], 1.0), "step"]
+    else:
+        assert rank.guard.run(rank.run("first"), rank.run("again")) == "again"  # type: ignore[arg-type]
+        assert rank.log == [("first", draws[0], 1.0), "zero", ("again", draws[0], 1.0), "step"]
+    assert rank.hold is None and float(torch.rand(1)) == draws[1], "as after one run"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("made again", r"other results from the same inputs: rank 1 \(stage 'of 1'\) at 0F0\. A processor"),
+        ("given first", r"were sent other inputs: rank 1 \(stage 'of 1'\) at 0F0\. A link"),
+    ],
+)
+def test_a_run_that_comes_out_differently_is_no_step_and_the_same_error_on_all_ranks(
+    fault: str, said: str
+) -> None:
+    rank = Rank(every=1, fault=fault)
+    with pytest.raises(RuntimeFailure, match=said) as refused:
+        rank.guard.run(rank.run("first"), rank.run("again"))  # type: ignore[arg-type]
+    assert is_shared(refused.value) and [each for each in rank.log if isinstance(each, str)] == [
+        "zero",
+        "zero",
+    ]

@@ -125,10 +125,12 @@ def test_what_cannot_be_done_is_said() -> None:
         assert all("\n" not in line for line in said.values())
 
 
-def weights_without_ranks(monkeypatch: pytest.MonkeyPatch, gathers: Any) -> tuple[nn.Module, Any]:
+def weights_without_ranks(
+    monkeypatch: pytest.MonkeyPatch, gathers: Any, device: str = "cpu"
+) -> tuple[nn.Module, Any]:
     """Return a module of two types, so of two flat buffers, and its weights on the one rank of its stage."""
     monkeypatch.setattr(sharded_weights, "all_gather", gathers)
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()).to(device)
     count = sharded_weights.GatheredBytes()
     given: dict[str, Any] = {"group": None, "position": 0, "degree": 1, "count": count}
     return module, sharded_weights.ShardedWeights(module.parameters(), [], **given)
@@ -184,3 +186,10 @@ def test_what_failed_first_is_said_and_all_stages_are_detached(monkeypatch: pyte
     ):
         second.gather()
         array = other[0].weight.detach().numpy()
+
+
+def test_weights_are_read_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on torch's default device; meta stands for a GPU."""
+    module, weights = weights_without_ranks(monkeypatch, copy_part, device="meta")
+    weights.begin_reading()
+    assert all(parameter.is_meta for parameter in module.parameters())

@@ -16,6 +16,7 @@ from gpp_plugin.engine.gradients.flat_gradients import Summand
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.stage_groups import TiedParameter
 from gpp_plugin.engine.stage_step import GradientReductions, RankUpdate, StageUpdate, StepAlone, StepTogether
+from gpp_plugin.engine.training_steps import RankStep
 from gpp_plugin.errors import RuntimeFailure
 
 
@@ -270,3 +271,28 @@ def test_the_loss_of_a_batch_is_a_mean_by_samples_or_a_sum() -> None:
     losses = [(torch.tensor(1.0), 1), (torch.tensor([5.0]), 3)]
     assert share_of_loss(losses, 8, is_sum=False) == 2.0 and share_of_loss(losses, 8, is_sum=True) == 6.0
     assert share_of_loss([], 8, is_sum=False) == 0.0
+
+
+def test_gradients_are_kept_of_all_stages_that_stepped_alone() -> None:
+    """Mode async: each stage of a rank steps by itself; asked for are those of the whole rank."""
+
+    def stage(name: str) -> Any:
+        return SimpleNamespace(
+            gradients=f"{name}'s",
+            full_gradients=lambda: {name: torch.ones(1)},
+            step=lambda: f"{name} stepped",
+        )
+
+    noted: list[list[Any]] = []
+    first, second = stage("first"), stage("second")
+    both = SimpleNamespace(
+        stages=[first, second], full_gradients=lambda: {"both": torch.ones(1)}, step=lambda: "all stepped"
+    )
+    step = RankStep(both, SimpleNamespace(note_gradients=lambda found: noted.append(list(found))))  # type: ignore[arg-type]
+    alone = [step.alone(first), step.alone(second)]
+    for keeps, kept in ((False, None), (True, {"first", "second"})):
+        step.keeps_gradients = keeps
+        assert [one() for one in alone] == ["first stepped", "second stepped"]
+        assert (step.gradients and set(step.gradients)) == kept
+    assert step() == "all stepped" and set(step.gradients or ()) == {"both"}
+    assert noted == [["first's", "second's"]] * 5, "all that the rank holds, before each step"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GenerateConfig
@@ -18,8 +19,14 @@ from gpp_plugin.integrations.huggingface.generate_calls import argument_facts, j
 from gpp_plugin.ir.cache_report import RankCaches
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.samples import even_ranges
-from gpp_plugin.model.generation.generator import GeneratedModel, Generator, _all_caches
-from gpp_plugin.model.generation.lane_parts import DrawsOfAll, lanes_of
+from gpp_plugin.model.generation.generator import (
+    GeneratedModel,
+    Generator,
+    _all_caches,
+    _note_cache,
+    _Outcome,
+)
+from gpp_plugin.model.generation.lane_parts import DrawsOfAll, LanePart, lanes_of
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
@@ -87,6 +94,19 @@ def test_it_generates_with_the_weights_in_training_and_reports_caches() -> None:
     assert torch.equal(found, plain.generate(**prompts("llama", 1), **ways("llama")["sampled"]))
     assert torch.equal(drawn, torch.get_rng_state()), "the next call draws on from there"
     assert all(module.training for module in model.modules()) and not generator.is_broken
+    generator.generate({**prompts("llama", 1), "max_new_tokens": 1})
+    (one,) = generator.cache_report().ranks
+    assert one.layers == report.layers > 0, "of a single forward"
+    caches: list[Any] = [None]
+    for cache in (DynamicCache(), None):
+        _note_cache(caches, model, (), {"past_key_values": cache})
+    assert isinstance(caches[0], DynamicCache), "empty as it was, and false"
+    assert not model._forward_pre_hooks, "what looked at caches is gone"
+    model.model.norm.forward = lambda hidden: 1 / 0
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        generator.generate({**prompts("llama", 1), "max_new_tokens": 1})
+    with pytest.raises(ConfigError, match="nothing has been generated yet"):
+        generator.cache_report()
 
 
 def test_adapters_lie_around_the_model_that_generates() -> None:
@@ -150,6 +170,83 @@ def test_what_is_remembered_of_modules_lasts_as_long_as_the_model_is_called_the_
     model.config.output_hidden_states = True
     generator.generate({**prompts("gpt2"), "max_new_tokens": 2})
     assert generator._memories == {}, "modules may return something else now"
+
+
+@pytest.mark.parametrize(
+    ("asked", "samples", "is_cut", "sizes", "lanes"),
+    [
+        ("auto", 8, False, [3, 3, 2], 2),  # as many as stages
+        ("auto", 5, False, [3, 2], 2),  # of one prompt a lane at least
+        ("auto", 1, False, [1], 1),
+        (4, 8, False, [2, 2, 2, 2], 2),
+        (4, 5, False, [2, 1, 1, 1], 1),
+        (9, 3, False, [1, 1, 1], 1),
+        (4, 8, True, [8], 2),
+        (4, 1, True, [1], 2),
+        ("auto", None, False, [1], 1),
+    ],
+)  # fmt: skip
+def test_prompts_are_as_many_micro_batches_as_keep_all_stages_and_lanes_busy(
+    asked: Any, samples: int | None, is_cut: bool, sizes: list[int], lanes: int
+) -> None:
+    generator = generator_of(generating("gpt2")[0], micro_batches=asked)
+    generator._lanes = ((0, 2, 4), (1, 3, 5))
+    found = []
+    for rank in range(6):
+        generator._setting = SimpleNamespace(rank=rank)  # type: ignore[assignment]
+        found.append((generator._own_lane(2), generator._own_lane(1)))
+    assert found == [(0, 0), (1, None)] * 3
+    parts = generator._parts(samples, is_cut=is_cut)
+    assert [part.samples for part in parts] == sizes and {part.lanes for part in parts} == {lanes}
+    assert [(part.number, part.first) for part in parts] == [(i, sum(sizes[:i])) for i in range(len(sizes))]
+    assert {part.whole for part in parts} == {samples or 1}
+
+
+def test_what_ranks_hold_parts_of_is_whole_for_a_generation() -> None:
+    model: Any = generating("gpt2")[0]
+    generator = generator_of(model)
+    name, whole = "transformer.wpe.weight", torch.zeros(1)
+    weights = generator._weights(model, 0, {name: whole})
+    assert weights.live[name] is whole and weights.live.keys() == dict(model.named_parameters()).keys()
+
+
+def test_the_next_call_draws_on_from_where_the_longest_micro_batch_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = generating("gpt2")[0]
+    generator = generator_of(model)
+    generator._make_wires(3)
+    parts = [LanePart(number=n, samples=1, first=n, whole=3, lane=0, lanes=1, is_cut=False) for n in range(3)]
+
+    def attempt(model: Any, arguments: Any, part: LanePart, weights: Any) -> _Outcome:
+        draws = (2, 5, 3)[part.number]
+        torch.rand(draws)
+        return _Outcome(draws=draws, caches=RankCaches(
+            rank=0, layers=1, rows=1, length=1, predicted_bytes=1, counted_bytes=1
+        ))  # fmt: skip
+
+    monkeypatch.setattr(generator, "_attempt", attempt)
+    torch.manual_seed(5)
+    torch.rand(5)
+    wanted = torch.get_rng_state()
+    torch.manual_seed(5)
+    generator._attempt_all([model] * 3, {}, 0, parts)
+    assert torch.equal(torch.get_rng_state(), wanted)
+
+
+def test_cut_caches_are_predicted_in_whole_blocks_of_a_lane() -> None:
+    model: Any = generating("llama")[0]
+    generator = generator_of(model, block=4)
+    weights, found = generator._weights(model, 0, {}), []
+    cache = DynamicCache()
+    cache.update(torch.zeros(3, 2, 9, 8), torch.zeros(3, 2, 9, 8), 0)
+    for is_cut in (False, True):
+        part = LanePart(number=0, samples=3, first=0, whole=3, lane=0, lanes=2, is_cut=is_cut)
+        found.append(generator._counted(model, weights, None, cache, part))
+    assert [each.predicted_bytes for each in found] == [2 * 3 * 9 * 16 * 4, 2 * 3 * 8 * 16 * 4], (
+        "two blocks of three"
+    )
+    assert {each.counted_bytes for each in found} == {2 * 3 * 9 * 16 * 4}
 
 
 def test_caches_of_micro_batches_add_up() -> None:

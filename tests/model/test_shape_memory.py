@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, MistralConfig
+from transformers import DynamicCache, EncoderDecoderCache, MistralConfig
 
 from gpp_plugin.model.generation.shape_memory import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
@@ -158,3 +158,62 @@ def test_a_call_with_a_full_cache_says_nothing_of_one_with_an_empty_one() -> Non
     step(second, 1, 9)
     assert layer.calls == 4, "an empty one with another mask"
     assert [first.get_seq_length(), second.get_seq_length()] == [4, 1]
+
+
+def test_a_module_that_reads_across_is_known_to_have_read_in_another_cache() -> None:
+    """Its layer of the cache across is filled by the first token alone, whether the module ran for it or not."""
+    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    memory, calls = ShapeMemory(), []
+
+    def attend(hidden: Tensor, *, cache: EncoderDecoderCache) -> Tensor:
+        calls.append(cache)
+        cache.self_attention_cache.update(hidden[:, None], hidden[:, None], 0)
+        if not cache.is_updated.get(0):
+            source = torch.empty(2, 1, 7, 3, device="meta")
+            cache.cross_attention_cache.update(*(StageTensor(source, (0,), run) for _ in range(2)), 0)
+            cache.is_updated[0] = True
+        return hidden * 2
+
+    for number in range(2):
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        for length in (1, 2, 3):
+            hidden = StageTensor(torch.empty(2, 1, 3, device="meta"), (0,), run)
+            memory.call(run, attend, 0, (hidden,), {"cache": cache})
+            found = [
+                one.get_seq_length() for one in (cache.self_attention_cache, cache.cross_attention_cache)
+            ]
+            assert found == [length, 7] and cache.is_updated == {0: True}
+        assert len(calls) == 3, (number, "the second cache is filled without it")
+
+
+def test_how_arguments_are_nested_and_named_is_part_of_a_call() -> None:
+    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    memory = ShapeMemory()
+
+    def join(first: Any = (), second: Any = (), number: int = 0) -> Any:
+        return StageTensor(torch.empty(1 + len(first), 1 + len(second), 4 + number, device="meta"), (0,), run)
+
+    def shape_of(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+        return tuple(memory.call(run, join, 0, args, kwargs).shape)
+
+    hidden = StageTensor(torch.empty(2, 3, device="meta"), (0,), run)
+    for _ in range(2):
+        assert shape_of([hidden], [hidden]) == (2, 2, 4) and shape_of([hidden, hidden], []) == (3, 1, 4)
+        assert shape_of(first=[hidden]) == (2, 1, 4) and shape_of(second=[hidden]) == (1, 2, 4)
+    assert shape_of(torch.empty(3, dtype=torch.int64, device="meta")) == (4, 1, 4), (
+        "numbers that nobody knows"
+    )
+
+
+def test_of_states_that_are_never_alike_the_last_four_are_known() -> None:
+    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    memory, calls = ShapeMemory(), []
+
+    def grow(hidden: Tensor, number: int) -> Any:
+        calls.append(number)
+        return StageTensor(torch.empty(number, device="meta"), (0,), run)
+
+    for number in (1, 2, 3, 4, 1, 4, 5, 2, 1):
+        hidden = StageTensor(torch.empty(2, 3, device="meta"), (0,), run)
+        assert memory.call(run, grow, 0, (hidden, number), {}).shape == (number,)
+    assert calls == [1, 2, 3, 4, 5, 1]

@@ -68,6 +68,46 @@ def test_what_lies_elsewhere_is_told_once() -> None:
     assert wire.told == [0] and isinstance(run.tell(total), Tensor)
 
 
+def test_a_value_is_sent_once_however_often_it_is_read() -> None:
+    run, wire = lane(_1=torch.full((2,), 5.0))
+    there = StageTensor(torch.empty(2, device="meta"), (0,), run)
+    assert all(run.tell(there).tolist() == [5.0, 5.0] for _ in range(2)) and wire.told == [0]
+
+
+def test_a_module_runs_where_its_last_input_is_and_what_it_returns_is_that_rank_s() -> None:
+    run, _ = lane()
+    there, here = StageTensor(torch.empty(2, device="meta"), (0,), run), StageTensor(torch.ones(2), (1,), run)
+    both = StageTensor(torch.ones(2), (2, 0), run)
+    weight = StageTensor(torch.ones(2), (1,), run, is_weight=True)
+    for values, owner in (
+        ((there, here), 1), ((here, {"hidden": there}), 0), ((there, weight), 0), ((both, here, torch.ones(1)), 1),
+        ((here, both), 0), ((weight, torch.ones(1)), 0),
+    ):  # fmt: skip
+        assert run.owner_of(values, (0, 1)) == owner
+    made = [run.as_made_on((torch.ones(3), here, "x"), owner) for owner in (0, 1)]
+    assert [(t.value.is_meta, t.holders, t.shape) for t, *_ in made] == [
+        (True, (0,), (3,)),
+        (False, (1,), (3,)),
+    ]
+    assert all(same is here and text == "x" for _, same, text in made)
+
+
+def test_a_micro_batch_that_stops_stops_the_others_with_their_next_tensor() -> None:
+    run, wire = lane()
+    wire.turns = SimpleNamespace(is_stopping=False)  # type: ignore[assignment]
+    here = StageTensor(torch.ones(2), (1,), run)
+    assert run.tell(here).tolist() == [1.0, 1.0] and not run.has_failed
+    wire.comes = dict.fromkeys(range(9))  # type: ignore[arg-type]
+    with pytest.raises(LaneStopped):
+        run.tell(StageTensor(torch.empty(2, device="meta"), (0,), run))
+    assert wire.turns.is_stopping and run.has_failed
+    other, second = lane()
+    second.turns = wire.turns
+    with pytest.raises(LaneStopped):
+        other.tell(StageTensor(torch.ones(2), (1,), other))
+    assert other.has_failed, "it says so itself, before it is told"
+
+
 def test_what_is_handed_over_is_held_by_both_and_no_other_rank_takes_part() -> None:
     run, wire = lane()
     wire.ranks = (0, 1, 2)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
+from gpp_plugin.runtime.memory.module_policies import _Buffers
 from gpp_plugin.runtime.memory.planned_keeper import make_keeper
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction
@@ -124,3 +125,15 @@ def test_a_plan_of_something_else_is_refused(plan: MemoryPlan) -> None:
             whole=function,
             link=SwapLink(torch.device("cpu")),
         )
+
+
+def test_a_second_forward_reads_the_buffers_of_the_first_and_leaves_the_present_ones() -> None:
+    module = nn.BatchNorm1d(2)
+    before, mean = _Buffers(module), module.running_mean
+    assert mean is not None
+    version = mean._version
+    mean.data.fill_(3.0)
+    with before.restored():
+        assert not mean.any()
+        mean.data += 1
+    assert module.running_mean is mean and mean.eq(3.0).all() and mean._version == version

@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpp_plugin.doors import TransportRequest
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.messages import nccl_transport
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
+from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT
 from tests.runtime.test_transport import message, wires_for
 
 CPU = torch.device("cpu")
@@ -23,8 +26,8 @@ class Work:
 class Group:
     """A process group that notes what it is asked for."""
 
-    def __init__(self, ranks: list[int]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: list[int], given: dict[str, Any]) -> None:
+        self.ranks, self.given = ranks, given
         self.calls: list[Any] = []
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -45,13 +48,14 @@ class Group:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     groups: list[Group] = []
 
-    def new_group(ranks: list[int], **_: Any) -> Group:
-        groups.append(Group(ranks))
+    def new_group(ranks: list[int], **given: Any) -> Group:
+        groups.append(Group(ranks, given))
         return groups[-1]
 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(nccl_transport, "_options", lambda timeout_s: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: group.calls.append("destroyed"))
+    monkeypatch.setattr(nccl_transport, "_options", lambda timeout_s: timeout_s)
     return groups
 
 
@@ -82,3 +86,24 @@ def test_edges_between_two_ranks_share_a_communicator_and_a_message_is_one_launc
         ("recv", 0, torch.bool, 1),
         "end",
     ]
+
+
+@pytest.mark.parametrize(("mini_batch_s", "limit_s"), [(3.0, 600.0), (200.0, 2000.0)])
+def test_a_job_s_transfers_may_wait_for_a_whole_mini_batch_and_groups_end_with_it(
+    made: list[Group], mini_batch_s: float, limit_s: float
+) -> None:
+    plan = PipelinePlan(
+        **{"model": "m", "graph": "g", "planner": "p", "mini_batch": 4, "loss_unit": 2},
+        stages=(), edges=(), iteration_us=mini_batch_s * 1e6,
+    )  # fmt: skip
+    channels = frozenset({(0, 1), (1, 0), (2, 3)})
+    request = TransportRequest(
+        plan=plan, specs={}, channels=channels, device="cpu", backend="nccl", timeout_s=7.0
+    )
+    transport = NATIVE_TRANSPORT.make(request)
+    assert [group.given["timeout"].total_seconds() for group in made] == [limit_s] * 3
+    assert [group.given["pg_options"] for group in made] == [limit_s] * 3
+    transport.close()
+    assert [group.calls[-1:] for group in made] == [["destroyed"], [], ["destroyed"]], "a rank's own, once"
+    transport.open(channels)
+    assert len(made) == 6, "none is left"

@@ -23,7 +23,6 @@ from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.runtime import rank_executor as rank_executors
 from gpp_plugin.runtime.batches import UnitBatch
 from gpp_plugin.runtime.lane import channels_of
-from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
 from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
@@ -266,33 +265,6 @@ def test_a_failure_of_one_stage_lets_go_of_all() -> None:
         for parameter in own.parameters.values():
             parameter.grad = None
     assert run_here(network, programs[0], 1) < 1e-12
-
-
-def test_a_storage_that_two_stages_hold_counts_once() -> None:
-    held = HeldTogether()
-    held.keep(1, 100)
-    held.keep(1, 100)
-    held.keep(2, 50)
-    held.let_go(1)
-    held.keep(3, 20)
-    assert held.peak == 170
-    held.let_go(1)
-    held.keep(4, 60)
-    assert held.peak == 170
-
-
-def test_of_a_view_of_another_stages_tensor_its_rows_are_the_readers_part() -> None:
-    made = torch.zeros(4, 8)
-    together = HeldTogether()
-    counters = MemoryCounter((), together), MemoryCounter((), together)
-    counters[0].begin(0, ())
-    counters[0].keep(0, made)
-    for micro_batch in range(2):
-        rows = made[2 * micro_batch : 2 * micro_batch + 2]
-        counters[1].begin(micro_batch, (), [rows])
-        counters[1].keep(micro_batch, rows)
-    assert counters[0].counts().peak_held_bytes == counters[1].counts().peak_held_bytes == 128
-    assert together.peak == 128
 
 
 def test_the_memory_of_all_stages_of_a_rank(tmp_path: Path) -> None:

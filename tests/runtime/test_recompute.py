@@ -13,8 +13,9 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import PlanError, RuntimeFailure
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
 from gpp_plugin.runtime.memory.recipe import Drop, MovingPass
-from gpp_plugin.runtime.memory.recompute import Replay
+from gpp_plugin.runtime.memory.recompute import RandomState, Replay
 from tests.runtime.memory_stages import (
+    CPU,
     SAMPLES,
     TestStage,
     Trainer,
@@ -211,3 +212,23 @@ def test_a_stage_without_a_plan_uses_no_hooks(monkeypatch: pytest.MonkeyPatch) -
     trainer.train()
     with pytest.raises(AssertionError, match="hooks cost time"):
         trainer.count()
+
+
+def test_random_states_of_a_device_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for two CUDA devices: what they draw from, by device."""
+    drawn = {0: 1.0, 1: 5.0}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([drawn[device.index]]))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: drawn.update({device.index: float(state)})
+    )
+    before = RandomState.take(torch.device("cuda", 1))
+    assert before.is_same(RandomState.take(torch.device("cuda", 1)))
+    drawn.update({0: 2.0, 1: 6.0})
+    assert not before.is_same(RandomState.take(torch.device("cuda", 1)))
+    before.restore()
+    assert drawn == {0: 2.0, 1: 5.0}
+    torch.rand(1)
+    assert not before.is_same(RandomState.take(torch.device("cuda", 1))), "the host draws too"
+    on_host = RandomState.take(CPU)
+    assert on_host.cuda is None and on_host.is_same(RandomState.take(CPU))
+    assert on_host.is_same(RandomState.take(torch.device("cuda", 1))), "of the device nothing is known"

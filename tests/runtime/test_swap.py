@@ -96,6 +96,9 @@ def test_host_buffers_are_used_again_and_given_back() -> None:
     trainer.train(in_flight=2, steps=4)
     assert pool.total_bytes == total
     assert sum(size * len(buffers) for size, buffers in pool._free.items()) == total
+    trainer.forward(0)
+    trainer.compute.clear()  # a mini-batch that fails
+    assert sum(size * len(buffers) for size, buffers in pool._free.items()) == total
 
 
 def test_views_and_several_keepers_move_one_storage() -> None:
@@ -146,6 +149,19 @@ def test_storages_come_back_ahead_in_backward_order(monkeypatch: pytest.MonkeyPa
     assert log == [
         "bring b", "use b", "bring e", "use e", "bring d", "bring c", "use d", "use c", "bring a", "use a",
     ]  # fmt: skip
+    log.clear()
+    queue = ReturnQueue()
+    for name, size in {
+        "f": 4,
+        "g": 2,
+        "h": 1,
+        "i": 1,
+    }.items():  # the largest is neither the last nor the next
+        storage = SwappedStorage(link, torch.zeros(size), None)
+        names[id(storage)], handles[name] = name, storage.view(torch.zeros(size))
+        queue.add(storage)
+    queue.prefetch()
+    assert log == ["bring i", "bring h", "bring g"]
 
 
 F, B = TaskKind.FORWARD, TaskKind.BACKWARD

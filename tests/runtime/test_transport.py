@@ -7,7 +7,9 @@ import datetime
 import os
 import re
 import weakref
+from collections import defaultdict, deque
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,13 @@ from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.runtime.messages.mailbox import Mailbox, _most_sends
+from gpp_plugin.runtime.messages.assembly import pack_parcel
+from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, _most_sends
 from gpp_plugin.runtime.messages.pending import MessagePlace, Posted
+from gpp_plugin.runtime.messages.routes import Parcel, RowSource
 from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, make_transport
 from gpp_plugin.runtime.messages.wires import Wire
+from gpp_plugin.runtime.recorder import Recorder
 from tests.ranks import run_kept_ranks
 
 NAMES = ("vision -> loss", "text -> loss")
@@ -237,3 +242,106 @@ def test_the_sends_of_twice_the_micro_batches_in_flight_may_be_under_way(
         ),
     )
     assert _most_sends(program, in_flight=in_flight) == most
+
+
+class Under:
+    """Something under way; says whether it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def is_done(self) -> bool:
+        return self.waits > 0
+
+
+def mailbox(**held: Any) -> Any:
+    """Return a mailbox of three receives, of which a task reads the second."""
+    mail: Any = object.__new__(Mailbox)
+    receives = tuple((message(0, micro_batch=n), ()) for n in range(3))
+    empty = [[]] * 3
+    vars(mail).update(
+        _routes=SimpleNamespace(receives=receives, reads={"0F1": SimpleNamespace(waits=(1,))}),
+        _no_buffers=empty,
+        inbox=list(empty),
+        _receives=[Under() for _ in range(3)],
+        _sends=deque(),
+        _sends_of=defaultdict(list),
+        _posted=0,
+        _buffers=SimpleNamespace(clear=lambda: None),
+        _recorder=Recorder(rank=0, stage=0, device=torch.device("cpu")),
+        shift=0,
+        _carried=(),
+        _num_carried=0,
+        _is_trained=False,
+        **held,
+    )
+    return mail
+
+
+def test_a_mini_batch_that_failed_leaves_nothing_in_a_mailbox() -> None:
+    mail, sent = mailbox(), Under()
+    mail.inbox[0], mail._posted = [torch.ones(2)], 2
+    mail._sends.append(sent)
+    mail._sends_of[1].append(sent)
+    old = list(mail._receives)
+    mail.clear()
+    assert mail.inbox == [[], [], []] and mail._posted == 0 and not mail._sends and not mail._sends_of
+    mail.finish_sends()
+    mail.complete(0)
+    assert not sent.waits and not any(pending.waits for pending in old), (
+        "what was posted is nobody's any more"
+    )
+    laid = HandOvers()
+    laid.place(message(0)).append(torch.ones(2))
+    laid.clear()
+    assert laid.place(message(0)) == []
+    carry = Carry(received={message(0): ([], sent)}, sends=deque([sent]), sends_of={1: [sent]})
+    carry.clear()
+    assert not carry.received and not carry.sends and not carry.sends_of
+
+
+def test_a_window_leaves_to_the_next_what_no_task_of_it_reads_and_what_is_under_way() -> None:
+    first, sends, carry = mailbox(), [Under() for _ in range(3)], Carry(shift=4)
+    first.inbox[:] = [[torch.full((1,), float(n))] for n in range(3)]
+    first.shift = 4
+    for number, pending in enumerate(sends):
+        post: Any = lambda tensors, pending=pending: pending  # noqa: E731
+        first._send(post, message(0, micro_batch=number), (), {})
+    first.finish_sends_of(1)
+    assert [pending.waits for pending in sends] == [0, 1, 0], "the micro-batch counted without the shift"
+    first.hand_over(carry)
+    assert [m.src_micro_batch for m in carry.received] == [0, 2] and list(carry.sends) == sends
+    carry.renumber(lambda old: dataclasses.replace(old, src_micro_batch=old.src_micro_batch + 10))
+    second = mailbox()
+    second._carried = tuple(message(0, micro_batch=n) for n in (12, 10))
+    second._carried = tuple(
+        dataclasses.replace(m, dst_micro_batch=m.src_micro_batch - 7) for m in second._carried
+    )
+    second._num_carried = 2
+    second.take_over(carry)
+    assert [float(held[0]) for held in second.inbox[:2]] == [2.0, 0.0] and second._posted == 2
+    assert second._receives[:2] == [first._receives[2], first._receives[0]] and second.shift == 4
+    assert not carry.received and not carry.sends and not carry.sends_of, "what it holds is held once"
+    second.finish_sends_of(2)
+    second.finish_sends()
+    assert [pending.waits for pending in sends] == [1, 2, 2]
+
+
+def test_what_is_sent_is_rows_of_what_tasks_made_one_after_the_other() -> None:
+    halves = [torch.arange(12.0).view(2, 3, 2).requires_grad_(True), torch.arange(4.0).view(2, 1, 2)]
+    rows = [
+        RowSource(slot=n, position=0, first_row=first, num_rows=count)
+        for n, first, count in ((0, 1, 2), (1, 0, 1))
+    ]
+    for sources, wanted in (
+        (rows[:1], halves[0][:, 1:]),
+        (rows, torch.cat([halves[0][:, 1:], halves[1]], dim=1)),
+    ):
+        wire = Wire(
+            name="x", slot=0, axis=1, first_row=0, num_rows=0, shape=tuple(wanted.shape), dtype=torch.float32
+        )
+        found = pack_parcel(Parcel(wire=wire, sources=tuple(sources)), {n: [t] for n, t in enumerate(halves)})
+        assert torch.equal(found, wanted) and found.is_contiguous() and not found.requires_grad

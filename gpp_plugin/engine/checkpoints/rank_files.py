@@ -1,7 +1,7 @@
 """The files that one rank brings to a checkpoint, as tensors that are not yet written.
 
 Source: this project
-Tests: tests/integrations/test_checkpoint.py
+Tests: tests/checkpoints/test_rank_files.py, tests/integrations/test_checkpoint.py
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ objects that have no attributes of their own (a numpy array, an object of C), in
 and in globals.
 
 Source: this project
-Tests: tests/integrations/test_model_changes.py
+Tests: tests/integrations/test_model_watch.py, tests/integrations/test_model_changes.py
 """
 
 from __future__ import annotations

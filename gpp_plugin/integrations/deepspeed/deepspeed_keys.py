@@ -43,7 +43,7 @@ class DeepSpeedKey:
     def asks(self, value: Any) -> bool:
         """Return whether a value asks for something."""
         if isinstance(value, bool):
-            return value is not (True in self.off)
+            return value is not any(off is True for off in self.off)  # 1 equals True, and is a number
         return value is not None and value not in ("", "auto", [], {}, *self.off)
 
 

@@ -5,7 +5,7 @@ that one of their tasks will read, from its start to its end), and what autograd
 far what was counted is from it (`expected_counts`, `differences`).
 
 Source: this project
-Tests: tests/integrations/test_memory.py, tests/plan/test_inputs.py
+Tests: tests/plan/test_memory_breakdown.py, tests/plan/test_inputs.py, tests/integrations/test_memory.py
 """
 
 from __future__ import annotations

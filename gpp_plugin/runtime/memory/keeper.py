@@ -273,7 +273,7 @@ class StageKeeper:
                      └►0     └►1└►2 └►3         the arrows: who is prefetched there
         """
         micro_batch = self._next_backward(turn)
-        if micro_batch is not None and micro_batch in self._passes:
+        if micro_batch is not None:
             self.begin_backward(micro_batch)
 
     def start_counting(self, together: HeldTogether | None = None) -> None:

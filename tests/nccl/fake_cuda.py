@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tests.nccl.memory import HostRead, Memory, where
@@ -130,13 +132,26 @@ class FakeCuda(TorchFunctionMode):
             "set_rng_state": self.set_random_state,
         }
 
+    def within(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a call that finds this device's tensors wherever it is made."""
+
+        def called(value: Any) -> Any:
+            if _len_torch_function_stack():
+                return call(value)
+            with self:
+                return call(value)
+
+        return called
+
     # ---- tensors -------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _OURS and not (kwargs and ("device" in kwargs or "pin_memory" in kwargs)):
+            return func(*args, **(kwargs or {}))
         memory, given = self.memory, dict(kwargs or {})
-        if func is _DEVICE:
+        if func == _DEVICE:
             return CUDA if memory.is_device(args[0]) else func(*args)
-        if func is _IS_CUDA:
+        if func == _IS_CUDA:
             return memory.is_device(args[0])
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu):
             return self._move(func, args, given)
@@ -194,6 +209,11 @@ class FakeCuda(TorchFunctionMode):
 
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_OURS = {
+    _DEVICE, _IS_CUDA, Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.tolist, Tensor.numpy, Tensor.record_stream,
+    Tensor.is_pinned, Tensor.pin_memory,
+}  # fmt: skip
+"""What does something else on a recorded device than on the CPU, whatever its arguments."""
 
 
 def _is_cuda(device: Any) -> bool:
@@ -221,7 +241,14 @@ def recorded_cuda(cuda: FakeCuda) -> Iterator[None]:
         cuda.memory.resized(storage, before, size)
         return made
 
+    begin = saved_tensors_hooks.__init__
+
+    def hooked(self: saved_tensors_hooks, pack: Any, unpack: Any) -> None:
+        # autograd calls them within an operator, where torch has taken the mode away
+        begin(self, cuda.within(pack), cuda.within(unpack))
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(saved_tensors_hooks, "__init__", hooked))
         for name, value in cuda.attributes().items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))

@@ -135,6 +135,10 @@ class Memory(TorchDispatchMode):
         self._blocks: dict[int, Block] = {}
         self._is_off = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper costs more than what is done in it
+
     # ---- blocks --------------------------------------------------------------------------------
 
     def block(self, tensor: Tensor) -> Block | None:
@@ -210,13 +214,14 @@ class Memory(TorchDispatchMode):
     ) -> None:
         """Take note that a stream, by default the current one, reads or writes tensors."""
         stream = self.current() if stream is None else stream
-        for tensor in tensors:
-            block = self.block(tensor)
-            if block is None:
-                continue
-            first, end = (0, 1 << 62) if whole else _span(tensor)
-            if first < end:
-                self._note(block, stream, first, end, is_write, what, at)
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                block = self.block(tensor)
+                if block is None:
+                    continue
+                first, end = (0, 1 << 62) if whole else _span(tensor)
+                if first < end:
+                    self._note(block, stream, first, end, is_write, what, at)
 
     def _note(
         self, block: Block, stream: int, first: int, end: int, is_write: bool, what: str, at: int | None

@@ -47,8 +47,13 @@ class FakeWork:
         if not self._is_thread:
             self._cuda.tape.put(self._cuda.stream.number, "wait for transfers", after=[self._item])
         if self._is_thread or timeout is not None:  # NCCL's wait with a limit is one of the host
-            self._cuda.tape.host_wait("wait with a limit", after=[self._item])
+            self.end()
         return True
+
+    def end(self) -> None:
+        """Let the host wait until it is done."""
+        wait = self._cuda.tape.host_wait if self._is_thread else self._cuda.host_wait
+        wait("wait with a limit", after=[self._item])
 
     def is_completed(self) -> bool:
         return False

@@ -26,7 +26,7 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
-from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
+from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.lane import channels_of
@@ -35,9 +35,11 @@ from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
 from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks import waiting
 from gpp_plugin.runtime.ranks.waiting import all_gather
 from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
-from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowRunner
+from gpp_plugin.runtime.weight_versions import WeightVersions
+from gpp_plugin.runtime.window_lane import RankWindowRunner, VersionedHooks, WindowRunner
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead
 from gpp_plugin.schedule.early_reductions import last_backward, stages_that_reduce_early
@@ -46,6 +48,7 @@ from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
 from gpp_plugin.simulate.async_prediction import num_windows
+from tests.nccl.computing import LOSS, ComputingStages
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
 from tests.nccl.fake_groups import FakeDistributed, recorded_distributed
 from tests.nccl.memory import Memory
@@ -70,6 +73,7 @@ class Run:
         evaluate: a mini-batch of evaluation behind the first one of training.
         looks_ahead: the plan's frozen branch runs a mini-batch ahead, as `RankJob._look_ahead` says.
         has_units: the plan's samples are units (`plan_of_units`) of shapes of their own, others in each mini-batch.
+        computes: its stages really compute and train (`computing`); else tasks only read and make their tensors.
         make_transport: as a `TransportFactory` does.
     """
 
@@ -83,6 +87,7 @@ class Run:
     train: bool = True
     looks_ahead: bool = False
     has_units: bool = False
+    computes: bool = False
     make_transport: MakeTransport = NATIVE_TRANSPORT.make
 
 
@@ -133,6 +138,10 @@ class RecordedCompute:
         }
         self._gradients = [made(name, self._local) for name in self.gradient_inputs]
         self._kept = kept
+
+    def shapes(self, half: int | None) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what a micro-batch, or half of it, gives other stages."""
+        return {name: shape for name, (shape, _) in zip(self.outputs, self._made[half], strict=True)}
 
     def _task(self, what: str, reads: Sequence[Tensor], makes: Sequence[Shape] = ()) -> list[Tensor]:
         """Put a task onto the stream that computes, which reads tensors and makes others."""
@@ -354,17 +363,27 @@ class RankJob:
         self._hand_overs = HandOvers()
         self._links = {stage: InputLink(CUDA) for stage in self._stages}
         self._kept: dict[int, dict[int, list[Tensor]]] = {stage: {} for stage in self._stages}
-        self._hooks = {stage: self._make_hooks(stage) for stage in self._stages}
+        self._real = None
+        self._computes: dict[int, AutogradCompute] = {}
+        if run.computes:
+            self._real = ComputingStages(
+                plan, self._rank, groups=self._groups, ties=ties, zero=run.zero, early=programs.early
+            )
+        self._hooks: dict[int, Any] = {stage: self._make_hooks(stage) for stage in self._stages}
         self._joined = RankExecutors(hand_overs=self._hand_overs, step=self._step, most=1000)
 
-    def _make_hooks(self, stage: int) -> RecordedHooks:
+    def _make_hooks(self, stage: int) -> Any:
+        if self._real is not None:
+            return self._real.engine.of(stage)
         is_alone = self._plan.mode == "async"
         group = self._groups.stage[stage] if is_alone else self._groups.world
         # the last of the rank's stages that share a parameter sums for all of them (`TiedSums`)
         last = max((s for s in self._stages if s in self._run.tied), default=-1)
         return RecordedHooks(self._run, stage, self._groups, group, sums_ties=stage == last)
 
-    def _step(self) -> float:
+    def _step(self) -> object:
+        if self._real is not None:
+            return self._real.engine.step()
         return self._hooks[self._stages[0]].step()
 
     def run(self) -> None:
@@ -386,7 +405,7 @@ class RankJob:
             self._evaluate()
 
     def _train(self, executor: RankExecutor, *, record: bool) -> None:
-        with self._inputs() as inputs:
+        with self._inputs() as inputs, self._attached():
             executor.run(inputs, record=record)
         self._agree_on_loss()
 
@@ -394,7 +413,7 @@ class RankJob:
         programs = self._programs.evaluation
         if programs:
             executor = self._executor(programs[self._rank], self._transport(programs), is_training=False)
-            with self._inputs() as inputs:
+            with self._inputs() as inputs, self._attached():
                 executor.run(inputs)
             self._agree_on_loss()
 
@@ -404,7 +423,10 @@ class RankJob:
 
         def make(program: RankProgram, window: WindowPlace) -> StageExecutor:
             steady = own.of_stage(program.stage).steps[-1]
-            return self._part(program, transport, window=window, boundary=steady)
+            of_stage = versions.get(program.stage) if has_backwards(steady) else None
+            return self._part(program, transport, window=window, boundary=steady, versions=of_stage)
+
+        versions = {} if self._real is None else {s: self._real.versions(s) for s in self._stages}
 
         runners = [
             WindowRunner.make(own.of_stage(stage), make, mini_batch=self._plan.mini_batch)
@@ -414,8 +436,12 @@ class RankJob:
         for step in range(count := num_windows(runner.windows) + self._run.steps - 1):
             with self._inputs() as inputs:
                 runner.run(inputs, record=self._run.record and step == count - 1)
+            if self._real is not None:
+                self._real.engine.end_mini_batch()
             self._agree_on_loss()
         runner.drain(record=self._run.record)
+        for each in versions.values():
+            each.settle()
         self._evaluate()
 
     def _look_ahead(self, programs: AheadPrograms) -> None:
@@ -449,7 +475,7 @@ class RankJob:
                         next_specs=None if following is None else made_up_specs(plan, following),
                     )
                 executors.append(made[key])
-            with self._inputs() as inputs:
+            with self._inputs() as inputs, self._attached():
                 together.run(part, executors, inputs, record=self._run.record)
 
         # Every mini-batch has a number; those of odd numbers are of length 2. One is trained on as a whole first, then
@@ -518,6 +544,9 @@ class RankJob:
                 for stage in self._stages
             ]
 
+    def _attached(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._real is None else self._real.engine.attached()
+
     def _transport(self, programs: Sequence[RankProgram]) -> Transport | None:
         """Return the one transport of all lanes, as `LaneMaker` makes it."""
         channels = channels_of(programs)
@@ -552,6 +581,7 @@ class RankJob:
         specs: BoundarySpecs | None = None,
         next_specs: Mapping[str, TensorSpec] | None = None,
         boundary: RankProgram | None = None,
+        versions: WeightVersions | None = None,
     ) -> StageExecutor:
         """Return what runs one stage's program; ``boundary`` is the one that has all its gradients."""
         boundary = boundary or program
@@ -561,11 +591,32 @@ class RankJob:
         last = last_backward(program) if is_training and index in self._programs.early else None
         early = None if last is None else (last, hooks.begin_reduction)
 
-        def compute(specs: Mapping[str, TensorSpec]) -> RecordedCompute:
+        def compute(specs: Mapping[str, TensorSpec]) -> RecordedCompute | AutogradCompute:
             gradients = boundary_gradients(boundary, self._plan, specs)
             kept = self._kept[index] if has_backwards(boundary) else None
-            return RecordedCompute(self._run, program, specs, gradients, self._cuda, group, early, kept)
+            made = RecordedCompute(self._run, program, specs, gradients, self._cuda, group, early, kept)
+            if self._real is None:
+                return made
+            found = self._computes.get(index) if versions is not None else None
+            if found is None:
+                found = self._computes[index] = self._real.compute(
+                    index,
+                    program,
+                    received=made.received,
+                    shapes=(made.shapes(None), made.shapes(0)),
+                    gradients=gradients,
+                    specs=specs,
+                    versions=versions,
+                    is_trained=has_backwards(boundary),
+                    is_training=is_training,
+                )
+            return found
 
+        weights: Any = None
+        if self._real is not None:
+            weights = self._real.engine.of(index).weights
+        elif stage.gathered_bytes:
+            weights = RecordedWeights(self._groups.data[index], stage.degree)
         specs = self._specs if specs is None else specs
         return StageExecutor(
             plan=self._plan,
@@ -573,13 +624,14 @@ class RankJob:
             compute=compute(specs) if isinstance(specs, Mapping) else self._of_units(index, specs, compute),
             specs=specs,
             transport=transport,
-            hooks=hooks,
+            hooks=hooks if versions is None else VersionedHooks(hooks, versions),
             device=CUDA,
+            loss=LOSS if self._real is not None and index in self._plan.loss_stages() else None,
             is_training=is_training,
             window=window,
             next_specs=next_specs,
             hand_overs=self._hand_overs,
-            weights=RecordedWeights(self._groups.data[index], stage.degree) if stage.gathered_bytes else None,
+            weights=weights,
         )
 
     def _of_units(
@@ -599,7 +651,7 @@ class RankJob:
 def _ties(stages: Sequence[int]) -> list[Any]:
     from gpp_plugin.engine.stage_groups import TiedParameter
 
-    return [TiedParameter(name="tied", stages=tuple(stages), owner=stages[0])] if stages else []
+    return [TiedParameter(name="tied", stages=tuple(stages), owner=stages[0], is_whole=True)] if stages else []
 
 
 def record_rank(
@@ -613,7 +665,8 @@ def record_rank(
     tape = Tape(rank)
     cuda = FakeCuda(tape, num_devices=num_ranks)
     fake = FakeDistributed(cuda, num_ranks, is_bound=is_bound)
-    with recorded_cuda(cuda), recorded_distributed(fake), _no_cuda_stand_ins():
+    polled = mock.patch.object(waiting, "_poll", lambda work, seconds: work.end())
+    with recorded_cuda(cuda), recorded_distributed(fake), _no_cuda_stand_ins(), polled:
         work(cuda)
     return cuda, fake.made
 

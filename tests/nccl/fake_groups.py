@@ -312,6 +312,7 @@ _COLLECTIVES = ("all_reduce", "broadcast", "gather", "barrier", "monitored_barri
 
 def _fill(own: Tensor, others: list[Tensor], position: int) -> None:
     """Write what ranks would bring that all have ``own``: whole to each tensor, piece by piece to a larger one."""
+    own = own.clone()  # it may be a part of what is written
     for target in others:
         if target.numel() == own.numel():
             target.view(-1).copy_(own.view(-1))

@@ -131,6 +131,8 @@ class Memory(TorchDispatchMode):
         self.used: list[Block] = []
         """Blocks that more than one stream used."""
         self.reads: list[HostRead] = []
+        self.numbers: list[Tensor] = []
+        """What the rank has computed in the end."""
         self.random_state = torch.Generator().manual_seed(1234).get_state()
         self._blocks: dict[int, Block] = {}
         self._is_off = False

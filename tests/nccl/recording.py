@@ -388,6 +388,13 @@ class RankJob:
 
     def run(self) -> None:
         """Do everything."""
+        self._run_all()
+        if self._real is not None:
+            with self._cuda.memory.off(), self._real.engine.gathered():
+                weights = [p for stage in self._real.engine.stages for p in stage.module.parameters()]
+                self._cuda.memory.numbers += [weight.detach().clone() for weight in weights]
+
+    def _run_all(self) -> None:
         programs = self._programs
         if programs.windows is not None:
             self._run_windows(programs.windows)
@@ -406,7 +413,8 @@ class RankJob:
 
     def _train(self, executor: RankExecutor, *, record: bool) -> None:
         with self._inputs() as inputs, self._attached():
-            executor.run(inputs, record=record)
+            result = executor.run(inputs, record=record)
+        self._cuda.memory.numbers += [loss for loss, _ in result.losses]
         self._agree_on_loss()
 
     def _evaluate(self) -> None:
@@ -695,6 +703,10 @@ class Recorded:
         """Return the races of all ranks, one for each pair of places."""
         found = [race for rank, memory in enumerate(self.memories) for race in races_of(rank, memory)]
         return list({race.places: race for race in reversed(found)}.values())
+
+    def numbers(self) -> list[Tensor]:
+        """Return the weights of all ranks at the end, and their losses; nothing where stages do not compute."""
+        return [number for memory in self.memories for number in memory.numbers]
 
     def host_reads(self) -> list[str]:
         """Return where hosts wait for the device while a program runs, but in its step."""

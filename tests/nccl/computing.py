@@ -52,7 +52,8 @@ class MadeUpStage(nn.Module):
     def __init__(self, *, has_loss: bool, is_tied: bool, group: Any) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.full((5,), 0.5))
-        self.second = nn.Parameter(torch.full((3, 4), 0.5))
+        self.second = nn.Parameter(torch.full((2, 4), 0.5))
+        self.third = nn.Parameter(torch.full((8,), 0.5))
         if is_tied:
             self.tied = nn.Parameter(torch.full((6,), 0.5))
         self.has_loss, self._group = has_loss, group
@@ -92,7 +93,7 @@ class FlatOptimizer(PlainOptimizer):
 
     def __init__(self, module: nn.Module, replica: StageReplica, zero: int) -> None:
         super().__init__(module)
-        self.config = dataclasses.replace(PlainOptimizer.config, zero_stage=zero)
+        self.config = dataclasses.replace(PlainOptimizer.config, zero_stage=zero, gradient_clipping=0.0)
         degree = len(replica.data_ranks)
         self._group, self._position = replica.data_group, replica.data_ranks.index(replica.rank)
         spans, first = [], 0
@@ -176,7 +177,7 @@ class ComputingStages:
         if self._zero:
             return FlatOptimizer(module, replica, self._zero)
         made = PlainOptimizer(module)
-        made.config = Settings(bucket_elements=8)  # several buckets, which early sums need
+        made.config = Settings(bucket_elements=14, gradient_clipping=0.0)  # a bucket of one, one of two
         return made
 
     def compute(

@@ -159,9 +159,6 @@ class FakeCuda(TorchFunctionMode):
             memory.read(func.__name__, args[:1])
             with memory.off():
                 return func(*args, **given)
-        if func is Tensor.record_stream:
-            block = memory.block(args[0])
-            return None if block is None else block.named.add(args[1].number)
         if func is Tensor.is_pinned:
             block = memory.block(args[0])
             return block is not None and block.is_pinned
@@ -210,8 +207,8 @@ class FakeCuda(TorchFunctionMode):
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _OURS = {
-    _DEVICE, _IS_CUDA, Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.tolist, Tensor.numpy, Tensor.record_stream,
-    Tensor.is_pinned, Tensor.pin_memory,
+    _DEVICE, _IS_CUDA, Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.tolist, Tensor.numpy, Tensor.is_pinned,
+    Tensor.pin_memory,
 }  # fmt: skip
 """What does something else on a recorded device than on the CPU, whatever its arguments."""
 
@@ -241,6 +238,11 @@ def recorded_cuda(cuda: FakeCuda) -> Iterator[None]:
         cuda.memory.resized(storage, before, size)
         return made
 
+    def named(tensor: Tensor, stream: FakeStream) -> None:
+        block = cuda.memory.block(tensor)
+        if block is not None:
+            block.named.add(stream.number)
+
     begin = saved_tensors_hooks.__init__
 
     def hooked(self: saved_tensors_hooks, pack: Any, unpack: Any) -> None:
@@ -252,6 +254,7 @@ def recorded_cuda(cuda: FakeCuda) -> Iterator[None]:
         for name, value in cuda.attributes().items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", named))
         stack.enter_context(cuda)
         stack.enter_context(cuda.memory)
         yield

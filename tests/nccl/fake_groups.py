@@ -8,7 +8,7 @@ communicator of the two ranks; those between ``_start_coalescing`` and ``_end_co
 group's, and are one launch. gloo's calls run in threads of the host, which waits for them.
 
 What is moved is read and written where the launch runs (`memory`). The numbers of other ranks are made up: a receive
-brings zeros, a sum what this rank brought, a gather this rank's part from everybody. Buffers are kept by the code under
+brings quarters, in sums and gathers all ranks have what this one has. Buffers are kept by the code under
 test alone: that some releases of torch hold on to them in a work is not counted on.
 
 Where the default group is bound to a device (``device_id``), a NCCL group is split off from it: all ranks of the default
@@ -184,7 +184,7 @@ class FakeGroup:
         self._touch(item, self._streams[key], what, [*reads, *sent], [*writes, *come])
         with memory.off():
             for tensor in come:
-                tensor.detach().zero_()
+                tensor.detach().fill_(0.25 if tensor.is_floating_point() else 0)
         return FakeWork(self._cuda, item, is_thread=False)
 
 
@@ -275,9 +275,12 @@ class FakeDistributed:
             is_source = given.get("src") == self.get_rank()
             reads, writes = (reads, []) if is_source else ([], writes)
         work = found.meet(name, reads=reads, writes=writes, async_op=async_op)
-        if name in _ONE_OUT or name == "gather":
-            with self._cuda.memory.off():
+        is_sum = (name == "all_reduce" and given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM) or name[:6] == "reduce"
+        with self._cuda.memory.off():
+            if name in _ONE_OUT or name == "gather":
                 _fill(reads[0].detach(), [t.detach() for t in writes], found.rank())
+            for tensor in writes if is_sum else ():
+                tensor.detach().mul_(found.size())
         return work
 
     def attributes(self) -> dict[str, Any]:

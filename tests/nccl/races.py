@@ -41,7 +41,8 @@ from tests.nccl.memory import HOST, LET_GO, Access, Block, Memory, thread_of
 from tests.nccl.operations import Operation, Place
 
 Clock = Mapping[int, int]
-"""By stream, the last operation that has ended for certain, and all before it."""
+"""By stream, the last operation that has ended for certain, and all before it; `EVERY`: of all streams of the device."""
+EVERY = 1 << 30
 Point = tuple[int, int, bool]
 """(operations issued so far, stream, whether it is what the operation of that number does)."""
 
@@ -138,7 +139,7 @@ def clocks(operations: Sequence[Operation], points: Iterable[Point]) -> dict[Poi
         each = operations[number]
         if each.place is Place.HOST:
             if each.after is None:
-                host = {stream: number for stream in {*host, *of_stream}}
+                host = {**host, EVERY: number}
             for item in each.after or ():
                 host = _join(host, _ended(operations, item, end))
             continue
@@ -183,7 +184,8 @@ def races(rank: int, operations: Sequence[Operation], blocks: Iterable[Block]) -
             for stream, others in by_stream.items():
                 if stream in (access.stream, HOST) or (stream in block.named and access.what == LET_GO):
                     continue
-                begin = bisect_right(others, clock.get(stream, -1), key=lambda other: other.at)
+                ended = max(clock.get(stream, -1), clock.get(EVERY, -1) if stream >= 0 else -1)
+                begin = bisect_right(others, ended, key=lambda other: other.at)
                 for other in others[begin:]:
                     if (
                         (other.is_write or access.is_write)

@@ -37,6 +37,7 @@ from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks import waiting
 from gpp_plugin.runtime.ranks.waiting import all_gather
+from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.runtime.window_lane import RankWindowRunner, VersionedHooks, WindowRunner
@@ -534,8 +535,8 @@ class RankJob:
     def _inputs(self) -> Iterator[list[InputRows]]:
         """Yield what each micro-batch of each stage reads: rows that are cast on the host, and pinned ones."""
         plan = self._plan
-        batch = {"cast": torch.zeros(plan.mini_batch, 2, dtype=torch.float64)}
-        batch["pinned"] = torch.zeros(plan.mini_batch, 2).pin_memory()
+        rows = torch.arange(2.0 * plan.mini_batch).view(-1, 2) / plan.mini_batch
+        batch = {"cast": rows.double(), "pinned": rows.pin_memory()}
         with contextlib.ExitStack() as stack:
             yield [
                 stack.enter_context(
@@ -670,6 +671,7 @@ def record_rank(
     Args:
         is_bound: the default group is bound to the device.
     """
+    HERE.instruction = None  # where a job before failed
     tape = Tape(rank)
     cuda = FakeCuda(tape, num_devices=num_ranks)
     fake = FakeDistributed(cuda, num_ranks, is_bound=is_bound)

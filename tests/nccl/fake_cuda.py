@@ -86,7 +86,7 @@ class FakeCuda(TorchFunctionMode):
         super().__init__()
         self.tape = tape
         self.stream = FakeStream(self, 0)
-        self.memory = Memory(tape, lambda: self.stream.number)
+        self.memory = Memory(tape, lambda: self.stream.number, self)
         self._num_devices = num_devices
 
     # ---- torch.cuda ----------------------------------------------------------------------------

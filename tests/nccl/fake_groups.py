@@ -5,7 +5,8 @@ a communicator is made at its first use, where the hosts of its ranks meet; it h
 what is on the current stream at the time of the call; ``wait`` makes the current stream wait for the launch, not the
 host. A collective without ``async_op`` runs on the current stream itself. A send or receive by itself uses a
 communicator of the two ranks; those between ``_start_coalescing`` and ``_end_coalescing``, like collectives, use the
-group's, and are one launch. gloo's calls run in threads of the host, which waits for them.
+group's, and are one launch. gloo's calls run in threads of the host, which
+waits for them; its messages have tags, and here a send ends no sooner than its receive is posted.
 
 What is moved is read and written where the launch runs (`memory`). The numbers of other ranks are made up: a receive
 brings quarters, in sums and gathers all ranks have what this one has. Buffers are kept by the code under
@@ -84,10 +85,10 @@ class FakeGroup:
     # ---- transfers -----------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
-        return self._move(self.ranks[peer], tensors, is_send=True)
+        return self._move(self.ranks[peer], tensors, tag, is_send=True)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
-        return self._move(self.ranks[peer], tensors, is_send=False)
+        return self._move(self.ranks[peer], tensors, tag, is_send=False)
 
     def _start_coalescing(self, device: torch.device) -> None:
         assert self._coalesced is None, "coalescing does not nest"
@@ -98,17 +99,34 @@ class FakeGroup:
         assert transfers, "nothing was put into a launch"
         return self._launch("all", "transfers", transfers=transfers)
 
-    def _move(self, peer: int, tensors: list[Tensor], *, is_send: bool) -> FakeWork | None:
-        assert self.backend == "nccl", "messages over gloo are not modelled"
+    def _move(self, peer: int, tensors: list[Tensor], tag: int, *, is_send: bool) -> FakeWork | None:
         own = self._cuda.tape.rank
+        ends = (own, peer) if is_send else (peer, own)
+        if self.backend == "gloo":
+            return self._move_by_thread(
+                Transfer((self._number, f"tag {tag}"), *ends), tensors, is_send=is_send
+            )
         pair = f"{min(own, peer)}-{max(own, peer)}"
         key = pair if self._coalesced is None else "all"
-        ends = (own, peer) if is_send else (peer, own)
         transfer = Transfer((self._number, key), *ends)
         if self._coalesced is not None:
             self._coalesced.append((transfer, tensors))
             return None
         return self._launch(key, "send" if is_send else "receive", transfers=[(transfer, tensors)])
+
+    def _move_by_thread(self, transfer: Transfer, tensors: list[Tensor], *, is_send: bool) -> FakeWork:
+        """Let a thread of the host send or receive, which matches transfers by their tags."""
+        tape, memory, what = self._cuda.tape, self._cuda.memory, "send" if is_send else "receive"
+        for tensor in tensors:
+            memory.watch_host(tensor)
+        item = tape.put(
+            tape.new_thread(), what, transfers=[transfer], sizes=[_num_bytes(tensors)], place=Place.THREAD
+        )
+        self._touch(item, thread_of(item), what, tensors if is_send else [], [] if is_send else tensors)
+        with memory.off():
+            for tensor in [] if is_send else tensors:
+                tensor.detach().zero_()
+        return FakeWork(self._cuda, item, is_thread=True)
 
     # ---- collectives ---------------------------------------------------------------------------
 
@@ -275,7 +293,9 @@ class FakeDistributed:
             is_source = given.get("src") == self.get_rank()
             reads, writes = (reads, []) if is_source else ([], writes)
         work = found.meet(name, reads=reads, writes=writes, async_op=async_op)
-        is_sum = (name == "all_reduce" and given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM) or name[:6] == "reduce"
+        is_sum = (name == "all_reduce" and given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM) or name[
+            :6
+        ] == "reduce"
         with self._cuda.memory.off():
             if name in _ONE_OUT or name == "gather":
                 _fill(reads[0].detach(), [t.detach() for t in writes], found.rank())

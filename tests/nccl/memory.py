@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.ir.program import InstructionKind
@@ -41,6 +42,8 @@ LET_GO = "let go of"
 HOST = -1
 """In the place of a stream's number; -2, -3 ... are threads of gloo, by the operation that they do (`thread_of`)."""
 PACKAGE = str(Path(__file__).parents[2] / "gpp_plugin")
+READERS = ("messages/transport.py",)
+"""Files that may read the device between tasks: gloo's messages are staged through the host."""
 _LOOKS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "new_", "empty_strided")
 _READS = (
     "_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2", "unique_dim",
@@ -111,7 +114,8 @@ class HostRead(NamedTuple):
     def is_within_tasks(self) -> bool:
         """Return whether it is between the first and the last task of a mini-batch, where nothing may be read."""
         instruction = self.where.instruction
-        return instruction is not None and instruction.kind is not InstructionKind.STEP
+        is_step = instruction is None or instruction.kind is InstructionKind.STEP
+        return not is_step and not self.where.file.endswith(READERS)
 
     def __str__(self) -> str:
         return f"{self.what} at {self.where}"
@@ -122,10 +126,12 @@ class Memory(TorchDispatchMode):
 
     Args:
         current: returns the number of the current stream.
+        outer: makes tensors say where they are.
     """
 
-    def __init__(self, tape: Tape, current: Callable[[], int]) -> None:
+    def __init__(self, tape: Tape, current: Callable[[], int], outer: TorchFunctionMode) -> None:
         super().__init__()
+        self._outer = outer
         self.tape = tape
         self.current = current
         self.used: list[Block] = []
@@ -269,15 +275,17 @@ class Memory(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        wrapper: Any = next((kind for kind in types if kind.__module__.startswith("gpp_plugin")), None)
+        if wrapper is not None:  # whose own operators come here
+            with self._outer, self:
+                return wrapper.__torch_dispatch__(func, types, args, kwargs)
         effect = _effect(func)
         if self._is_off or effect.is_view:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return self._operate(func, effect, types, args, kwargs)
+            return self._operate(func, effect, args, kwargs)
 
-    def _operate(self, func: Any, effect: _Effect, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if any(issubclass(kind, Tensor) and hasattr(kind, "__torch_dispatch__") and kind.__module__[:10] == "gpp_plugin" for kind in types):  # fmt: skip
-            return NotImplemented  # a wrapper, whose own operators come here
+    def _operate(self, func: Any, effect: _Effect, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if effect.name == "copy_":
             return self._copy(func, args, kwargs)
         reads, writes = effect.split(args, kwargs)

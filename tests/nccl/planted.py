@@ -17,7 +17,6 @@ table::
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -29,15 +28,21 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
+from gpp_plugin.doors import Transport, TransportRequest
+from gpp_plugin.engine.checkpoints.rank_files import FileContents
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.model.generation.lane_wire import LaneWire
+from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
 from gpp_plugin.runtime.input_rows import InputLink
+from gpp_plugin.runtime.messages import transport
 from tests.nccl.checker import WaitGraph, ends_serially, points_that_hang, share_queues
 from tests.nccl.coverage_counts import everything
 from tests.nccl.fake_cuda import CUDA, FakeCuda
-from tests.nccl.recording import Recorded, Run, record, record_rank
+from tests.nccl.recording import Recorded, Run, record, record_ranks
 from tests.runtime.memory_stages import Trainer, make_stage, plan_both, plan_swap
 from tests.schedule.plans import chain_plan, on_ranks, sharded, simple_plan
 from tests.schedule.test_async import asynchronous
@@ -97,9 +102,52 @@ def _leave_rows(cuda: FakeCuda) -> None:
         link.bring_units([{"x": each} for each in rows], ["x"], dtype=torch.float32).release()
 
 
+def _make_gloo(request: TransportRequest) -> Transport:
+    """Return messages that are staged through the host, as where ranks share a device."""
+    with mock.patch.object(transport, "open_pairs", lambda *args, **given: None):
+        return transport.make_transport(
+            device=CUDA, channels=request.channels, timeout_s=60.0, backend="gloo"
+        )
+
+
+def _make_megatron(request: TransportRequest) -> Transport:
+    from gpp_plugin.integrations.megatron.p2p import MEGATRON_TRANSPORT
+
+    return MEGATRON_TRANSPORT.make(request)
+
+
+def _generate(cuda: FakeCuda) -> None:
+    """Make a few tokens on a lane of two ranks: each has a layer; logits are told to both."""
+    group: Any = dist.new_group(None, backend="gloo")
+    position = dist.get_rank()
+    run = LaneRun(LaneWire(ranks=(0, 1), position=position, group=group, device=CUDA, timeout_s=60.0))
+
+    def of(holder: int, value: Tensor) -> StageTensor:
+        return StageTensor(value if position == holder else value.to("meta"), (holder,), run)
+
+    weights = [of(holder, torch.full((4, 4), 0.5, device=CUDA)) for holder in (0, 1)]
+    for _ in range(3):
+        hidden = of(0, torch.ones(2, 4, device=CUDA))
+        for weight in weights:
+            hidden = torch.tanh(hidden @ weight)
+        logits = run.tell(hidden)
+        cuda.memory.numbers.append(logits.argmax(-1))
+    run.wire.finish()
+
+
+def _save(cuda: FakeCuda) -> None:
+    """Copy weights for a thread that writes them to a file while training goes on."""
+    weights = {f"w{n}": torch.full((8,), float(n), device=CUDA) for n in range(3)}
+    contents = FileContents(tensors=weights).copied()
+    for weight in weights.values():
+        weight.mul_(2)
+    cuda.memory.numbers += [
+        tensor.clone() for tensor in contents.tensors.values()
+    ]  # as the thread reads them
+
+
 def _alone(work: Callable[[FakeCuda], None]) -> Recorded:
-    cuda, _ = record_rank(1, 0, work)
-    return Recorded((tuple(cuda.tape.operations),), (cuda.memory,))
+    return record_ranks(1, work)
 
 
 JOBS: dict[str, Callable[[], Recorded]] = {
@@ -110,9 +158,19 @@ JOBS: dict[str, Callable[[], Recorded]] = {
     "windows": lambda: record(Run(plan=asynchronous(chain_plan(3, 6)), steps=2, computes=True)),
     "ahead": lambda: record(Run(plan=_frozen(), looks_ahead=True, record=True)),
     "both": lambda: record(
-        everything(Run(plan=on_ranks(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (0, 1)), computes=True))
+        everything(
+            Run(plan=on_ranks(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (0, 1)), computes=True)
+        )
     ),
     **{f"ZeRO {zero}": functools.partial(lambda z: record(_twins(z)), zero) for zero in range(4)},
+    "staged": lambda: record(
+        everything(Run(plan=chain_plan(3, 4), computes=True, make_transport=_make_gloo))
+    ),
+    "megatron": lambda: record(
+        everything(Run(plan=chain_plan(3, 4), computes=True, make_transport=_make_megatron))
+    ),
+    "generation": lambda: record_ranks(2, _generate),
+    "save": lambda: _alone(_save),
     "rows": lambda: _alone(_leave_rows),
     "swap": lambda: _captured(plan_swap),
     "swap and recompute": lambda: _captured(lambda stage: plan_both(stage, 1)),
@@ -199,6 +257,19 @@ FAULTS = (
     Fault("engine.gradients.partitioned_gradients:_reduce_scatter", "group=group)", "group=group, async_op=True)", job="ZeRO 1"),
     Fault("runtime.weight_versions:WeightVersions.begin_update", "self._locations.move(self._live)", "pass", job="windows"),
     Fault("runtime.executor:StageExecutor.step", "self.finish_sends()", "pass", harmless="nothing, where no output is a view of a weight"),
+    # messages that are staged through the host; generation; saves that are written behind the training
+    Fault(f"{_PENDING}.wait", "work.wait(timeout)", "pass", job="staged"),
+    Fault(f"{_PENDING}.wait", "destination.copy_(staged, non_blocking=True)", "pass", job="staged"),
+    Fault("runtime.messages.transport:GlooTransport.bind_send", "t.cpu()", "t.to('cpu', non_blocking=True)", job="staged"),
+    Fault("model.generation.lane_wire:LaneWire._send", ".copy_(value)", ".copy_(value, non_blocking=True)", job="generation"),
+    Fault("model.generation.lane_wire:LaneWire._receive", "self._wait(dist", "(dist", job="generation"),
+    Fault("model.generation.stage_tensors:LaneRun.bring", "if position not in tensor.holders", "if position not in tensor.holders and not self.position", job="generation"),
+    Fault("engine.checkpoints.rank_files:FileContents.copied", "copy=True", "copy=True, non_blocking=True", job="save"),
+    Fault("engine.checkpoints.rank_files:FileContents.copied", 'tensor.detach().to("cpu", copy=True)', "tensor.detach()", job="save"),
+    # messages of megatron-core's communicators
+    Fault("integrations.megatron.p2p:MegatronTransport.bind_send", "Posted(list(handles.values()), place, tensors)", "Posted(list(handles.values()), place, ())", job="megatron"),
+    Fault("integrations.megatron.p2p:MegatronTransport.bind_receive", "Posted(list(handles.values()), place, buffers)", "Posted([], place, buffers)", job="megatron"),
+    Fault("integrations.megatron.p2p:MegatronTransport.bind_receive", "buffer.set_(received.detach())", "buffer.copy_(received)", job="megatron"),
     # what hosts read, and in which order ranks come together
     Fault("runtime.compute:AutogradCompute.backward", "if roots:", "if roots and seeds[0].sum().item() != -1:"),
     Fault("runtime.recorder:Recorder._mark", "return mark", "mark.synchronize(); return mark"),
@@ -224,7 +295,9 @@ def planted(fault: Fault) -> Iterator[None]:
     place: dict[str, Any] = {}
     exec(compile(text.replace(fault.before, fault.after), f"{inspect.getsourcefile(inspect.unwrap(function))}", "exec"), {**vars(module), "torch": torch}, place)  # fmt: skip
     changed = place[attribute]
-    users = [m for n, m in sys.modules.items() if n.startswith("gpp_plugin") and vars(m).get(attribute) is held]
+    users = [
+        m for n, m in sys.modules.items() if n.startswith("gpp_plugin") and vars(m).get(attribute) is held
+    ]
     with contextlib.ExitStack() as stack:
         for each in [owner] if owners else users:
             stack.enter_context(mock.patch.object(each, attribute, changed))
@@ -270,7 +343,7 @@ def _are_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 def main() -> None:
     """Print every fault and what finds it."""
-    for fault in [f for f in FAULTS if len(sys.argv) < 2 or sys.argv[1] in str(f)]:
+    for fault in [f for f in FAULTS if len(sys.argv) < 2 or sys.argv[1] in (*str(f).split(), f.job)]:
         print(f"{find(fault):<24} {fault.job:<20} {fault}" + (f"   ({fault.harmless})" if fault.harmless else ""), flush=True)  # fmt: skip
 
 

@@ -34,8 +34,8 @@ from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
 from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
-from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks import waiting
+from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.waiting import all_gather
 from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
@@ -660,7 +660,9 @@ class RankJob:
 def _ties(stages: Sequence[int]) -> list[Any]:
     from gpp_plugin.engine.stage_groups import TiedParameter
 
-    return [TiedParameter(name="tied", stages=tuple(stages), owner=stages[0], is_whole=True)] if stages else []
+    return (
+        [TiedParameter(name="tied", stages=tuple(stages), owner=stages[0], is_whole=True)] if stages else []
+    )
 
 
 def record_rank(
@@ -723,12 +725,13 @@ def record(run: Run, programs: Programs | None = None) -> Recorded:
         programs: theirs, where they are not those that a run is lowered to.
     """
     programs = programs or lower(run)
+    return record_ranks(run.plan.num_ranks, lambda cuda: RankJob(run, programs, cuda).run())
+
+
+def record_ranks(num_ranks: int, work: Callable[[FakeCuda], Any], *, is_bound: bool = False) -> Recorded:
+    """Return what ranks do that all run ``work``; arguments as of `record_rank`."""
     cudas, made = zip(
-        *(
-            record_rank(run.plan.num_ranks, rank, lambda cuda: RankJob(run, programs, cuda).run())
-            for rank in range(run.plan.num_ranks)
-        ),
-        strict=True,
+        *(record_rank(num_ranks, rank, work, is_bound=is_bound) for rank in range(num_ranks)), strict=True
     )
     assert all(groups == made[0] for groups in made), "all ranks make the same groups in one order"
     return Recorded(

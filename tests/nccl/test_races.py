@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,11 +21,19 @@ from tests.nccl.fake_cuda import CUDA, FakeCuda
 from tests.nccl.memory import HOST, LET_GO, Access, Block, Where
 from tests.nccl.operations import Job, Operation, Place, Tape
 from tests.nccl.races import Race, races, races_of
-from tests.nccl.recording import Run, record, record_rank
+from tests.nccl.recording import Run, record_rank
 from tests.nccl.test_random_graphs import random_run
-from tests.runtime.memory_stages import MemoryPlan, Trainer, chunks, make_stage, memory_plan, plan_both, plan_swap
-from tests.schedule.plans import chain_plan, sharded
-from tests.tiers import is_whole, some
+from tests.runtime.memory_stages import (
+    MemoryPlan,
+    Trainer,
+    chunks,
+    make_stage,
+    memory_plan,
+    plan_both,
+    plan_swap,
+)
+from tests.schedule.plans import sharded
+from tests.tiers import some
 
 NOWHERE = Where("?", 0, None)
 
@@ -96,7 +104,9 @@ def random_tape(rng: random.Random) -> tuple[Tape, list[Access]]:
             tape.put(rng.choice(streams), "item", after=after)
         elif kind == "access":
             stream = rng.choice([*streams, HOST])
-            used.append(access(len(tape.operations), stream, is_write=rng.random() < 0.6, what=f"a{len(used)}"))
+            used.append(
+                access(len(tape.operations), stream, is_write=rng.random() < 0.6, what=f"a{len(used)}")
+            )
         else:
             tape.host_wait("wait", after=None if kind == "device" else after)
     return tape, used
@@ -133,7 +143,9 @@ def orders(tape: Tape, used: Sequence[Access]) -> set[tuple[int, int]]:
                     seen.add(more)
                     waiting.append(more)
     numbers = [place[id(each)] for each in used]
-    return {(i, j) for i, j in itertools.permutations(range(len(used)), 2) if (numbers[i], numbers[j]) in found}
+    return {
+        (i, j) for i, j in itertools.permutations(range(len(used)), 2) if (numbers[i], numbers[j]) in found
+    }
 
 
 def test_every_timing_finds_the_same_races() -> None:
@@ -181,13 +193,21 @@ def test_what_counts_as_a_use() -> None:
     assert found_in(lambda cuda, side, t: beside(side, t.sum)) == [("sum", LET_GO)]
     assert found_in(lambda cuda, side, t: (beside(side, t.sum), waited(side))) == []
     assert found_in(lambda cuda, side, t: (beside(side, t.sum), t.record_stream(side))) == []
-    assert found_in(lambda cuda, side, t: (beside(side, lambda: t.view(2, 2).detach()[0]))) == []  # views
+    assert found_in(lambda cuda, side, t: beside(side, lambda: t.view(2, 2).detach()[0])) == []  # views
     assert found_in(lambda cuda, side, t: (beside(side, t.sum), torch.cuda.synchronize())) == []
-    assert ("mul_", "add_") in found_in(lambda cuda, side, t: (t.mul_(2), beside(side, lambda: t.add_(1)), waited(side)))
+    assert ("mul_", "add_") in found_in(
+        lambda cuda, side, t: (t.mul_(2), beside(side, lambda: t.add_(1)), waited(side))
+    )
     # other bytes of one storage
-    assert found_in(lambda cuda, side, t: (t[:2].mul_(2), beside(side, lambda: t[2:].add_(1)), waited(side))) == []
+    assert (
+        found_in(lambda cuda, side, t: (t[:2].mul_(2), beside(side, lambda: t[2:].add_(1)), waited(side)))
+        == []
+    )
     # what is allocated beside is let go of there
-    assert found_in(lambda cuda, side, t: beside(side, lambda: torch.ones(3, device="cuda")).sum())[0] == ("allocated", "sum")
+    assert found_in(lambda cuda, side, t: beside(side, lambda: torch.ones(3, device="cuda")).sum())[0] == (
+        "allocated",
+        "sum",
+    )
     # a storage that is emptied, and filled again
     resized = found_in(lambda cuda, side, t: (beside(side, t.sum), t.untyped_storage().resize_(0)))
     assert resized == [("sum", LET_GO)]
@@ -225,7 +245,9 @@ def test_copies_of_pinned_memory_are_the_streams() -> None:
     ],
 )  # fmt: skip
 def test_what_counts_as_a_host_read(read: Callable[[Tensor], Any]) -> None:
-    assert not alone(lambda cuda: torch.ones(3, device=CUDA).mul_(2).to(torch.bfloat16)[0:2].sum()).memory.reads
+    assert not alone(
+        lambda cuda: torch.ones(3, device=CUDA).mul_(2).to(torch.bfloat16)[0:2].sum()
+    ).memory.reads
     assert alone(lambda cuda: read(torch.ones(4, device=CUDA))).memory.reads
 
 
@@ -241,7 +263,12 @@ def test_a_host_read_of_another_thing_than_the_device_is_none() -> None:
 def test_captured_code_under_every_memory_plan(name: str, is_split: bool) -> None:
     """Swapped, made again or kept: no races, and the same numbers bit by bit."""
     stage = make_stage(name, granularity="layer", dropout=0.1, start=0.5 if name == "clip" else 0.0)
-    plans: list[MemoryPlan | None] = [None, plan_swap(stage), plan_both(stage, 1), memory_plan(stage, chunks(stage, 1))]
+    plans: list[MemoryPlan | None] = [
+        None,
+        plan_swap(stage),
+        plan_both(stage, 1),
+        memory_plan(stage, chunks(stage, 1)),
+    ]
     numbers = []
     for plan in plans:
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_plugin.doors import Transport, TransportRequest
 from gpp_plugin.engine.checkpoints.rank_files import FileContents
+from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.generation.lane_wire import LaneWire
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
@@ -42,7 +43,7 @@ from gpp_plugin.runtime.messages import transport
 from tests.nccl.checker import WaitGraph, ends_serially, points_that_hang, share_queues
 from tests.nccl.coverage_counts import everything
 from tests.nccl.fake_cuda import CUDA, FakeCuda
-from tests.nccl.recording import Recorded, Run, record, record_ranks
+from tests.nccl.recording import SAME_GROUPS, Recorded, Run, record, record_ranks
 from tests.runtime.memory_stages import Trainer, make_stage, plan_both, plan_swap
 from tests.schedule.plans import chain_plan, on_ranks, sharded, simple_plan
 from tests.schedule.test_async import asynchronous
@@ -169,6 +170,9 @@ JOBS: dict[str, Callable[[], Recorded]] = {
     "megatron": lambda: record(
         everything(Run(plan=chain_plan(3, 4), computes=True, make_transport=_make_megatron))
     ),
+    "bound": lambda: record_ranks(
+        4, lambda cuda: StageGroups.create(_twins(0).plan, timeout_s=60.0), is_bound=True
+    ),
     "generation": lambda: record_ranks(2, _generate),
     "save": lambda: _alone(_save),
     "rows": lambda: _alone(_leave_rows),
@@ -277,6 +281,8 @@ FAULTS = (
     Fault(f"{_NCCL}:NcclTransport.bind_receive", "group = self._groups[message.channel]", "self._groups[message.channel] = group = self._groups.get(message.channel[::-1], self._groups[message.channel])", job="wide"),
     Fault(f"{_NCCL}:NcclTransport.open", "opening_order(set(channels) - self._opened)", "opening_order(c for c in channels if torch.distributed.get_rank() in c)", job="wide"),
     Fault("engine.stage_groups:StageGroups.create", "make_one_of(stage.data_ranks(position) for position in range(stage.tensor))", "make_one_of(stage.data_ranks(position) for position in range(stage.tensor) if dist.get_rank() in stage.ranks) if dist.get_rank() in stage.ranks else 0", job="ZeRO 0"),
+    Fault("engine.stage_groups:StageGroups.create", "backend=backend", 'backend="gloo"', job="bound"),
+    Fault("engine.stage_groups:StageGroups.create", "single = new_group([dist.get_rank()], use_local_synchronization=True)", "single = dist.get_rank() and new_group([dist.get_rank()], use_local_synchronization=True)", job="bound"),
     Fault("engine.stage_step:StepTogether.step", "result = self._update.run()", "result = self._update.run(); torch.distributed.get_rank() and torch.distributed.barrier()", job="ZeRO 0"),
 )  # fmt: skip
 
@@ -324,6 +330,8 @@ def find(fault: Fault) -> str:
         with planted(fault):
             recorded = JOBS[fault.job]()
     except Exception as error:
+        if SAME_GROUPS in str(error):
+            return "order"
         return f"error ({type(error).__name__})"
     found = []
     if recorded.races():

@@ -59,6 +59,7 @@ from tests.nccl.races import Race, races_of
 SIDE = 12
 """Elements of a made-up tensor along each axis but that of samples: shards of 1, 2, 3, 4 and 6 fit."""
 
+SAME_GROUPS = "all ranks make the same groups in one order"
 Shape = tuple[tuple[int, ...], torch.dtype]
 MakeTransport = Callable[[TransportRequest], Transport]
 
@@ -733,7 +734,7 @@ def record_ranks(num_ranks: int, work: Callable[[FakeCuda], Any], *, is_bound: b
     cudas, made = zip(
         *(record_rank(num_ranks, rank, work, is_bound=is_bound) for rank in range(num_ranks)), strict=True
     )
-    assert all(groups == made[0] for groups in made), "all ranks make the same groups in one order"
+    assert all(groups == made[0] for groups in made), SAME_GROUPS
     return Recorded(
         tuple(tuple(cuda.tape.operations) for cuda in cudas), tuple(cuda.memory for cuda in cudas)
     )

@@ -47,15 +47,17 @@ class MadeUpStage(nn.Module):
 
     Args:
         group: its tensor ranks, which sum within it; None for one.
+        num_sent: elements of a weight that is an output itself, where one has as many; 0 for none.
     """
 
-    def __init__(self, *, has_loss: bool, is_tied: bool, group: Any) -> None:
+    def __init__(self, *, has_loss: bool, is_tied: bool, group: Any, num_sent: int) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.full((5,), 0.5))
         self.second = nn.Parameter(torch.full((2, 4), 0.5))
         self.third = nn.Parameter(torch.full((8,), 0.5))
         if is_tied:
             self.tied = nn.Parameter(torch.full((6,), 0.5))
+        self.sent = nn.Parameter(torch.full((num_sent,), 0.5)) if num_sent else None
         self.has_loss, self._group = has_loss, group
 
     def call(self, shapes: Sequence[tuple[int, ...]], *given: Tensor) -> tuple[Tensor, ...]:
@@ -68,6 +70,9 @@ class MadeUpStage(nn.Module):
         if self._group is not None:
             number = _SumOverRanks.apply(number, self._group)
         made = [number * torch.ones(shape, device=number.device) for shape in shapes]
+        if self.sent is not None:
+            sent = given[weights - 1]
+            made = [sent.view(m.shape) if m.numel() == sent.numel() else m for m in made]
         return (*made, number.square()) if self.has_loss else tuple(made)
 
 
@@ -139,6 +144,7 @@ class ComputingStages:
 
     Args:
         early: the stages that sum gradients in their last backward.
+        num_sent: as of `MadeUpStage`.
     """
 
     def __init__(
@@ -150,7 +156,9 @@ class ComputingStages:
         ties: Sequence[TiedParameter],
         zero: int,
         early: frozenset[int],
+        num_sent: int,
     ) -> None:
+        self._num_sent = num_sent
         self._plan, self._zero, self._early, self._groups = plan, zero, early, groups
         indices = plan.stages_of_rank(rank)
         tied = {stage for tie in ties for stage in tie.stages}
@@ -171,7 +179,7 @@ class ComputingStages:
     def _make_module(self, index: int, is_tied: bool) -> MadeUpStage:
         has_loss = index in self._plan.loss_stages()
         group = self._groups.tensor[index] if self._plan.stages[index].tensor > 1 else None
-        return MadeUpStage(has_loss=has_loss, is_tied=is_tied, group=group)
+        return MadeUpStage(has_loss=has_loss, is_tied=is_tied, group=group, num_sent=self._num_sent)
 
     def _make_optimizer(self, module: nn.Module, replica: StageReplica) -> Any:
         if self._zero:

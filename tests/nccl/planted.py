@@ -17,6 +17,7 @@ table::
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -75,6 +76,10 @@ class Fault(NamedTuple):
 def _twins(zero: int) -> Run:
     plan = emulated_plan("twins", [(0, 1)], num_micro_batches=4, degrees={0: 2, 1: 2})
     return everything(Run(plan=sharded(plan) if zero == 3 else plan, zero=zero, computes=True))
+
+
+def _sending(run: Run) -> Run:
+    return dataclasses.replace(run, computes=True, sends_weights=True)
 
 
 def _frozen() -> PipelinePlan:
@@ -170,6 +175,9 @@ JOBS: dict[str, Callable[[], Recorded]] = {
     "megatron": lambda: record(
         everything(Run(plan=chain_plan(3, 4), computes=True, make_transport=_make_megatron))
     ),
+    "weights sent": lambda: record(_sending(Run(plan=chain_plan(3, 4), steps=2))),
+    "weights sent in windows": lambda: record(_sending(Run(plan=asynchronous(chain_plan(3, 4)), steps=2))),
+    "weights sent under ZeRO 3": lambda: record(_sending(_twins(3))),
     "bound": lambda: record_ranks(
         4, lambda cuda: StageGroups.create(_twins(0).plan, timeout_s=60.0), is_bound=True
     ),
@@ -260,7 +268,9 @@ FAULTS = (
     Fault("engine.sharded_weights:_Sharded.free", "self.part.copy_(self._own)", "pass", job="ZeRO 3"),
     Fault("engine.gradients.partitioned_gradients:_reduce_scatter", "group=group)", "group=group, async_op=True)", job="ZeRO 1"),
     Fault("runtime.weight_versions:WeightVersions.begin_update", "self._locations.move(self._live)", "pass", job="windows"),
-    Fault("runtime.executor:StageExecutor.step", "self.finish_sends()", "pass", harmless="nothing, where no output is a view of a weight"),
+    Fault("runtime.executor:StageExecutor.step", "self.finish_sends()", "pass", job="weights sent"),
+    Fault("runtime.weight_versions:WeightVersions.apart", "if not self._aliased:", "if True:", job="weights sent in windows"),
+    Fault("engine.sharded_weights:ShardedWeights.apart", "if not any(", "if True or any(", job="weights sent under ZeRO 3"),
     # messages that are staged through the host; generation; saves that are written behind the training
     Fault(f"{_PENDING}.wait", "work.wait(timeout)", "pass", job="staged"),
     Fault(f"{_PENDING}.wait", "destination.copy_(staged, non_blocking=True)", "pass", job="staged"),

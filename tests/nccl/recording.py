@@ -76,6 +76,7 @@ class Run:
         looks_ahead: the plan's frozen branch runs a mini-batch ahead, as `RankJob._look_ahead` says.
         has_units: the plan's samples are units (`plan_of_units`) of shapes of their own, others in each mini-batch.
         computes: its stages really compute and train (`computing`); else tasks only read and make their tensors.
+        sends_weights: what they send is a view of a weight.
         make_transport: as a `TransportFactory` does.
     """
 
@@ -90,6 +91,7 @@ class Run:
     looks_ahead: bool = False
     has_units: bool = False
     computes: bool = False
+    sends_weights: bool = False
     make_transport: MakeTransport = NATIVE_TRANSPORT.make
 
 
@@ -369,7 +371,13 @@ class RankJob:
         self._computes: dict[int, AutogradCompute] = {}
         if run.computes:
             self._real = ComputingStages(
-                plan, self._rank, groups=self._groups, ties=ties, zero=run.zero, early=programs.early
+                plan,
+                self._rank,
+                groups=self._groups,
+                ties=ties,
+                zero=run.zero,
+                early=programs.early,
+                num_sent=SIDE**3 if run.sends_weights else 0,
             )
         self._hooks: dict[int, Any] = {stage: self._make_hooks(stage) for stage in self._stages}
         self._joined = RankExecutors(hand_overs=self._hand_overs, step=self._step, most=1000)

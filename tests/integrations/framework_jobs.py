@@ -79,6 +79,15 @@ class PlainOptimizer:
 
     def refresh_masters(self) -> None: ...
 
+    def written(self) -> None: ...
+
+    def adopt_written(self) -> None: ...
+
+    def flat_weights(self) -> tuple[Any, ...]:
+        return ()
+
+    def publish_to(self, parts: Sequence[Tensor]) -> None: ...
+
     def own_tensors(self) -> list[Tensor]:
         return list(self.trained.values())
 

@@ -20,7 +20,7 @@ from tests.nccl.checker import (
     share_queues,
 )
 from tests.nccl.operations import Job, Place
-from tests.nccl.recording import Run, record_job
+from tests.nccl.recording import Recorded, Run, record
 
 QUEUES = (1, 4, 8, 32)
 
@@ -35,7 +35,7 @@ class Counts:
         points: host points of all jobs.
         mappings: of streams to queues, those of all jobs.
         checks: answers to "does all of it end", each with its own waits; those in turn are one a point.
-        hangs: a line each.
+        hangs, races: a text each; a wait of a host for its device between two tasks is among the races.
     """
 
     jobs: int = 0
@@ -44,13 +44,14 @@ class Counts:
     mappings: int = 0
     checks: int = 0
     hangs: list[str] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
         minutes = (time.monotonic() - self.started) / 60
         return (
             f"{self.jobs} jobs, {self.operations} host operations, {self.points} host points, {self.mappings} mappings "
-            f"to queues, {self.checks} checks, {len(self.hangs)} hangs, {minutes:.2f} min"
+            f"to queues, {self.checks} checks, {len(self.hangs)} hangs, {len(self.races)} races, {minutes:.2f} min"
         )
 
 
@@ -116,8 +117,16 @@ def check_runs(runs: Sequence[tuple[str, Run]], *, is_sampled: bool = False) -> 
     counts = Counts()
     check = check_samples if is_sampled else check_all_points
     for seed, (name, run) in enumerate(runs):
-        check(counts, name, record_job(run), seed=seed)
+        recorded = record(run)
+        check(counts, name, recorded.job, seed=seed)
+        check_waits(counts, name, recorded)
     return counts
+
+
+def check_waits(counts: Counts, name: str, recorded: Recorded) -> None:
+    """Check that ranks wait enough for what they read and write, and that no host waits between two tasks."""
+    counts.races += [f"{name}: {race}" for race in recorded.races()]
+    counts.races += [f"{name}: host waits between tasks: {read}" for read in recorded.host_reads()]
 
 
 def everything(run: Run) -> Run:
@@ -128,6 +137,7 @@ def everything(run: Run) -> Run:
 
 
 def report(tell: Tell, counts: Counts) -> None:
-    """Tell what was checked, and fail with the first hangs."""
+    """Tell what was checked, and fail with the first hangs and races."""
     tell(counts)
+    assert not counts.races, "\n".join(counts.races[:3])
     assert counts.jobs and not counts.hangs, "\n".join(counts.hangs[:3])

@@ -37,6 +37,11 @@ device let an item start before the one in front of it has ended where both are 
 A launch here needs all its transfers' other ends; NCCL lets go of small messages earlier. Both make the model stricter
 than the device, so the model may see a hang that one device in particular would not have, never the reverse.
 
+Waiting too much is one half; `races` has the other one, whether ranks wait *enough*. It judges the same lists by what is
+read and written where (`memory`), and by the reads of a host that stand between two tasks. What a rank computes meanwhile
+is made up, a task that only reads and makes its tensors (`recording`), or all of a stage's training (`computing`).
+`planted` has faults of waiting and keeping, and which of the checks finds each.
+
 What it does not model: a device so full of spinning NCCL kernels that no compute kernel finds a multiprocessor
 (``max_ctas`` of the communicators bounds them), eager sends of small messages, the host's own threads (the watchdog,
 autograd's) beside the one that issues, and time: limits, and ranks that fail.

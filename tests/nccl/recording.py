@@ -23,19 +23,24 @@ from gpp_plugin.doors import TransportRequest
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
-from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
+from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
 from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
+from gpp_plugin.runtime.ranks import waiting
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.waiting import all_gather
+from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
-from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowRunner
+from gpp_plugin.runtime.weight_versions import WeightVersions
+from gpp_plugin.runtime.window_lane import RankWindowRunner, VersionedHooks, WindowRunner
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead
 from gpp_plugin.schedule.early_reductions import last_backward, stages_that_reduce_early
@@ -44,13 +49,18 @@ from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
 from gpp_plugin.simulate.async_prediction import num_windows
+from tests.nccl.computing import LOSS, ComputingStages
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
 from tests.nccl.fake_groups import FakeDistributed, recorded_distributed
+from tests.nccl.memory import Memory
 from tests.nccl.operations import Job, Tape
+from tests.nccl.races import Race, races_of
 
 SIDE = 12
 """Elements of a made-up tensor along each axis but that of samples: shards of 1, 2, 3, 4 and 6 fit."""
 
+SAME_GROUPS = "all ranks make the same groups in one order"
+Shape = tuple[tuple[int, ...], torch.dtype]
 MakeTransport = Callable[[TransportRequest], Transport]
 
 
@@ -65,6 +75,8 @@ class Run:
         evaluate: a mini-batch of evaluation behind the first one of training.
         looks_ahead: the plan's frozen branch runs a mini-batch ahead, as `RankJob._look_ahead` says.
         has_units: the plan's samples are units (`plan_of_units`) of shapes of their own, others in each mini-batch.
+        computes: its stages really compute and train (`computing`); else tasks only read and make their tensors.
+        sends_weights: what they send is a view of a weight.
         make_transport: as a `TransportFactory` does.
     """
 
@@ -78,6 +90,8 @@ class Run:
     train: bool = True
     looks_ahead: bool = False
     has_units: bool = False
+    computes: bool = False
+    sends_weights: bool = False
     make_transport: MakeTransport = NATIVE_TRANSPORT.make
 
 
@@ -90,6 +104,7 @@ class RecordedCompute:
     Args:
         tensor_group: of the rank's data position; tensor ranks meet in each task.
         early: what begins the sums of gradients, before the backward of this micro-batch; None where nothing does.
+        kept: what each micro-batch's backward reads beside gradients, for all code of the stage; None: it has none.
     """
 
     def __init__(
@@ -101,6 +116,7 @@ class RecordedCompute:
         cuda: FakeCuda,
         tensor_group: Any,
         early: tuple[int, Callable[[], None]] | None,
+        kept: dict[int, list[Tensor]] | None,
     ) -> None:
         plan, stage = run.plan, run.plan.stages[program.stage]
         incoming = [edge for edge in plan.edges if edge.dst == program.stage]
@@ -117,42 +133,63 @@ class RecordedCompute:
         self._early = early
         self._local = stage.local_batch_size
 
-        def made(name: str, samples: int) -> Tensor:
-            shape = held_shape(specs[name], samples, stage, axes[name])
-            return torch.zeros(shape, dtype=getattr(torch, specs[name].dtype), device=CUDA)
+        def made(name: str, samples: int) -> Shape:
+            return held_shape(specs[name], samples, stage, axes[name]), getattr(torch, specs[name].dtype)
 
         self._made = {
             half: [made(name, self._local // (1 if half is None else 2)) for name in self.outputs]
             for half in (None, 0, 1)
         }
         self._gradients = [made(name, self._local) for name in self.gradient_inputs]
+        self._kept = kept
 
-    def _task(self, what: str) -> None:
+    def shapes(self, half: int | None) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what a micro-batch, or half of it, gives other stages."""
+        return {name: shape for name, (shape, _) in zip(self.outputs, self._made[half], strict=True)}
+
+    def _task(self, what: str, reads: Sequence[Tensor], makes: Sequence[Shape] = ()) -> list[Tensor]:
+        """Put a task onto the stream that computes, which reads tensors and makes others."""
         if self._group is not None:
             dist.all_reduce(torch.zeros(1, device=CUDA), group=self._group)
         self._cuda.tape.put(self._cuda.stream.number, what)
+        self._cuda.memory.touch(reads, is_write=False, what=what)
+        return [torch.empty(shape, dtype=dtype, device=CUDA) for shape, dtype in makes]
 
     def forward(
         self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        self._task(f"F{micro_batch}")
-        return self._made[half]
+        reads = [*inputs, *received]
+        if self._kept is not None:
+            self._kept.setdefault(micro_batch, []).extend(reads)
+        return self._task(f"F{micro_batch}", reads, self._made[half])
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         if self._early is not None and self._early[0] == micro_batch:
             self._early[1]()
-        self._task(f"B{micro_batch}")
-        return self._gradients
+        assert self._kept is not None
+        reads = [*self._kept.pop(micro_batch), *filter_none(gradients)]
+        return self._task(f"B{micro_batch}", reads, self._gradients)
 
     def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        self._task(f"I{micro_batch}")
-        return self._gradients
+        assert self._kept is not None
+        self._kept[micro_batch] += filter_none(gradients)
+        return self._task(f"I{micro_batch}", self._kept[micro_batch], self._gradients)
 
     def weight_gradient(self, micro_batch: int) -> None:
-        self._task(f"W{micro_batch}")
+        assert self._kept is not None
+        self._task(f"W{micro_batch}", self._kept.pop(micro_batch))
 
     def clear(self) -> None:
-        pass
+        if self._kept is not None:
+            self._kept.clear()
+
+
+def has_backwards(program: RankProgram) -> bool:
+    return any(i.task is not None and i.task.kind is not TaskKind.FORWARD for i in program.instructions)
+
+
+def filter_none(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 class RecordedHooks:
@@ -177,14 +214,17 @@ class RecordedHooks:
 
     def begin_reduction(self) -> None:
         """Launch a sum ahead of the last backward, of which a part is launched within it: as early as any may be."""
-        self._begun.append(dist.all_reduce(torch.zeros(4, device=CUDA), group=self._data, async_op=True))
+        gradients = torch.zeros(4, device=CUDA)
+        work = dist.all_reduce(gradients, group=self._data, async_op=True)
+        self._begun.append((work, gradients))
 
     def accumulate(self) -> None:
         pass
 
     def reduce_data(self) -> None:
         while self._begun:
-            self._begun.pop().wait()
+            work, _ = self._begun.pop()
+            work.wait()
         if self._has_data:
             gradients = torch.zeros(4, device=CUDA)
             if self._is_partitioned:
@@ -218,6 +258,11 @@ class RecordedWeights:
     def apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return outputs
 
+
+_ROWS = {
+    name: TensorSpec(name=name, dtype="float32", shape=(1, 2), num_samples=1, layout=batch_layout())
+    for name in ("cast", "pinned")
+}
 
 # ---- a rank's job ------------------------------------------------------------------------------------------
 
@@ -320,21 +365,46 @@ class RankJob:
         self._groups = StageGroups.create(plan, ties, timeout_s=60.0)
         self._shared: Transport | None = None
         self._hand_overs = HandOvers()
-        self._hooks = {stage: self._make_hooks(stage) for stage in self._stages}
+        self._links = {stage: InputLink(CUDA) for stage in self._stages}
+        self._kept: dict[int, dict[int, list[Tensor]]] = {stage: {} for stage in self._stages}
+        self._real = None
+        self._computes: dict[int, AutogradCompute] = {}
+        if run.computes:
+            self._real = ComputingStages(
+                plan,
+                self._rank,
+                groups=self._groups,
+                ties=ties,
+                zero=run.zero,
+                early=programs.early,
+                num_sent=SIDE**3 if run.sends_weights else 0,
+            )
+        self._hooks: dict[int, Any] = {stage: self._make_hooks(stage) for stage in self._stages}
         self._joined = RankExecutors(hand_overs=self._hand_overs, step=self._step, most=1000)
 
-    def _make_hooks(self, stage: int) -> RecordedHooks:
+    def _make_hooks(self, stage: int) -> Any:
+        if self._real is not None:
+            return self._real.engine.of(stage)
         is_alone = self._plan.mode == "async"
         group = self._groups.stage[stage] if is_alone else self._groups.world
         # the last of the rank's stages that share a parameter sums for all of them (`TiedSums`)
         last = max((s for s in self._stages if s in self._run.tied), default=-1)
         return RecordedHooks(self._run, stage, self._groups, group, sums_ties=stage == last)
 
-    def _step(self) -> float:
+    def _step(self) -> object:
+        if self._real is not None:
+            return self._real.engine.step()
         return self._hooks[self._stages[0]].step()
 
     def run(self) -> None:
         """Do everything."""
+        self._run_all()
+        if self._real is not None:
+            with self._cuda.memory.off(), self._real.engine.gathered():
+                weights = [p for stage in self._real.engine.stages for p in stage.module.parameters()]
+                self._cuda.memory.numbers += [weight.detach().clone() for weight in weights]
+
+    def _run_all(self) -> None:
         programs = self._programs
         if programs.windows is not None:
             self._run_windows(programs.windows)
@@ -352,14 +422,17 @@ class RankJob:
             self._evaluate()
 
     def _train(self, executor: RankExecutor, *, record: bool) -> None:
-        executor.run(self._inputs(), record=record)
+        with self._inputs() as inputs, self._attached():
+            result = executor.run(inputs, record=record)
+        self._cuda.memory.numbers += [loss for loss, _ in result.losses]
         self._agree_on_loss()
 
     def _evaluate(self) -> None:
         programs = self._programs.evaluation
         if programs:
             executor = self._executor(programs[self._rank], self._transport(programs), is_training=False)
-            executor.run(self._inputs())
+            with self._inputs() as inputs, self._attached():
+                executor.run(inputs)
             self._agree_on_loss()
 
     def _run_windows(self, programs: WindowPrograms) -> None:
@@ -367,7 +440,11 @@ class RankJob:
         transport = self._transport(programs.all)
 
         def make(program: RankProgram, window: WindowPlace) -> StageExecutor:
-            return self._part(program, transport, window=window)
+            steady = own.of_stage(program.stage).steps[-1]
+            of_stage = versions.get(program.stage) if has_backwards(steady) else None
+            return self._part(program, transport, window=window, boundary=steady, versions=of_stage)
+
+        versions = {} if self._real is None else {s: self._real.versions(s) for s in self._stages}
 
         runners = [
             WindowRunner.make(own.of_stage(stage), make, mini_batch=self._plan.mini_batch)
@@ -375,9 +452,14 @@ class RankJob:
         ]
         runner = RankWindowRunner(own, runners, self._joined)
         for step in range(count := num_windows(runner.windows) + self._run.steps - 1):
-            runner.run(self._inputs(), record=self._run.record and step == count - 1)
+            with self._inputs() as inputs:
+                runner.run(inputs, record=self._run.record and step == count - 1)
+            if self._real is not None:
+                self._real.engine.end_mini_batch()
             self._agree_on_loss()
         runner.drain(record=self._run.record)
+        for each in versions.values():
+            each.settle()
         self._evaluate()
 
     def _look_ahead(self, programs: AheadPrograms) -> None:
@@ -411,7 +493,8 @@ class RankJob:
                         next_specs=None if following is None else made_up_specs(plan, following),
                     )
                 executors.append(made[key])
-            together.run(part, executors, self._inputs(), record=self._run.record)
+            with self._inputs() as inputs, self._attached():
+                together.run(part, executors, inputs, record=self._run.record)
 
         # Every mini-batch has a number; those of odd numbers are of length 2. One is trained on as a whole first, then
         # each with the next one's branch. Behind 3 comes an evaluation, behind 4 mini-batch 7 in the place of 5.
@@ -457,8 +540,30 @@ class RankJob:
             torch.zeros((), device=CUDA).item()
         self._meeting.sum(torch.zeros(1), "the loss")
 
-    def _inputs(self) -> list[list[tuple[Tensor, ...]]]:
-        return [[()] * self._plan.num_micro_batches(stage) for stage in self._stages]
+    @contextlib.contextmanager
+    def _inputs(self) -> Iterator[list[InputRows]]:
+        """Yield what each micro-batch of each stage reads: rows that are cast on the host, and pinned ones."""
+        plan = self._plan
+        rows = torch.arange(2.0 * plan.mini_batch).view(-1, 2) / plan.mini_batch
+        batch = {"cast": rows.double(), "pinned": rows.pin_memory()}
+        with contextlib.ExitStack() as stack:
+            yield [
+                stack.enter_context(
+                    self._links[stage].slice_batch(
+                        batch,
+                        list(batch),
+                        stage=plan.stages[stage],
+                        rank=self._rank,
+                        num_micro_batches=plan.num_micro_batches(stage),
+                        specs=_ROWS,
+                        dtype=torch.float32,
+                    )
+                )
+                for stage in self._stages
+            ]
+
+    def _attached(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._real is None else self._real.engine.attached()
 
     def _transport(self, programs: Sequence[RankProgram]) -> Transport | None:
         """Return the one transport of all lanes, as `LaneMaker` makes it."""
@@ -493,17 +598,43 @@ class RankJob:
         window: WindowPlace | None = None,
         specs: BoundarySpecs | None = None,
         next_specs: Mapping[str, TensorSpec] | None = None,
+        boundary: RankProgram | None = None,
+        versions: WeightVersions | None = None,
     ) -> StageExecutor:
+        """Return what runs one stage's program; ``boundary`` is the one that has all its gradients."""
+        boundary = boundary or program
         index, hooks = program.stage, self._hooks[program.stage]
         stage = self._plan.stages[index]
         group = self._groups.tensor[index] if stage.tensor > 1 else None
         last = last_backward(program) if is_training and index in self._programs.early else None
         early = None if last is None else (last, hooks.begin_reduction)
 
-        def compute(specs: Mapping[str, TensorSpec]) -> RecordedCompute:
-            gradients = boundary_gradients(program, self._plan, specs)
-            return RecordedCompute(self._run, program, specs, gradients, self._cuda, group, early)
+        def compute(specs: Mapping[str, TensorSpec]) -> RecordedCompute | AutogradCompute:
+            gradients = boundary_gradients(boundary, self._plan, specs)
+            kept = self._kept[index] if has_backwards(boundary) else None
+            made = RecordedCompute(self._run, program, specs, gradients, self._cuda, group, early, kept)
+            if self._real is None:
+                return made
+            found = self._computes.get(index) if versions is not None else None
+            if found is None:
+                found = self._computes[index] = self._real.compute(
+                    index,
+                    program,
+                    received=made.received,
+                    shapes=(made.shapes(None), made.shapes(0)),
+                    gradients=gradients,
+                    specs=specs,
+                    versions=versions,
+                    is_trained=has_backwards(boundary),
+                    is_training=is_training,
+                )
+            return found
 
+        weights: Any = None
+        if self._real is not None:
+            weights = self._real.engine.of(index).weights
+        elif stage.gathered_bytes:
+            weights = RecordedWeights(self._groups.data[index], stage.degree)
         specs = self._specs if specs is None else specs
         return StageExecutor(
             plan=self._plan,
@@ -511,13 +642,14 @@ class RankJob:
             compute=compute(specs) if isinstance(specs, Mapping) else self._of_units(index, specs, compute),
             specs=specs,
             transport=transport,
-            hooks=hooks,
+            hooks=hooks if versions is None else VersionedHooks(hooks, versions),
             device=CUDA,
+            loss=LOSS if self._real is not None and index in self._plan.loss_stages() else None,
             is_training=is_training,
             window=window,
             next_specs=next_specs,
             hand_overs=self._hand_overs,
-            weights=RecordedWeights(self._groups.data[index], stage.degree) if stage.gathered_bytes else None,
+            weights=weights,
         )
 
     def _of_units(
@@ -537,17 +669,27 @@ class RankJob:
 def _ties(stages: Sequence[int]) -> list[Any]:
     from gpp_plugin.engine.stage_groups import TiedParameter
 
-    return [TiedParameter(name="tied", stages=tuple(stages), owner=stages[0])] if stages else []
+    return (
+        [TiedParameter(name="tied", stages=tuple(stages), owner=stages[0], is_whole=True)] if stages else []
+    )
 
 
-def record_rank(num_ranks: int, rank: int, work: Callable[[FakeCuda], None]) -> tuple[Tape, list[Any]]:
-    """Return what ``work`` asks for on one rank of a job with a device for each, and the groups that it makes."""
+def record_rank(
+    num_ranks: int, rank: int, work: Callable[[FakeCuda], None], *, is_bound: bool = False
+) -> tuple[FakeCuda, list[Any]]:
+    """Return the device of one rank with what ``work`` asks of it, and the groups that it makes.
+
+    Args:
+        is_bound: the default group is bound to the device.
+    """
+    HERE.instruction = None  # where a job before failed
     tape = Tape(rank)
     cuda = FakeCuda(tape, num_devices=num_ranks)
-    fake = FakeDistributed(cuda, num_ranks)
-    with recorded_cuda(cuda), recorded_distributed(fake), _no_cuda_stand_ins():
+    fake = FakeDistributed(cuda, num_ranks, is_bound=is_bound)
+    polled = mock.patch.object(waiting, "_poll", lambda work, seconds: work.end())
+    with recorded_cuda(cuda), recorded_distributed(fake), _no_cuda_stand_ins(), polled:
         work(cuda)
-    return tape, fake.made
+    return cuda, fake.made
 
 
 @contextlib.contextmanager
@@ -563,19 +705,49 @@ def _no_cuda_stand_ins() -> Iterator[None]:
             cpu.install()
 
 
-def record_job(run: Run, programs: Programs | None = None) -> Job:
-    """Return what all ranks of a run ask for.
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What all ranks of a run ask for, and the memory of each."""
+
+    job: Job
+    memories: tuple[Memory, ...]
+
+    def races(self) -> list[Race]:
+        """Return the races of all ranks, one for each pair of places."""
+        found = [race for rank, memory in enumerate(self.memories) for race in races_of(rank, memory)]
+        return list({race.places: race for race in reversed(found)}.values())
+
+    def numbers(self) -> list[Tensor]:
+        """Return the weights of all ranks at the end, and their losses; nothing where stages do not compute."""
+        return [number for memory in self.memories for number in memory.numbers]
+
+    def host_reads(self) -> list[str]:
+        """Return where hosts wait for the device while a program runs, but in its step."""
+        found = [read for memory in self.memories for read in memory.reads]
+        return sorted({str(read) for read in found if read.is_within_tasks})
+
+
+def record(run: Run, programs: Programs | None = None) -> Recorded:
+    """Return what all ranks of a run ask for, and use.
 
     Args:
         programs: theirs, where they are not those that a run is lowered to.
     """
     programs = programs or lower(run)
-    tapes, made = zip(
-        *(
-            record_rank(run.plan.num_ranks, rank, lambda cuda: RankJob(run, programs, cuda).run())
-            for rank in range(run.plan.num_ranks)
-        ),
-        strict=True,
+    return record_ranks(run.plan.num_ranks, lambda cuda: RankJob(run, programs, cuda).run())
+
+
+def record_ranks(num_ranks: int, work: Callable[[FakeCuda], Any], *, is_bound: bool = False) -> Recorded:
+    """Return what ranks do that all run ``work``; arguments as of `record_rank`."""
+    cudas, made = zip(
+        *(record_rank(num_ranks, rank, work, is_bound=is_bound) for rank in range(num_ranks)), strict=True
     )
-    assert all(groups == made[0] for groups in made), "all ranks make the same groups in one order"
-    return tuple(tuple(tape.operations) for tape in tapes)
+    assert all(groups == made[0] for groups in made), SAME_GROUPS
+    return Recorded(
+        tuple(tuple(cuda.tape.operations) for cuda in cudas), tuple(cuda.memory for cuda in cudas)
+    )
+
+
+def record_job(run: Run, programs: Programs | None = None) -> Job:
+    """Return what all ranks of a run ask for; arguments as of `record`."""
+    return record(run, programs).job

@@ -1,0 +1,272 @@
+"""Stages that compute, in a recorded job: the package's own compute, activation policies, gradients, weights and steps.
+
+A stage's model is made up: what it gives its consumers depends on all that it receives and reads, by a few operators that
+save tensors, one of them random. Everything around it is what an engine has: `AutogradCompute`, a `StageKeeper` (every
+stage another activation policy: keep, swap, recompute), `RankEngine` with `GradientStore` or `PartitionedGradients`,
+`ShardedWeights` (ZeRO 3), `WeightVersions` (mode async), sums of tied parameters. The optimizer is plain SGD; under ZeRO
+it steps this rank's part of a flat buffer and gathers it, as DeepSpeed's does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
+from gpp_plugin.engine.rank_engine import RankEngine
+from gpp_plugin.engine.setting import StageReplica
+from gpp_plugin.engine.sharded_weights import FlatWeights
+from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
+from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfForwards
+from gpp_plugin.runtime.memory.keeper import StageKeeper, backwards_after
+from gpp_plugin.runtime.memory.planned_keeper import make_keeper
+from gpp_plugin.runtime.memory.swap import SwapLink
+from gpp_plugin.runtime.ranks.waiting import all_gather
+from gpp_plugin.runtime.stage_module import StageFunction
+from gpp_plugin.runtime.weight_versions import WeightVersions
+from gpp_plugin.schedule.early_reductions import last_backward
+from tests.integrations.framework_jobs import PlainOptimizer, Settings
+from tests.nccl.fake_cuda import CUDA
+
+LOSS = "loss"
+POLICIES = ("keep", "swap", "recompute")
+
+
+class MadeUpStage(nn.Module):
+    """What a stage computes.
+
+    Args:
+        group: its tensor ranks, which sum within it; None for one.
+        num_sent: elements of a weight that is an output itself, where one has as many; 0 for none.
+    """
+
+    def __init__(self, *, has_loss: bool, is_tied: bool, group: Any, num_sent: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((5,), 0.5))
+        self.second = nn.Parameter(torch.full((2, 4), 0.5))
+        self.third = nn.Parameter(torch.full((8,), 0.5))
+        if is_tied:
+            self.tied = nn.Parameter(torch.full((6,), 0.5))
+        self.sent = nn.Parameter(torch.full((num_sent,), 0.5)) if num_sent else None
+        self.has_loss, self._group = has_loss, group
+
+    def call(self, shapes: Sequence[tuple[int, ...]], *given: Tensor) -> tuple[Tensor, ...]:
+        """Return outputs of some shapes, computed with the parameters and tensors given, and the loss."""
+        weights = len(list(self.parameters()))
+        number = given[0].sum() + sum(weight.square().mean() for weight in given[1:weights])
+        for tensor in given[weights:]:
+            hidden = torch.tanh(tensor.float() * number)
+            number = number + nn.functional.dropout(hidden, 0.25).mean()
+        if self._group is not None:
+            number = _SumOverRanks.apply(number, self._group)
+        made = [number * torch.ones(shape, device=number.device) for shape in shapes]
+        if self.sent is not None:
+            sent = given[weights - 1]
+            made = [sent.view(m.shape) if m.numel() == sent.numel() else m for m in made]
+        return (*made, number.square()) if self.has_loss else tuple(made)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sums over tensor ranks, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = number.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class FlatOptimizer(PlainOptimizer):
+    """Plain SGD over this rank's part of a flat buffer of all parameters (ZeRO)."""
+
+    def __init__(self, module: nn.Module, replica: StageReplica, zero: int) -> None:
+        super().__init__(module)
+        self.config = dataclasses.replace(PlainOptimizer.config, zero_stage=zero, gradient_clipping=0.0)
+        degree = len(replica.data_ranks)
+        self._group, self._position = replica.data_group, replica.data_ranks.index(replica.rank)
+        spans, first = [], 0
+        for name, parameter in self.trained.items():
+            spans.append(ParameterSpan(name=name, first=first, num_elements=parameter.numel()))
+            first += parameter.numel()
+        self._size = -(-first // degree)
+        self.layout = (FlatGroup(spans=tuple(spans), partition_size=self._size),)
+        self._whole = torch.zeros(self._size * degree, device=CUDA)
+        for span, parameter in zip(spans, self.trained.values(), strict=True):
+            place = self._whole.narrow(0, span.first, span.num_elements).view(parameter.shape)
+            place.copy_(parameter.detach())
+            parameter.data = place
+        self._master = nn.Parameter(self._own().clone())
+        self._parts: Sequence[Tensor] = ()
+        self.optimizer = torch.optim.SGD([self._master], lr=0.05)
+
+    def _own(self) -> Tensor:
+        return self._whole.narrow(0, self._position * self._size, self._size)
+
+    def flat_weights(self) -> tuple[FlatWeights, ...]:
+        places = [(self.trained[span.name], span.first) for span in self.layout[0].spans]
+        return (FlatWeights(whole=self._whole, places=tuple(places)),)
+
+    def publish_to(self, parts: Sequence[Tensor]) -> None:
+        self._parts = tuple(parts)
+
+    @torch.no_grad()
+    def apply(self, gradients: Any, *, coefficient: float) -> None:
+        assert isinstance(gradients, PartitionedGradients)
+        self._master.grad = gradients.partitions[0] * coefficient
+        self.optimizer.step()
+        if self._parts:
+            self._parts[0].copy_(self._master)
+            return
+        self._own().copy_(self._master)
+        if len(self._group.ranks) > 1:
+            all_gather(self._whole, self._own(), group=self._group, what="the weights")
+
+
+class ComputingStages:
+    """What a rank's stages compute and train with.
+
+    Args:
+        early: the stages that sum gradients in their last backward.
+        num_sent: as of `MadeUpStage`.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        rank: int,
+        *,
+        groups: StageGroups,
+        ties: Sequence[TiedParameter],
+        zero: int,
+        early: frozenset[int],
+        num_sent: int,
+    ) -> None:
+        self._num_sent = num_sent
+        self._plan, self._zero, self._early, self._groups = plan, zero, early, groups
+        indices = plan.stages_of_rank(rank)
+        tied = {stage for tie in ties for stage in tie.stages}
+        self._modules = {index: self._make_module(index, index in tied) for index in indices}
+        self._link = SwapLink(CUDA)
+        self.engine = RankEngine(
+            modules=list(self._modules.values()),
+            plan=plan,
+            rank=rank,
+            groups=groups,
+            tied=ties,
+            make_optimizer=self._make_optimizer,
+            device=CUDA,
+            steps_alone=plan.mode == "async",
+            reduces_early=early,
+        )
+
+    def _make_module(self, index: int, is_tied: bool) -> MadeUpStage:
+        has_loss = index in self._plan.loss_stages()
+        group = self._groups.tensor[index] if self._plan.stages[index].tensor > 1 else None
+        return MadeUpStage(has_loss=has_loss, is_tied=is_tied, group=group, num_sent=self._num_sent)
+
+    def _make_optimizer(self, module: nn.Module, replica: StageReplica) -> Any:
+        if self._zero:
+            return FlatOptimizer(module, replica, self._zero)
+        made = PlainOptimizer(module)
+        made.config = Settings(bucket_elements=14, gradient_clipping=0.0)  # a bucket of one, one of two
+        return made
+
+    def compute(
+        self,
+        index: int,
+        program: RankProgram,
+        *,
+        received: tuple[str, ...],
+        shapes: Sequence[Mapping[str, tuple[int, ...]]],
+        gradients: BoundaryGradients,
+        specs: Mapping[str, TensorSpec],
+        versions: WeightVersions | None,
+        is_trained: bool,
+        is_training: bool,
+    ) -> AutogradCompute:
+        """Return what does a stage's tasks.
+
+        Args:
+            shapes: of its outputs, for a micro-batch and for half of one.
+        """
+        module, stage, own = self._modules[index], self._plan.stages[index], self.engine.of(index)
+        whole, half = (self._function(module, each, received) for each in shapes)
+        axes = {n: s.layout.axis if s.layout.kind is LayoutKind.BATCH else -1 for n, s in specs.items()}
+        return AutogradCompute(
+            function=whole,
+            parameters=list(module.parameters()),
+            gradients=gradients,
+            hooks=own if is_trained else None,
+            loss=LOSS if module.has_loss else None,
+            loss_share=stage.local_batch_size / self._plan.mini_batch,
+            halves=HalfForwards(function=half, input_axes=(0, 0), axes=axes),
+            keeper=self._keeper(index, (whole, half), gradients, program) if is_trained else None,
+            versions=versions,
+            reduces_in=last_backward(program) if is_training and index in self._early else None,
+            weights=own.weights,
+        )
+
+    def versions(self, index: int) -> WeightVersions:
+        """Return the versions of a stage's weights (mode async)."""
+        own = list(self._modules[index].parameters())
+        places = self.engine.of(index).weight_places
+        return WeightVersions(own, most=self._plan.num_versions(index), make_places=places)
+
+    def _function(
+        self, module: MadeUpStage, shapes: Mapping[str, tuple[int, ...]], received: tuple[str, ...]
+    ) -> StageFunction:
+        return StageFunction(
+            call=functools.partial(module.call, tuple(shapes.values())),
+            tensors=tuple(name for name, _ in module.named_parameters()),
+            constants=(),
+            batch_inputs=("cast", "pinned"),
+            received=received,
+            outputs=(*shapes, *((LOSS,) if module.has_loss else ())),
+            code="",
+            given=module,
+        )
+
+    def _keeper(
+        self,
+        index: int,
+        functions: Sequence[StageFunction],
+        gradients: BoundaryGradients,
+        program: RankProgram,
+    ) -> StageKeeper | None:
+        stage = self._plan.stages[index]
+        policy = POLICIES[index % len(POLICIES)]
+        if policy == "keep":
+            return None
+        swapped = [SwappedTensor(name=f"s:{n}", bytes=1, free_us=0.0) for n in range(40)]
+        segment = RecomputedSegment(
+            blocks=stage.blocks, tensors=("s:0",), bytes=1, held_bytes=0, recompute_us=1.0
+        )
+        plan = MemoryPlan(swapped=tuple(swapped)) if policy == "swap" else MemoryPlan(recomputed=(segment,))
+        return make_keeper(
+            stage=stage.name,
+            plan=plan,
+            blocks=stage.blocks,
+            operators=None,
+            whole=functions[0],
+            half=functions[1],
+            gradient_inputs=gradients.inputs,
+            link=self._link,
+            next_backward=backwards_after(program).get,
+        )

@@ -1,0 +1,401 @@
+"""Ranks wait enough: the race check's own judgement, 0 races in what is recorded, planted faults, bound groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_benchmarks._exactness_kept import kept_draw
+from gpp_benchmarks._random_schedules import FAMILIES, with_family
+from tests.nccl import planted
+from tests.nccl.checker import WaitGraph, ends_serially, find_stuck
+from tests.nccl.collect_plans import read_plans
+from tests.nccl.coverage_counts import Counts, Tell, check_runs, check_waits, everything, report
+from tests.nccl.fake_cuda import CUDA, FakeCuda
+from tests.nccl.memory import HOST, LET_GO, Access, Block, Where
+from tests.nccl.operations import Job, Operation, Place, Tape
+from tests.nccl.races import Race, races, races_of
+from tests.nccl.recording import Run, record_rank
+from tests.nccl.test_plans import ahead, with_more_edges, with_units
+from tests.nccl.test_random_graphs import random_run
+from tests.runtime.memory_stages import (
+    MemoryPlan,
+    Trainer,
+    chunks,
+    make_stage,
+    memory_plan,
+    plan_both,
+    plan_swap,
+)
+from tests.schedule.plans import sharded
+from tests.schedule.test_look_ahead import random_frozen_plan
+from tests.tiers import some
+
+NOWHERE = Where("?", 0, None)
+
+
+def access(at: int, stream: int, *, is_write: bool, is_own: bool = False, what: str = "x") -> Access:
+    return Access(at, stream, 0, 4, is_write, what, NOWHERE, is_own)
+
+
+def block_of(accesses: Sequence[Access]) -> Block:
+    block = Block(0, "[1] float32")
+    block.accesses += accesses
+    block.streams |= {each.stream for each in accesses}
+    return block
+
+
+# ---- the check's own judgement -------------------------------------------------------------------------------
+
+
+def worked_example(*, without: int = -1) -> list[Race]:
+    """Return the races of the worked example, without one of its waits."""
+    tape = Tape(0)
+    side = tape.new_stream()
+    record_ = tape.put(0, "record")
+    tape.put(side, "wait", after=[] if without == 1 else [record_])
+    receive = tape.put(side, "receive")
+    tape.put(0, "wait", after=[] if without == 3 else [receive])
+    used = [
+        access(0, 0, is_write=True, what="allocated"),
+        access(receive, side, is_write=True, is_own=True, what="receive"),
+        access(4, 0, is_write=False, what="B"),
+        access(3 if without == 5 else 4, 0, is_write=True, what=LET_GO),
+    ]
+    return races(0, tape.operations, [block_of(used)])
+
+
+def test_the_worked_example() -> None:
+    assert worked_example() == []
+    assert [(r.first.what, r.second.what) for r in worked_example(without=1)] == [("allocated", "receive")]
+    assert {r.second.what for r in worked_example(without=3)} == {"B", LET_GO}
+    assert [(r.first.what, r.second.what) for r in worked_example(without=5)] == [("receive", LET_GO)]
+
+
+def test_a_race_is_told_with_both_places_and_the_missing_wait() -> None:
+    (race, _) = worked_example(without=3)
+    assert str(race).splitlines() == [
+        "race on rank 0: [1] float32, allocated on stream 0",
+        "  stream 1 writes it: receive at ?:0",
+        "  stream 0 reads it: B at ?:0",
+        "  missing: stream 0 does not wait for 'receive' of stream 1; an event, a work's wait, or record_stream where it "
+        "is let go of",
+        "    #1 stream 1: wait after #0",
+        "    #2 stream 1: receive  <-",
+        "    #3 stream 0: wait",
+        "    #4 stream 0: B reads  <-",
+    ]
+
+
+def random_tape(rng: random.Random) -> tuple[Tape, list[Access]]:
+    """Return a few operations of three streams and the host, and accesses of one block between them."""
+    tape = Tape(0)
+    streams = [0, tape.new_stream(), tape.new_stream()]
+    used = []
+    for _ in range(rng.randint(3, 6)):
+        items = [n for n, each in enumerate(tape.operations) if each.place is Place.DEVICE]
+        after = rng.sample(items, min(len(items), rng.choice([0, 1, 1, 2])))
+        kind = rng.choice(["item", "item", "access", "access", "host", "device"])
+        if kind == "item":
+            tape.put(rng.choice(streams), "item", after=after)
+        elif kind == "access":
+            stream = rng.choice([*streams, HOST])
+            used.append(
+                access(len(tape.operations), stream, is_write=rng.random() < 0.6, what=f"a{len(used)}")
+            )
+        else:
+            tape.host_wait("wait", after=None if kind == "device" else after)
+    return tape, used
+
+
+def orders(tape: Tape, used: Sequence[Access]) -> set[tuple[int, int]]:
+    """Return the pairs of accesses of which the first may happen before the second, by trying every timing."""
+    # Everything is a node: operations, and accesses as kernels of their stream, or the host's, in the order of issue.
+    nodes: list[Operation | Access] = []
+    for number in range(len(tape.operations) + 1):
+        nodes += [each for each in used if each.at == number]
+        nodes += tape.operations[number : number + 1]
+    place = {id(each): n for n, each in enumerate(nodes)}
+    needs: list[set[int]] = []
+    for n, each in enumerate(nodes):
+        is_host = each.stream == HOST if isinstance(each, Access) else each.place is Place.HOST
+        before = {m for m in range(n) if (nodes[m].stream == HOST)}  # the host issues it behind what it did
+        if not is_host:
+            before |= {m for m in range(n) if nodes[m].stream == each.stream}
+        elif isinstance(each, Operation) and each.after is None:
+            before = set(range(n))
+        if isinstance(each, Operation):
+            before |= {place[id(tape.operations[item])] for item in each.after or ()}
+        needs.append(before)
+    found: set[tuple[int, int]] = set()
+    seen = set()
+    waiting = [frozenset[int]()]
+    while waiting:
+        done = waiting.pop()
+        for n in range(len(nodes)):
+            if n not in done and needs[n] <= done:
+                found |= {(m, n) for m in done}
+                if (more := done | {n}) not in seen:
+                    seen.add(more)
+                    waiting.append(more)
+    numbers = [place[id(each)] for each in used]
+    return {
+        (i, j) for i, j in itertools.permutations(range(len(used)), 2) if (numbers[i], numbers[j]) in found
+    }
+
+
+def test_every_timing_finds_the_same_races() -> None:
+    """A pair races where some timing has it in one order, and some in the other; clocks say so from one run."""
+    counts = [0, 0]
+    for seed in range(300):
+        tape, used = random_tape(random.Random(seed))
+        possible = orders(tape, used)
+        for i, j in itertools.combinations(range(len(used)), 2):
+            if not (used[i].is_write or used[j].is_write):
+                continue
+            is_race = (i, j) in possible and (j, i) in possible
+            found = races(0, tape.operations, [block_of([used[i], used[j]])])
+            assert bool(found) is is_race, (seed, i, j, tape.operations, used)
+            counts[is_race] += 1
+    assert min(counts) > 100, counts
+
+
+def alone(work: Callable[[FakeCuda], Any]) -> FakeCuda:
+    return record_rank(1, 0, work)[0]
+
+
+def found_in(work: Callable[[FakeCuda, torch.cuda.Stream, Tensor], Any]) -> list[tuple[str, str]]:
+    """Return the races of what is done with a tensor of the stream that computes, and a stream beside it."""
+
+    def begin(cuda: FakeCuda) -> None:
+        tensor, side = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        work(cuda, side, tensor)
+
+    cuda = alone(begin)
+    return [(r.first.what, r.second.what) for r in races_of(0, cuda.memory)]
+
+
+def beside(side: Any, call: Callable[[], Any]) -> Any:
+    with torch.cuda.stream(side):
+        return call()
+
+
+def waited(side: Any) -> None:
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def test_what_counts_as_a_use() -> None:
+    assert found_in(lambda cuda, side, t: beside(side, t.sum)) == [("sum", LET_GO)]
+    assert found_in(lambda cuda, side, t: (beside(side, t.sum), waited(side))) == []
+    assert found_in(lambda cuda, side, t: (beside(side, t.sum), t.record_stream(side))) == []
+    assert found_in(lambda cuda, side, t: beside(side, lambda: t.view(2, 2).detach()[0])) == []  # views
+    assert found_in(lambda cuda, side, t: (beside(side, t.sum), torch.cuda.synchronize())) == []
+    assert ("mul_", "add_") in found_in(
+        lambda cuda, side, t: (t.mul_(2), beside(side, lambda: t.add_(1)), waited(side))
+    )
+    # other bytes of one storage
+    assert (
+        found_in(lambda cuda, side, t: (t[:2].mul_(2), beside(side, lambda: t[2:].add_(1)), waited(side)))
+        == []
+    )
+    # what is allocated beside is let go of there
+    assert found_in(lambda cuda, side, t: beside(side, lambda: torch.ones(3, device="cuda")).sum())[0] == (
+        "allocated",
+        "sum",
+    )
+    # a storage that is emptied, and filled again
+    resized = found_in(lambda cuda, side, t: (beside(side, t.sum), t.untyped_storage().resize_(0)))
+    assert resized == [("sum", LET_GO)]
+
+
+def test_copies_of_pinned_memory_are_the_streams() -> None:
+    def overwritten(cuda: FakeCuda, side: Any, t: Tensor, *, waits: bool) -> None:
+        pinned = torch.ones(4, pin_memory=True)
+        t.copy_(pinned, non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().synchronize()
+        pinned.fill_(2)
+
+    def read(cuda: FakeCuda, side: Any, t: Tensor, *, waits: bool) -> None:
+        host = torch.empty(4, pin_memory=True)
+        host.copy_(t, non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().record_event().synchronize()
+        host.sum()
+
+    for work, pair in ((overwritten, ("copy", "fill_")), (read, ("copy", "sum"))):
+        assert found_in(lambda *given, work=work: work(*given, waits=False)) == [pair]
+        assert found_in(lambda *given, work=work: work(*given, waits=True)) == []
+    # from pageable memory the host has copied before it goes on
+    assert found_in(lambda cuda, side, t: (t.copy_(host := torch.ones(4)), host.fill_(2))) == []
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.sum().item(), lambda t: t.tolist(), lambda t: t.cpu(), lambda t: float(t[0]), lambda t: bool(t[0]),
+        lambda t: t[t > 0], lambda t: t.nonzero(), lambda t: torch.tensor([1.0], device=CUDA), lambda t: t.to("cpu"),
+        lambda t: torch.equal(t, t), lambda t: t.numpy(), lambda t: range(3)[t[0].int()],
+        lambda t: torch.ones(4).copy_(t), lambda t: torch.cuda.synchronize(), lambda t: torch.ones(3).to(CUDA),
+    ],
+)  # fmt: skip
+def test_what_counts_as_a_host_read(read: Callable[[Tensor], Any]) -> None:
+    assert not alone(
+        lambda cuda: torch.ones(3, device=CUDA).mul_(2).to(torch.bfloat16)[0:2].sum()
+    ).memory.reads
+    assert alone(lambda cuda: read(torch.ones(4, device=CUDA))).memory.reads
+
+
+def test_a_host_read_of_another_thing_than_the_device_is_none() -> None:
+    assert not alone(lambda cuda: torch.ones(3).sum().item()).memory.reads
+
+
+# ---- what is recorded races nowhere --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "clip"])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_captured_code_under_every_memory_plan(name: str, is_split: bool) -> None:
+    """Swapped, made again or kept: no races, and the same numbers bit by bit."""
+    stage = make_stage(name, granularity="layer", dropout=0.1, start=0.5 if name == "clip" else 0.0)
+    plans: list[MemoryPlan | None] = [
+        None,
+        plan_swap(stage),
+        plan_both(stage, 1),
+        memory_plan(stage, chunks(stage, 1)),
+    ]
+    numbers = []
+    for plan in plans:
+
+        def work(cuda: FakeCuda, plan: MemoryPlan | None = plan) -> None:
+            trainer = Trainer(stage, plan, device=CUDA)
+            for _ in range(2):  # the first finds out what is saved
+                numbers.append(trainer.train(is_split=is_split))
+
+        cuda = alone(work)
+        assert not races_of(0, cuda.memory)
+        assert bool(cuda.memory.used) is (plan is not None and bool(plan.swapped))
+    for found in numbers[2::2]:
+        assert all(map(torch.equal, found["gradients"], numbers[0]["gradients"]))
+
+
+def computing(run: Run, zero: int = 0) -> Run:
+    """Return a run whose stages really compute."""
+    if run.plan.mode == "async" or not run.train:
+        zero = run.zero
+    plan = sharded(run.plan) if zero == 3 else run.plan
+    return dataclasses.replace(everything(run), plan=plan, zero=zero, computes=True)
+
+
+@pytest.mark.parametrize("first", some(range(6), every=4))
+def test_every_plan_of_the_tests_that_computes(first: int, tell: Tell) -> None:
+    runs = [(name, computing(run, n % 4)) for n, (name, run) in enumerate(read_plans())][first::6]
+    report(tell, check_runs(some(runs, every=24), is_sampled=True))
+
+
+@pytest.mark.parametrize("first", some(range(0, 300, 50), every=4))
+def test_random_graphs_that_compute(first: int, tell: Tell) -> None:
+    seeds = some(range(first, first + 50), every=40)
+    runs = [(f"seed {seed}", computing(random_run(seed), seed % 4)) for seed in seeds]
+    report(tell, check_runs(runs, is_sampled=True))
+
+
+def test_whatever_else_computes(tell: Tell) -> None:
+    """Prefetch of a frozen branch, units of unlike shapes, several edges between two ranks, windows, shared ranks."""
+    rng = random.Random(1)
+    window, branch = (
+        kept_draw(seed, mode, most_stages=6, most_ranks=4, shares_ranks=True)
+        for seed, mode in ((4, "async"), (1, "look_ahead"))
+    )
+    units = [with_units(run) for _, run in some(read_plans(), every=60) if run.plan.mode == "sync"]
+    runs = [
+        ahead(with_family(random_frozen_plan(rng), FAMILIES[1], rng)),
+        everything(with_more_edges(3000)),
+        Run(plan=window.plan, forward_only=window.forward_only, steps=2),
+        Run(plan=branch.plan, forward_only=branch.forward_only, looks_ahead=True, evaluate=True),
+        *(run for run in units if run is not None),
+    ]
+    report(
+        tell, check_runs([(str(n), dataclasses.replace(run, computes=True)) for n, run in enumerate(runs)])
+    )
+
+
+def test_a_step_reads_its_device_once() -> None:
+    for memory in planted.usual("chain").memories:
+        reads = [read for read in memory.reads if read.where.instruction is not None]
+        assert len(reads) == 2, "one for each of two mini-batches"
+        assert all(str(read.where).startswith("engine/stage_step.py") for read in reads)
+
+
+@pytest.mark.parametrize("job", planted.JOBS)
+def test_jobs_of_planted_faults_as_they_are(job: str) -> None:
+    recorded, counts = planted.usual(job), Counts()
+    check_waits(counts, job, recorded)
+    assert counts.races == [] and not planted.hangs(recorded)
+
+
+# ---- planted faults ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault", some(planted.FAULTS, every=2), ids=lambda fault: f"{fault.job} {fault.target.rpartition(':')[2]}"
+)
+def test_a_planted_fault_is_found(fault: planted.Fault, tell: Tell) -> None:
+    """What changes a result is found; what is not found costs time or memory alone."""
+    found = planted.find(fault)
+    tell(found)
+    assert (found == "nothing") is bool(fault.harmless)
+
+
+def test_enough_faults_are_planted() -> None:
+    assert sum(not fault.harmless for fault in planted.FAULTS) >= 40
+
+
+# ---- a default group that is bound to its device ---------------------------------------------------------------
+
+
+def bound_job(work: Callable[[int], Any], *, num_ranks: int = 3, is_bound: bool = True) -> Job:
+    """Return what ranks do whose default group is bound to a device."""
+    cudas = [
+        record_rank(num_ranks, rank, lambda cuda, rank=rank: work(rank), is_bound=is_bound)[0]
+        for rank in range(num_ranks)
+    ]
+    return tuple(tuple(cuda.tape.operations) for cuda in cudas)
+
+
+def ends(job: Job) -> bool:
+    return ends_serially(WaitGraph(job))
+
+
+def test_a_gloo_group_of_some_ranks_hangs_where_the_default_group_is_bound() -> None:
+    def of_some(rank: int) -> None:
+        dist.new_group([0, 1], backend="gloo")
+
+    assert ends(bound_job(of_some, is_bound=False))
+    job = bound_job(of_some)
+    assert not ends(job)
+    assert "split the default group" in str(find_stuck(WaitGraph(job), None))
+    assert ends(bound_job(lambda rank: dist.new_group(None, backend="gloo")))
+    assert ends(bound_job(lambda rank: dist.new_group([0, 1], backend="nccl")))
+
+
+def test_groups_of_one_rank_hang_at_different_places_where_the_default_group_is_bound() -> None:
+    def single(rank: int, *, is_late: bool) -> None:
+        if not is_late:
+            dist.new_group([rank], use_local_synchronization=True)
+        dist.new_group(None, backend="gloo")
+        if is_late:
+            dist.new_group([rank], use_local_synchronization=True)
+
+    assert ends(bound_job(lambda rank: single(rank, is_late=False)))
+    assert ends(bound_job(lambda rank: single(rank, is_late=rank == 1), is_bound=False))
+    assert not ends(bound_job(lambda rank: single(rank, is_late=rank == 1)))

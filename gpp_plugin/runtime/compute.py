@@ -312,7 +312,7 @@ class AutogradCompute:
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
         leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
         if self._keeper is not None:
-            self._keeper.begin_backward(micro_batch)
+            self._keeper.begin_backward(micro_batch, is_whole=False)
         found, self._pending[micro_batch] = self._splitter.split(roots, leaves, seeds)
         gradient_of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
         return self._join_leaves(parts, [[gradient_of[id(leaf)] for leaf in part.leaves] for part in parts])
@@ -321,6 +321,8 @@ class AutogradCompute:
         """Add up the gradients of parameters after `input_gradient`."""
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
+        if self._keeper is not None:
+            self._keeper.begin_weight_gradient(micro_batch)
         self._pending.pop(micro_batch).run()
         if self._keeper is not None:
             self._keeper.end_backward(micro_batch)

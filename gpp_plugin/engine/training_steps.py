@@ -435,7 +435,8 @@ class MiniBatchRunner:
         result = self.run(lane, batch, record=record, count=counts)
         # In mode async the first windows fill the pipeline; counting goes on until as much is held as ever will be.
         if counts and lane.has_peaked:
-            self._memory.compare(result.memories, batch, most_bytes=result.most_bytes)
+            most, under_way = result.most_bytes, result.message_bytes
+            self._memory.compare(result.memories, batch, most_bytes=most, message_bytes=under_way)
         return result
 
     @contextlib.contextmanager

@@ -92,6 +92,7 @@ class MemoryBreakdown:
         working: tensors back in use, or on their way to or from the host.
         transient: most that one block holds while it runs, and the gradients that wait for weight gradients.
         inputs: its part of the mini-batch, held while a step runs.
+        messages: sent and not gone, and buffers of the next ones to come.
         limit: what the plan may use of the stage's smallest rank; 0 where that is not known.
     """
 
@@ -105,13 +106,15 @@ class MemoryBreakdown:
     transient: Bytes
     inputs: Bytes = 0
     gathered: Bytes = 0
+    messages: Bytes = 0
     limit: Bytes = 0
 
     @property
     def total(self) -> int:
         """Return all bytes."""
         held = self.weights + self.stashed_weights + self.gradients + self.optimizer
-        return held + self.activations + self.working + self.transient + self.inputs + self.gathered
+        passing = self.working + self.transient + self.gathered + self.messages
+        return held + self.activations + self.inputs + passing
 
 
 def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:

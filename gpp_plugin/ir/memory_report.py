@@ -64,6 +64,7 @@ class HeldBytes:
         optimizer: its state, and weights of its own in higher precision.
         buffers: this rank's part of the mini-batch.
         gathered: weights beside the rank's part of them, at their most while tasks ran (ZeRO 3).
+        messages: sent and not gone, or received and not read, at their most while tasks ran.
         ahead: what frozen stages sent for the next mini-batch, from one to the other.
     """
 
@@ -72,12 +73,14 @@ class HeldBytes:
     optimizer: int
     buffers: int
     gathered: int = 0
+    messages: int = 0
     ahead: int = 0
 
     @property
     def total(self) -> int:
         """Return all bytes."""
-        return self.weights + self.gathered + self.gradients + self.optimizer + self.buffers + self.ahead
+        held = self.weights + self.gathered + self.gradients + self.optimizer
+        return held + self.buffers + self.messages + self.ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

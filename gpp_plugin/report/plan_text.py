@@ -123,6 +123,7 @@ def breakdown_table(parts: Sequence[MemoryBreakdown]) -> tuple[list[str], list[l
     names = ["weights", "stashed_weights", "gradients", "optimizer", "activations", "working", "transient"]
     if any(part.gathered for part in parts):
         names.insert(1, "gathered")
+    names += ["messages"] if any(part.messages for part in parts) else []
     header = ["stage", *(name.replace("_", " ") for name in names), "total", "of"]
     rows = [
         [

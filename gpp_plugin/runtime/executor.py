@@ -47,6 +47,7 @@ class MiniBatchResult:
         memories: what each stage kept for backward, by its index; empty where it was not counted, or the rank runs no
             backwards.
         most_bytes: no less than all stages of the rank ever kept at once, what one handed to another counted once.
+        message_bytes: most that messages under way took so far, each stage's at its own most.
     """
 
     losses: list[tuple[Tensor, int]]
@@ -55,6 +56,7 @@ class MiniBatchResult:
     step_result: object
     memories: dict[int, MemoryCounts] = field(default_factory=dict)
     most_bytes: int = 0
+    message_bytes: int = 0
 
     @property
     def memory(self) -> MemoryCounts | None:
@@ -373,6 +375,7 @@ class StageExecutor:
 
     def finish(self, carry: Carry | None) -> None:
         """Do what is left when all steps are done: nothing is under way afterwards but what ``carry`` has."""
+        self._result.message_bytes = self._mail.most_bytes
         if carry is None:
             self._mail.finish_sends()
         else:

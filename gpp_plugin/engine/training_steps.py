@@ -138,9 +138,11 @@ class LaneMaker:
         return RankLane.make(make, program=program, reduces_early=early, **common)
 
     def _compare_gathers(self, plan: PipelinePlan, programs: Sequence[RankProgram]) -> None:
-        """Say where ranks hold more stages whole at a time than the plan counts with: one."""
+        """Say where ranks hold more stages whole at a time than the plan counts with: one, or two with room."""
         for program in programs if self._setting.rank == 0 else ():
             planned = max(plan.stages[stage].gathered_bytes for stage in program.stages)
+            if plan.memory:
+                planned = max(planned, joined_breakdown([plan.memory[i] for i in program.stages]).gathered)
             most = gathered_at_once(plan, program)
             if most > planned:
                 logger.warning(

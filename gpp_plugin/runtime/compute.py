@@ -7,7 +7,7 @@ stage's boundary, and in which order, is frozen when it is made, so that a task 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,8 +53,12 @@ class StageHooks(Protocol):
 class StageWeights(Protocol):
     """A stage's parameters, of which this rank holds a part, and all of them between `gather` and `free` (ZeRO 3)."""
 
-    def gather(self) -> None:
-        """Make the parameters whole, where they were before; collective over the stage's data-parallel ranks."""
+    def gather(self) -> Callable[[], None] | None:
+        """Begin to make the parameters whole, where they were before; collective over the stage's data-parallel ranks.
+
+        Returns:
+            What waits for them before they are read or freed; None where they are there.
+        """
 
     def free(self) -> None:
         """Keep the rank's part alone."""

@@ -161,6 +161,7 @@ class StageExecutor:
         tasks = (i.task for i in program.instructions if i.task is not None)
         self._forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
         self._made: dict[int, Sequence[Tensor]] = {}
+        self._gathering: Callable[[], None] | None = None
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._result = empty_result()
         self.is_training = is_training
@@ -172,10 +173,13 @@ class StageExecutor:
     def _compile(self) -> list[tuple[Instruction, Step]]:
         steps: list[tuple[Instruction, Step]] = []
         sends, receives = itertools.count(), itertools.count()
+        previous: InstructionKind | None = None
         for instruction in self._program.instructions:
             if instruction.kind is InstructionKind.COMPUTE:
                 assert instruction.task is not None
                 step = self._compile_task(instruction.task)
+                if previous is InstructionKind.GATHER:
+                    step = self._behind_gather(step)
             elif instruction.kind is InstructionKind.RECEIVE:
                 step = self._mail.compile_receive(next(receives))
             elif instruction.kind is InstructionKind.SEND:
@@ -187,6 +191,8 @@ class StageExecutor:
             else:
                 step = self._compile_reduction(instruction.kind)
             steps.append((instruction, step))
+            if instruction.kind in (InstructionKind.COMPUTE, InstructionKind.GATHER, InstructionKind.FREE):
+                previous = instruction.kind
         return steps
 
     def _compile_reduction(self, kind: InstructionKind) -> Step:
@@ -205,13 +211,24 @@ class StageExecutor:
         weights, recorder = self._weights, self._recorder
         assert weights is not None, "a program with gathers needs weights"
         if kind is InstructionKind.FREE:
-            return weights.free
+            return self._behind_gather(weights.free)
         gather = weights.gather
 
         def run() -> None:
             start = recorder.now()
-            gather()
+            self._gathering = gather()
             recorder.note(EventKind.GATHER, -1, start)
+
+        return run
+
+    def _behind_gather(self, step: Step) -> Step:
+        """Return a step that first waits for the gather that was begun, if one was."""
+
+        def run() -> None:
+            gathering, self._gathering = self._gathering, None
+            if gathering is not None:
+                gathering()
+            step()
 
         return run
 
@@ -384,6 +401,7 @@ class StageExecutor:
     def let_go(self, *, is_carried: bool) -> None:
         """Let go of everything; of an endless pipeline that went well micro-batches stay."""
         self._inputs = ()
+        self._gathering = None
         self._mail.clear()
         self._made.clear()
         if not (is_carried and self._is_endless):

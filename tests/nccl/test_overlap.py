@@ -6,6 +6,7 @@ own: an item starts when all that it waits for has ended, and a rendezvous lasts
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +15,21 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from gpp_benchmarks._random_plans import random_plan
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.memory.keeper import StageKeeper, Turn
 from gpp_plugin.runtime.memory.recipe import MovingPass
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
+from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.simulate.overlap import COPIES_BACK, COPIES_OUT, Travel, overlap_of
 from tests.nccl.checker import WaitGraph, topological_order
-from tests.nccl.coverage_counts import Tell
+from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
 from tests.nccl.operations import Job, Operation, Place, Tape
-from tests.nccl.recording import Run, record_job
-from tests.schedule.plans import chain_plan
+from tests.nccl.recording import RecordedWeights, Run, record_job
+from tests.schedule.plans import chain_plan, sharded, simple_plan, with_room
+from tests.tiers import some
 
 KindOf = Callable[[Operation], str | None]
 """What an item is: "compute", a kind of what travels, or None."""
@@ -215,3 +220,37 @@ def test_messages_travel_beside_tasks(tell: Tell) -> None:
         late = plan_shares(Run(plan=chain_plan(4, 16)))
     tell({"made at their place": late})
     assert late["messages"] < found["messages"]
+
+
+# ---- gathers -----------------------------------------------------------------------------------------------
+
+
+def begun(self: RecordedWeights) -> Any:
+    """Begin a gather, as the weights of an engine do."""
+    whole, part = torch.zeros(self._degree, device=CUDA), torch.zeros(1, device=CUDA)
+    return begin_all_gather(whole, part, group=self._group, what="a gather")
+
+
+def interleaved(num_stages: int) -> PipelinePlan:
+    chain = simple_plan([4] * num_stages, [(i, i + 1) for i in range(num_stages - 1)], mini_batch=16)
+    return sharded(chain, *[((0, 1), (2, 3))[i % 2] for i in range(num_stages)])
+
+
+def test_gathers_hide_behind_the_task_in_front_where_there_is_room(tell: Tell) -> None:
+    with mock.patch.object(RecordedWeights, "gather", begun):
+        found = {
+            name: plan_shares(Run(plan=plan, zero=3))
+            for name, plan in {"alone": interleaved(6), "ahead": with_room(interleaved(6))}.items()
+        }
+    tell(found)
+    assert found["ahead"]["gathers"] >= 0.6 > 0.3 >= found["alone"]["gathers"]
+
+
+def test_no_gather_ahead_of_its_place_hangs(tell: Tell) -> None:
+    rng = random.Random(5)
+    plans = [with_room(interleaved(4)), with_room(interleaved(6))]
+    for _ in some(range(24), every=4):
+        plans.append(with_room(sharded(random_plan(rng, most_stages=6, most_ranks=6, shares_ranks=True))))
+    with mock.patch.object(RecordedWeights, "gather", begun):
+        runs = [(str(n), everything(Run(plan=plan, zero=3))) for n, plan in enumerate(plans)]
+        report(tell, check_runs(runs))

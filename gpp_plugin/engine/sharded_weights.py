@@ -237,6 +237,7 @@ class ShardedWeights:
         self._num_bytes = sum(flat.gathered_bytes for flat in self._flats)
         self._count = count
         self.is_whole, self.is_read = True, False
+        self._is_begun = False
         self._free()
         self.detach()
         self.versions = self._versions_now()
@@ -251,8 +252,9 @@ class ShardedWeights:
 
     def gather(self) -> Callable[[], None]:
         """Begin to make the parameters whole, and return what waits for that; collective over the stage's ranks."""
-        begun = self._begin()
+        begun = [functools.partial(flat.fill, flat.gather()) for flat in self._flats]
         self._count.add(self._num_bytes)
+        self._is_begun = True
         return functools.partial(self._finish, begun)
 
     def free(self) -> None:
@@ -281,7 +283,7 @@ class ShardedWeights:
     def detach(self) -> None:
         """Let go of what is gathered, and let the parameters have shapes alone."""
         try:
-            if self.is_whole:  # a mini-batch failed on its way
+            if self.is_whole or self._is_begun:  # a mini-batch failed on its way
                 self._count.now = 0
                 self._free()
         finally:
@@ -316,22 +318,20 @@ class ShardedWeights:
     def _versions_now(self) -> dict[int, int]:
         return {id(p): p._version for flat in self._flats for p, _ in flat.views if p.numel() != 1}
 
-    def _begin(self) -> list[Callable[[], None]]:
-        return [functools.partial(flat.fill, flat.gather()) for flat in self._flats]
-
     def _finish(self, begun: Sequence[Callable[[], None]]) -> None:
         try:
             for fill in begun:
                 fill()
         except BaseException:
             self._free()  # those before the one that failed
+            self._count.add(-self._num_bytes)
             raise
         self.is_whole = True
 
     def _free(self) -> None:
         for flat in self._flats:
             flat.free()
-        self.is_whole = False
+        self.is_whole = self._is_begun = False
 
 
 @contextlib.contextmanager

@@ -128,6 +128,9 @@ def test_what_cannot_be_done_is_said() -> None:
 def weights_without_ranks(monkeypatch: pytest.MonkeyPatch, gathers: Any) -> tuple[nn.Module, Any]:
     """Return a module of two types, so of two flat buffers, and its weights on the one rank of its stage."""
     monkeypatch.setattr(sharded_weights, "all_gather", gathers)
+    monkeypatch.setattr(
+        sharded_weights, "begin_all_gather", lambda *tensors, **given: lambda: gathers(*tensors, **given)
+    )
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     count = sharded_weights.GatheredBytes()
     given: dict[str, Any] = {"group": None, "position": 0, "degree": 1, "count": count}
@@ -156,11 +159,11 @@ def test_a_gather_that_breaks_off_leaves_parts(monkeypatch: pytest.MonkeyPatch) 
     module, weights = weights_without_ranks(monkeypatch, fail_second)
     parts = sizes(weights)
     with pytest.raises(CommTimeout), sharded_weights.attached([weights]):
-        weights.gather()
+        weights.gather()()
     assert parts == [(0, 24), (0, 48)]
     assert sizes(weights) == [(0, 24), (48, 48)], "what the collective may still write to is there"
     with sharded_weights.attached([weights]):
-        weights.gather()
+        weights.gather()()
         assert sizes(weights) == [(24, 0), (48, 0)]
         assert all(parameter.isfinite().all() for parameter in module.parameters())
         weights.free()
@@ -172,8 +175,8 @@ def test_a_gather_that_breaks_off_leaves_parts(monkeypatch: pytest.MonkeyPatch) 
 def test_what_failed_first_is_said_and_all_stages_are_detached(monkeypatch: pytest.MonkeyPatch) -> None:
     (held, first), (other, second) = (weights_without_ranks(monkeypatch, copy_part) for _ in range(2))
     with pytest.raises(ZeroDivisionError), sharded_weights.attached([first, second]):
-        first.gather()
-        second.gather()
+        first.gather()()
+        second.gather()()
         array = held[1].weight.detach().numpy()
         raise ZeroDivisionError
     assert sizes(second) == [(0, 24), (0, 48)] and len(array) == 2
@@ -182,5 +185,5 @@ def test_what_failed_first_is_said_and_all_stages_are_detached(monkeypatch: pyte
         pytest.raises(RuntimeFailure, match="numpy"),
         sharded_weights.attached([second]),
     ):
-        second.gather()
+        second.gather()()
         array = other[0].weight.detach().numpy()

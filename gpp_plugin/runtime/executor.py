@@ -215,19 +215,20 @@ class StageExecutor:
         gather = weights.gather
 
         def run() -> None:
-            start = recorder.now()
             self._gathering = gather()
-            recorder.note(EventKind.GATHER, -1, start)
 
         return run
 
     def _behind_gather(self, step: Step) -> Step:
-        """Return a step that first waits for the gather that was begun, if one was."""
+        """Return a step that first waits for the gather that was begun, if one was; what is noted is that wait."""
+        recorder = self._recorder
 
         def run() -> None:
             gathering, self._gathering = self._gathering, None
             if gathering is not None:
+                start = recorder.now()
                 gathering()
+                recorder.note(EventKind.GATHER, -1, start)
             step()
 
         return run

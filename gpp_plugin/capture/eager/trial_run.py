@@ -102,11 +102,12 @@ def refuse_lost_device(error: BaseException) -> None:
     Raises:
         RuntimeFailure: it does.
     """
-    if isinstance(error, torch.AcceleratorError):
+    lost = error if isinstance(error, torch.AcceleratorError) else error.__cause__
+    if isinstance(lost, torch.AcceleratorError):
         raise RuntimeFailure(
-            f"the device failed, and nothing runs on it any more: {first_line(error)}; run again with "
+            f"the device failed, and nothing runs on it any more: {first_line(lost)}; run again with "
             "CUDA_LAUNCH_BLOCKING=1, which names the operator, or on the CPU, which names the value"
-        ) from error
+        ) from lost
 
 
 def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequence[bool]) -> Observed:

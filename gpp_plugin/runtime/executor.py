@@ -208,7 +208,7 @@ class StageExecutor:
         return run
 
     def _compile_gather(self, kind: InstructionKind) -> Step:
-        weights, recorder = self._weights, self._recorder
+        weights = self._weights
         assert weights is not None, "a program with gathers needs weights"
         if kind is InstructionKind.FREE:
             return self._behind_gather(weights.free)

@@ -572,7 +572,9 @@ def test_what_the_cpu_refuses_never_reaches_the_device(fails: Any) -> None:
 
 def test_a_lost_device_is_no_answer() -> None:
     refuse_lost_device(IndexError("index out of range"))
-    with pytest.raises(
-        RuntimeFailure, match="nothing runs on it any more: CUDA error: .*CUDA_LAUNCH_BLOCKING=1"
-    ):
-        refuse_lost_device(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+    lost = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    wrapped = RuntimeFailure("a block cannot be run")
+    wrapped.__cause__ = lost
+    for error in (lost, wrapped):
+        with pytest.raises(RuntimeFailure, match="any more: CUDA error: .*CUDA_LAUNCH_BLOCKING=1"):
+            refuse_lost_device(error)

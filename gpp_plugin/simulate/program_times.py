@@ -162,10 +162,10 @@ class _ProgramRun:
             if isinstance(what, int):
                 self._position[what] += 1
                 self._advance(what, now)
-            elif step == 1:
-                self._leave(what, now)
             elif isinstance(what, _Gather):
                 self._finish_gather(what, now)
+            elif step == 1:
+                self._leave(what, now)
             elif step == 2:
                 self._enter(what, now)
             else:
@@ -300,9 +300,10 @@ class _ProgramRun:
         ]
         present = self._barriers.setdefault((kind, -1 if stage is None else stage), {})
         present[program.rank] = now
-        is_begun = kind is InstructionKind.GATHER and not self._is_rendezvous and stage is not None
-        if is_begun:
-            self._gathering[program.rank, stage] = _Gather(stage, self._num_gathers[program.rank, stage])
+        begun: _Gather | None = None  # the rank goes on beside it
+        if stage is not None and kind is InstructionKind.GATHER and not self._is_rendezvous:
+            begun = _Gather(stage, self._num_gathers[program.rank, stage])
+            self._gathering[program.rank, stage] = begun
             self._num_gathers[program.rank, stage] += 1
         if len(present) < len(members):
             return
@@ -315,10 +316,10 @@ class _ProgramRun:
                 start, end = end, end + self._collective_us.get(kind, {}).get(own, 0.0)
                 if end > start:
                     self._note(rank, own, event, start, end)
-            if not is_begun:
+            if begun is None:
                 self._push(end, 0, rank)
-        if is_begun:
-            self._push(end, 3, self._gathering[program.rank, stage])
+        if begun is not None:
+            self._push(end, 3, begun)
 
     def _finish_gather(self, gather: _Gather, now: float) -> None:
         """The parameters are there: tasks of the stage that wait for them go on."""

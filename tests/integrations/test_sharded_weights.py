@@ -64,7 +64,7 @@ def check_training(case: str, answers: list[dict[str, Any]]) -> None:
 
 
 def check_memory(answer: dict[str, Any]) -> None:
-    """Hold what a rank has against its plan: parts between tasks, one stage whole while it runs."""
+    """Hold what a rank has against its plan: parts between tasks, two stages whole while tasks run, as there is room."""
     memory, stages = answer["memory"], answer["stages"]
     parts = sum(stage.sharded_bytes // stage.degree for stage in stages)
     if not any(answer["sharded"]):
@@ -72,10 +72,12 @@ def check_memory(answer: dict[str, Any]) -> None:
         return
     assert memory.predicted.weights == pytest.approx(parts, abs=2)
     assert memory.held.weights == pytest.approx(parts, rel=0.02, abs=1024)
-    largest = max(stage.gathered_bytes for stage in stages)
-    assert memory.predicted.gathered == largest
-    assert memory.held.gathered == pytest.approx(largest, rel=0.02, abs=1024)
-    assert len(answer["gathers"]) == 1 if len(stages) == 1 else len(answer["gathers"]) > len(stages)
+    largest = sorted(stage.gathered_bytes for stage in stages)[-2:]
+    assert memory.predicted.gathered == sum(largest)
+    # stages whose ranks differ on the way may find no order in which two are whole
+    least, most = 0.98 * largest[-1] - 1024, 1.02 * sum(largest) + 1024
+    assert least <= memory.held.gathered <= most
+    assert len(answer["gathers"]) >= len(stages)
 
 
 @pytest.mark.parametrize(("case", "num_ranks"), reversed(CASES))

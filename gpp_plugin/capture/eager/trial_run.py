@@ -64,7 +64,7 @@ class CheckedOnCpu(TorchDispatchMode):
     """
 
     def __init__(self, of_type: str, *, indices_only: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._of_type, self._indices_only = of_type, indices_only
 
     def __torch_dispatch__(

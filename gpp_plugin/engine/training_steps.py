@@ -167,7 +167,7 @@ class LaneMaker:
         for rank in range(plan.num_ranks):
             own = [plan.memory[i] for i in plan.stages_of_rank(rank)] if plan.memory else []
             memory = joined_breakdown(own) if own else None
-            carried = programs.of_rank(rank).most_bytes
+            carried = programs.of_rank(rank).most_bytes + (memory.messages if memory is not None else 0)
             if memory is not None and 0 < memory.limit < memory.total + carried:
                 if self._setting.rank == 0:
                     logger.info(

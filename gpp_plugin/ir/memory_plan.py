@@ -92,7 +92,7 @@ class MemoryBreakdown:
         working: tensors back in use, or on their way to or from the host.
         transient: most that one block holds while it runs, and the gradients that wait for weight gradients.
         inputs: its part of the mini-batch, held while a step runs.
-        messages: sent and not gone, and buffers of the next ones to come.
+        messages: sent and not gone, and buffers of the next ones to come; beside ``total``, which planners cut by.
         limit: what the plan may use of the stage's smallest rank; 0 where that is not known.
     """
 
@@ -111,10 +111,9 @@ class MemoryBreakdown:
 
     @property
     def total(self) -> int:
-        """Return all bytes."""
+        """Return all bytes but those of messages."""
         held = self.weights + self.stashed_weights + self.gradients + self.optimizer
-        passing = self.working + self.transient + self.gathered + self.messages
-        return held + self.activations + self.inputs + passing
+        return held + self.activations + self.working + self.transient + self.inputs + self.gathered
 
 
 def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
@@ -133,7 +132,7 @@ def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
     joined = MemoryBreakdown(
         stage=", ".join(part.stage for part in parts), limit=min(limits, default=0), **sums
     )
-    room = joined.limit - joined.total
+    room = joined.limit - joined.total - joined.messages
     return replace(joined, gathered=gathered_together([part.gathered for part in parts], room))
 
 

@@ -106,9 +106,10 @@ class RankMemory:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Return the plan's figure, and what comes ahead; 0 where nothing is predicted."""
+        """Return the plan's figure, messages, and what comes ahead; 0 where nothing is predicted."""
         # the sum of the parts: all are there at once at the end of the last forward of a full stage
-        return 0 if self.predicted is None else self.predicted.total + self.ahead_bytes
+        part = self.predicted
+        return 0 if part is None else part.total + part.messages + self.ahead_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,8 @@ def gather_around_tasks(plan: PipelinePlan, programs: Sequence[RankProgram]) -> 
     sharded = {index for index in range(len(plan.stages)) if is_gathered(plan, index)}
     if not sharded:
         return tuple(programs)
+    # Stages leave ``ahead`` and never come back: at last none is left, and gathers are where they always were. With
+    # stages 0 to 2 allowed and stage 1's ranks disagreeing on an order, the next round has 0 and 2.
     ahead = _may_be_ahead(plan, sharded)
     while ahead:
         changed, late = _gathered(plan, programs, sharded, ahead)
@@ -92,6 +94,8 @@ def _may_be_ahead(plan: PipelinePlan, sharded: Collection[int]) -> set[int]:
     """Return the stages whose ranks all have room for another one whole beside the largest."""
     if not plan.memory:
         return set()
+    # One crowded rank is enough: a stage's ranks gather it together, so all of them would hold it ahead. Ranks of one
+    # stage say nothing, as they have it whole from their first task to their last.
     together: set[int] = set()
     crowded: set[int] = set()
     for rank in {rank for stage in plan.stages for rank in stage.ranks}:

@@ -150,6 +150,8 @@ class _Link:
 
     def copies(self, tasks: Sequence[Event]) -> list[Travel]:
         """Return the copies beside tasks, which are in order."""
+        # Each direction is a stream of its own, whose copies follow each other: ``out_free`` and ``back_free`` are when
+        # it is through with what it was given. Weight gradients use what their input gradient has brought back.
         found: list[Travel] = []
         out_free = back_free = 0.0
         for previous, task in pairwise((None, *tasks)):
@@ -188,6 +190,8 @@ class _Link:
         return free
 
     def _return(self, task: Event, asked: float, free: float, found: list[Travel]) -> float:
+        # ``asked``: when a copy may begin; for the first one given, for each next one the use of the one before. What a
+        # late copy makes the backward wait moves all later uses: copies of 3 us, uses planned at 0, 2, 4 are at 0, 3, 6.
         left = self._left.pop(task.micro_batch, [0.0] * len(self._copy_us))
         late = 0.0  # what the backward has waited for copies
         for use, copy_us, gone in zip(

@@ -109,7 +109,7 @@ def _excess_bytes(plan: PipelinePlan, request: PlanRequest) -> int:
     found = 0
     for rank in {rank for stage in plan.stages for rank in stage.ranks}:
         own = joined_breakdown([parts[stage] for stage in plan.stages_of_rank(rank)])
-        over = own.total - rank_limit(request, rank)
+        over = own.total + own.messages - rank_limit(request, rank)
         # a rank that exceeds it without messages is a plan that was given, and is for the validator
         found = max(found, over if over <= own.messages else 0)
     return found

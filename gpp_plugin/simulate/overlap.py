@@ -190,8 +190,9 @@ class _Link:
         return free
 
     def _return(self, task: Event, asked: float, free: float, found: list[Travel]) -> float:
-        # ``asked``: when a copy may begin; for the first one given, for each next one the use of the one before. What a
-        # late copy makes the backward wait moves all later uses: copies of 3 us, uses planned at 0, 2, 4 are at 0, 3, 6.
+        # ``asked``: when a copy may begin; for the first one given, for each next one the use of the one before. What
+        # a late copy makes the backward wait moves all later uses: copies of 3 us, uses planned at 0, 2, 4 are at 0, 3,
+        # 6.
         left = self._left.pop(task.micro_batch, [0.0] * len(self._copy_us))
         late = 0.0  # what the backward has waited for copies
         for use, copy_us, gone in zip(

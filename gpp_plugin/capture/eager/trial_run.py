@@ -74,8 +74,8 @@ class CheckedOnCpu(TorchDispatchMode):
         """Check and run one operator."""
         kwargs = dict(kwargs or {})
         if self._is_checked((args, kwargs)):
-            # Copies: an operator may write into its operands, and runs once more. No mode sees the check (it would count
-            # its operations), and generators are as before it.
+            # Copies: an operator may write into its operands, and runs once more. No mode sees the check (it would
+            # count its operations), and generators are as before it.
             with _disable_current_modes(), torch.random.fork_rng(devices=[]):
                 given, named = tree_map(self._copied, on_device((args, kwargs), CPU, of_type=self._of_type))
                 with contextlib.suppress(NotImplementedError):  # no kernel for the CPU

@@ -231,8 +231,8 @@ class StageKeeper:
         # Two micro-batches in flight, the first in halves: ``passes`` is {0: [half a, half b], 1: [whole]} until B0.
         # A leaf of a received tensor that may leave the device is an empty stand-in (`enter_graph`); where it stays,
         # the tensor itself is the leaf.
-        # Before anything of this forward is launched: a copy back waits for what the stream that computes holds by then.
-        # Of its own backward, right behind it, nothing has left yet.
+        # The prefetch comes before anything of this forward is launched: a copy back waits for what the stream that
+        # computes holds by then. Of its own backward, right behind it, nothing has left yet.
         following = self._next_backward((False, micro_batch, half))
         if following != micro_batch:
             self._prefetch(following, beside_forward=True)

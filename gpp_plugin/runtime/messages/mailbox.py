@@ -168,8 +168,8 @@ class Mailbox:
         self._posted = 0
         self._receives: list[Pending] = [_TAKEN] * len(received)
         self._sends: deque[Pending] = deque()
-        # What is under way, in bytes: sent and not waited for; made for receives, less what a task has waited for. Buffers
-        # that are made ahead count from then on, as memory is taken then.
+        # What is under way, in bytes: sent and not waited for; made for receives, less what a task has waited for.
+        # Buffers that are made ahead count from then on, as memory is taken then.
         self._sizes = [sum(wire.num_bytes for wire in wires) for _, wires in received]
         self._sent_bytes: deque[int] = (
             deque()

@@ -35,7 +35,7 @@ test: $(STAMP)  ## run the tests, one worker a core, e.g. make test WORKERS=0 AR
 test-all: $(STAMP)  ## with those that tests/tiers.toml leaves out of `make test`: an hour or more, for nights and releases
 	$(PYTEST) --tier all $(ARGS)
 
-test-gpu: $(STAMP)  ## on CUDA devices: make test-gpu WHEELS=dir ARGS="-k swap"; ARGS="--device cpu" is a dry run
+test-gpu: $(STAMP)  ## on CUDA devices: make test-gpu WHEELS=dir ARGS="-k swap"; ARGS=--quick: nine minutes; ARGS="--device cpu" is a dry run
 	$(BIN)/python -m tests.gpu $(ARGS)
 
 soak: $(STAMP)  ## what is too long for any tests: make soak ARGS="fuzz --count 20000"
@@ -71,6 +71,8 @@ $(STAMP): setup.py constraints.txt .ci/make_venv.py
 	@$(PYTHON) .ci/make_venv.py $(VENV)
 	@ls $(VENV)/lib/python*/site-packages/packages_of_the_caller.pth >/dev/null 2>&1 \
 	  || $(BIN)/pip install $(PIP_FLAGS) $(TORCH)
+	@for name in $(if $(WHEELS),setuptools wheel); do ls $(abspath $(WHEELS))/$$name-*.whl >/dev/null 2>&1 \
+	  || { echo "WHEELS=$(WHEELS) has no $$name-*.whl, which installs this package; elsewhere: pip download --no-deps $$name"; exit 1; }; done
 	$(BIN)/pip install $(PIP_FLAGS) setuptools wheel
 	DS_BUILD_OPS=0 $(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $(STAMP)

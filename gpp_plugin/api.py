@@ -43,7 +43,7 @@ from gpp_plugin.library.named_models import (
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import MOST_DEVICES, USUAL_DTYPE, read_cluster
 from gpp_plugin.plan.costs.cost_model import gather_times
-from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
+from gpp_plugin.plan.costs.memory_breakdown import plan_beside_messages, with_breakdown
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.plan_form import check_form, read_plan
@@ -274,9 +274,12 @@ def plan_for(
     Raises:
         PlanError, PlanInfeasible: as `plan`.
     """
-    made = make_plan(planner, request)
-    made = schedule_plan(made, request, schedule=schedule, slicing=slicing)
-    made = share_ranks(made, request, schedule=schedule)
+
+    def make(asked: PlanRequest) -> PipelinePlan:
+        made = schedule_plan(make_plan(planner, asked), asked, schedule=schedule, slicing=slicing)
+        return share_ranks(made, asked, schedule=schedule)
+
+    made = plan_beside_messages(request, make)
     return with_breakdown(note_edge_transports(made, p2p), request)
 
 

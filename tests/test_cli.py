@@ -16,6 +16,8 @@ from gpp_plugin.extras import EXTRAS
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.simulate.overlap import timeline_overlap
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.waits import run_program
 
@@ -353,6 +355,20 @@ def test_simulate_then_report(plan_file, tmp_path, capsys):
     assert printed.startswith("predicted: ")
     assert all(f"rank {rank} " in printed for rank in range(plan.num_ranks))
     assert json.loads(trace.read_text())["otherData"]["plan"] == fingerprint(plan)
+
+
+def test_overlap_is_told_by_kind(plan_file, capsys):
+    assert main(["simulate", str(plan_file), "--cluster", "summit", "--overlap", "--json"]) == 0
+    printed = capsys.readouterr().out
+    rows = last_json(printed)["overlap"]
+    plan, links = load(PipelinePlan, plan_file), read_cluster("summit", num_devices=4)
+    found = timeline_overlap(plan, simulate_plan(plan, cluster=links), links)
+    assert [(row["kind"], row["count"], row["share"]) for row in rows] == [
+        (o.kind, o.count, o.share) for o in found
+    ]
+    assert "on its way" in printed and all(0.0 <= row["share"] <= 1.0 for row in rows)
+    assert main(["simulate", str(plan_file), "--overlap"]) == 1
+    assert "--overlap needs --cluster" in capsys.readouterr().err
 
 
 def test_without_links_a_message_takes_no_time(plan_file, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,14 @@ def test_an_environment_that_sees_another_one_is_refused(caller: Path, tmp_path:
     done = make(caller / "bin" / "python", new)
     assert done.returncode == 1
     assert "sees torch 2.11.0 of " in done.stderr and "remove " in done.stderr
+
+
+def test_the_page_lists_what_make_installs_from_a_folder_of_wheels() -> None:
+    root = SCRIPT.parents[1]
+    (installed,) = re.findall(
+        r"pip install \$\(PIP_FLAGS\) ([a-z ]+)$", (root / "Makefile").read_text(), re.M
+    )
+    (said,) = re.findall(
+        r"make test-gpu WHEELS=folder.*?names the next one", (root / "docs/gpus.md").read_text(), re.S
+    )
+    assert installed.split() and all(f"`{name}`" in said for name in installed.split())

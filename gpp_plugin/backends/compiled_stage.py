@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
 from gpp_plugin.backends.measured_backends import compare_outputs
+from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, first_line
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.relative_errors import least_scale
@@ -200,6 +201,7 @@ def try_code(code: CompiledCode, parameters: Sequence[Tensor], tensors: Sequence
     except BackendRefused as error:
         code.stage.refuse(str(error))
     except Exception as error:  # whatever compiled code raises
+        refuse_lost_device(error)
         code.stage.refuse(f"its first run failed: {type(error).__name__}: {first_line(error)}")
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, named_operator
+from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, GppError
 from gpp_plugin.extensions import find_backend
 from gpp_plugin.ir.backend_costs import BackendCost, CompiledCost
@@ -165,6 +166,7 @@ def build_checked(
     except BackendRefused:
         raise
     except Exception as error:
+        refuse_lost_device(error)
         raise BackendRefused(f"its first run failed: {type(error).__name__}: {error}") from error
     build_s = time.perf_counter() - start
     distance = compare_outputs(first, expected, tolerance)

@@ -110,7 +110,7 @@ def masks_of(traced: Traced, shadow: Shadow) -> MaskFinder:
     """Return what finds the masks of attention that eager models leave out where some entries hold ones only."""
     own = {name: key for name, key in traced.inputs.items() if key not in traced.received}
     where = tracing_device(shadow.device)
-    return attention_masks(traced.graph, inputs=own, constants=traced.constants, device=where)
+    return attention_masks(traced.graph, inputs=own, constants=traced.constants, traced_on=where)
 
 
 def notes_of(

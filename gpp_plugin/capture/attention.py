@@ -38,14 +38,14 @@ _MAX_GROUPED_WIDTH = 256
 
 
 def attention_masks(
-    graph: fx.Graph, *, inputs: Mapping[str, str], constants: Mapping[str, Tensor], device: torch.device
+    graph: fx.Graph, *, inputs: Mapping[str, str], constants: Mapping[str, Tensor], traced_on: torch.device
 ) -> MaskFinder:
     """Return what finds the masks of attention that eager models leave out, by node name.
 
     Args:
-        inputs, constants, device: as of `MaskFinder`.
+        inputs, constants, traced_on: as of `MaskFinder`.
     """
-    return MaskFinder(graph, _candidates(graph), inputs=inputs, constants=constants, device=device)
+    return MaskFinder(graph, _candidates(graph), inputs=inputs, constants=constants, traced_on=traced_on)
 
 
 def _candidates(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -2,7 +2,8 @@
 
 A mask from ``attention_mask`` and positions has no value at capture. Under the assumption that ``attention_mask`` is
 all ones it has one, and that can be looked at: it hides nothing, or just what comes later, or something else. Whoever
-runs the graph checks the assumption for each mini-batch (`are_ones`).
+runs the graph checks the assumption for each mini-batch (`are_ones`). Looked at on the CPU: inputs of ones may be
+indices beyond a table, which a GPU does not survive (`trial_run`).
 
 Source: this project
 Tests: tests/capture/test_attention.py
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpp_plugin.capture.eager.trial_run import CPU
 from gpp_plugin.capture.layout.layouts import is_random
 from gpp_plugin.capture.tracing.clean import may_alias, written_storages
+from gpp_plugin.capture.tracing.devices import on_device
 from gpp_plugin.capture.tracing.symbolic_sizes import is_open, sizes_in, with_sizes
 from gpp_plugin.errors import first_line
 
@@ -77,9 +80,10 @@ class MaskFinder:
     """Says which of the candidates are masks that ``Mask`` describes, at any sizes that were left open.
 
     Args:
-        graph: operators refer to ``device``; shapes are those of ``node.meta["val"]``.
+        graph: shapes are those of ``node.meta["val"]``.
         inputs: placeholder -> batch key, of the model's own inputs.
         constants: placeholder -> its values.
+        traced_on: the device that operators refer to.
     """
 
     def __init__(
@@ -89,10 +93,10 @@ class MaskFinder:
         *,
         inputs: Mapping[str, str],
         constants: Mapping[str, Tensor],
-        device: torch.device,
+        traced_on: torch.device,
     ) -> None:
-        self._device = device
-        self._constants = constants
+        self._traced_on = traced_on
+        self._constants = {name: value.to(CPU) for name, value in constants.items()}
         self._sources = _sources(graph, inputs, constants)
         self._order = {node: position for position, node in enumerate(graph.nodes)}
         self._candidates = [node for node in dict.fromkeys(candidates) if self._has_values(node)]
@@ -139,7 +143,7 @@ class MaskFinder:
             size_of: the value of a size that was left open.
         """
         values = _Values(
-            self._sources, self._order, constants=self._constants, device=self._device, size_of=size_of
+            self._sources, self._order, constants=self._constants, traced_on=self._traced_on, size_of=size_of
         )
         found = {}
         for node in self._candidates:
@@ -166,13 +170,13 @@ class _Values:
         order: Mapping[fx.Node, int],
         *,
         constants: Mapping[str, Tensor],
-        device: torch.device,
+        traced_on: torch.device,
         size_of: Callable[[Any], int],
     ) -> None:
         self._sources = sources
         self._order = order
         self._constants = constants
-        self._device = device
+        self._traced_on = traced_on
         self._size_of = size_of
         self._known: dict[fx.Node, Tensor] = {}
 
@@ -209,7 +213,7 @@ class _Values:
             if node.name in self._constants:
                 return self._constants[node.name]
             dtype = node.meta["val"].dtype
-            return torch.ones((), dtype=dtype, device=self._device).expand(self._shape(node))
+            return torch.ones((), dtype=dtype).expand(self._shape(node))
         # Operators on elements compute with what is held, [1, 1, 1, 8] <= [1, 1, 8, 1]; others with all of it, expanded
         # without a copy.
         by_element = is_elementwise(target)
@@ -222,7 +226,8 @@ class _Values:
         )
         if held.numel() > MAX_VALUES and not may_alias(node):
             raise ValueError(f"{node.name} has shape {tuple(held)}, more than {MAX_VALUES} elements")
-        args, kwargs = with_sizes((node.args, node.kwargs), self._size_of)
+        placed = on_device((node.args, node.kwargs), CPU, of_type=self._traced_on.type)
+        args, kwargs = with_sizes(placed, self._size_of)
         result = target(*fx.map_arg(args, argument), **fx.map_arg(kwargs, argument))
         return result.expand(shape) if by_element else result
 

@@ -13,10 +13,12 @@ from gpp_plugin.commands.width import add_width, axis_of
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import to_plain
-from gpp_plugin.plan.cluster_files import cluster_names
+from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.plan.cluster_files import cluster_names, read_cluster
 from gpp_plugin.report.printable import printable
 from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.report.units import fill_text, format_ms
+from gpp_plugin.report.units import fill_text, format_ms, format_table
+from gpp_plugin.simulate.overlap import timeline_overlap
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"links messages take: a file, or one of {', '.join(cluster_names())} (they take no time)",
     )
     parser.add_argument("--out", type=Path, help="write the timeline there")
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="also say how much of messages, gathers and swap's copies is hidden behind computing",
+    )
     add_width(parser)
     add_decode_options(parser)
 
@@ -38,8 +45,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         GppError: the plan cannot be read, has no predicted times, or its schedule is unsafe.
     """
     if args.decode:
-        if args.plan is not None or args.cluster is not None or args.out is not None:
-            raise ConfigError("--decode simulates no plan; leave PLAN, --cluster and --out out")
+        if args.plan is not None or args.cluster is not None or args.out is not None or args.overlap:
+            raise ConfigError("--decode simulates no plan; leave PLAN, --cluster, --out and --overlap out")
         return run_decode(args)
     if args.plan is None:
         raise ConfigError("give a plan, as gpp plan writes it, or --decode")
@@ -49,6 +56,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # All zeros would simulate to an empty picture; a plan written by hand may lack times.
     if not any(stage.forward_us for stage in plan.stages):
         raise ConfigError(f"{args.plan}: its stages have no forward_us; make the plan with gpp plan")
+    if args.overlap and args.cluster is None:
+        raise ConfigError("--overlap needs --cluster: without links nothing takes time on its way")
     if plan.mode == "async":
         return _run_async(plan, args)
     timeline = simulate(plan, args.cluster)
@@ -65,7 +74,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
         print(fill_text(said, indent="  "))
         summary["look_ahead_us"] = ahead.steady_us
-    return {"rows": [to_plain(event) for event in timeline.events], "summary": summary}
+    rows = [to_plain(event) for event in timeline.events]
+    return {"rows": rows, "summary": summary, **_overlap(plan, timeline, args)}
+
+
+def _overlap(plan: PipelinePlan, timeline: Timeline, args: argparse.Namespace) -> dict[str, Any]:
+    """Print what is hidden behind computing, if that was asked for, and return it."""
+    if not args.overlap:
+        return {}
+    found = timeline_overlap(plan, timeline, read_cluster(args.cluster, num_devices=plan.num_ranks))
+    rows = [
+        [
+            each.kind,
+            str(each.count),
+            format_ms(each.travel_us),
+            format_ms(each.hidden_us),
+            f"{each.share:.1%}",
+        ]
+        for each in found
+    ]
+    print(format_table(["on its way", "number", "ms", "ms hidden", "share"], rows, left=1))
+    return {"overlap": [{**to_plain(each), "share": each.share} for each in found]}
 
 
 def _run_async(plan: PipelinePlan, args: argparse.Namespace) -> dict[str, Any]:
@@ -88,4 +117,5 @@ def _run_async(plan: PipelinePlan, args: argparse.Namespace) -> dict[str, Any]:
         "fill_us": found.fill_us,
         "drain_us": found.drain_us,
     }
-    return {"rows": [to_plain(event) for event in found.timeline.events], "summary": {**summary, **figures}}
+    rows = [to_plain(event) for event in found.timeline.events]
+    return {"rows": rows, "summary": {**summary, **figures}, **_overlap(found.plan, found.timeline, args)}

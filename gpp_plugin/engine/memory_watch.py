@@ -101,7 +101,7 @@ class MemoryWatch:
         self._stages = plan.stages_of_rank(setting.rank)
         self._reads = [frozenset(keys) for keys in reads]
         self._counts: dict[int, MemoryCounts] = {}
-        self._gradients = self._inputs = self._most_bytes = 0
+        self._gradients = self._inputs = self._most_bytes = self._messages = 0
         self._has_counted = False
         if setting.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(setting.device)  # profiling and loading are over
@@ -208,18 +208,21 @@ class MemoryWatch:
         if not self._has_counted:
             self._gradients = max(self._gradients, sum(of_stage.held_bytes() for of_stage in gradients))
 
-    def compare(self, counts: Mapping[int, MemoryCounts], batch: Batch, *, most_bytes: int) -> None:
+    def compare(
+        self, counts: Mapping[int, MemoryCounts], batch: Batch, *, most_bytes: int, message_bytes: int
+    ) -> None:
         """Take what was counted on this rank, and say on rank 0 how all ranks compare with the plan; collective.
 
         Args:
             counts: of this rank's stages with backwards, by their index in the plan.
             batch: the mini-batch that was run.
             most_bytes: no less than all of these stages kept at once.
+            message_bytes: most that messages under way took.
         """
         # Told to all ranks though rank 0 alone speaks of it: `memory_report` gives every rank the whole picture.
         self._has_counted = True
         self._counts = dict(counts)
-        self._most_bytes = most_bytes
+        self._most_bytes, self._messages = most_bytes, message_bytes
         if self._sized is not None:
             sizes = self._sizes_of(self._sized, batch)
             assert not isinstance(sizes, str), "it was due"
@@ -324,6 +327,7 @@ class MemoryWatch:
             optimizer=sum(_optimizer_bytes(stage) for stage in stages),
             buffers=self._inputs,
             gathered=most_gathered,
+            messages=self._messages,
             ahead=held_ahead,
         )
         # On the CPU no allocator counts; what lies there is added up, which misses workspaces of operators.

@@ -24,7 +24,8 @@ Tests: tests/integrations/test_sharded_weights.py
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.runtime.ranks.waiting import all_gather
+from gpp_plugin.runtime.ranks.waiting import all_gather, begin_all_gather
 
 GATHERED = "the gather of a stage's parameters"
 """What ranks wait for in it, in errors."""
@@ -132,10 +133,14 @@ class _Sharded:
     # `_cdata` of a storage is torch's own object, the same before and after; the address of its bytes is not.
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def gather(self) -> Callable[[], None]:
         self._whole.untyped_storage().resize_(self._sizes[0])
         # Where it breaks off the collective goes on behind it, or may: bytes that it writes to are not let go of.
-        all_gather(self._whole, self.part, group=self._group, what=GATHERED)
+        return begin_all_gather(self._whole, self.part, group=self._group, what=GATHERED)
+
+    @torch.no_grad()
+    def fill(self, wait: Callable[[], None]) -> None:
+        wait()
         self._is_filled = True
         self.part.untyped_storage().resize_(0)
 
@@ -232,6 +237,7 @@ class ShardedWeights:
         self._num_bytes = sum(flat.gathered_bytes for flat in self._flats)
         self._count = count
         self.is_whole, self.is_read = True, False
+        self._is_begun = False
         self._free()
         self.detach()
         self.versions = self._versions_now()
@@ -244,10 +250,12 @@ class ShardedWeights:
 
     # ---- for the program ---------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Make the parameters whole; collective over the stage's ranks."""
-        self._gather()
+    def gather(self) -> Callable[[], None]:
+        """Begin to make the parameters whole, and return what waits for that; collective over the stage's ranks."""
+        begun = [functools.partial(flat.fill, flat.gather()) for flat in self._flats]
         self._count.add(self._num_bytes)
+        self._is_begun = True
+        return functools.partial(self._finish, begun)
 
     def free(self) -> None:
         """Keep the rank's part alone."""
@@ -275,7 +283,7 @@ class ShardedWeights:
     def detach(self) -> None:
         """Let go of what is gathered, and let the parameters have shapes alone."""
         try:
-            if self.is_whole:  # a mini-batch failed on its way
+            if self.is_whole or self._is_begun:  # a mini-batch failed on its way
                 self._count.now = 0
                 self._free()
         finally:
@@ -310,19 +318,20 @@ class ShardedWeights:
     def _versions_now(self) -> dict[int, int]:
         return {id(p): p._version for flat in self._flats for p, _ in flat.views if p.numel() != 1}
 
-    def _gather(self) -> None:
+    def _finish(self, begun: Sequence[Callable[[], None]]) -> None:
         try:
-            for flat in self._flats:
-                flat.gather()
+            for fill in begun:
+                fill()
         except BaseException:
             self._free()  # those before the one that failed
+            self._count.add(-self._num_bytes)
             raise
         self.is_whole = True
 
     def _free(self) -> None:
         for flat in self._flats:
             flat.free()
-        self.is_whole = False
+        self.is_whole = self._is_begun = False
 
 
 @contextlib.contextmanager

@@ -138,9 +138,11 @@ class LaneMaker:
         return RankLane.make(make, program=program, reduces_early=early, **common)
 
     def _compare_gathers(self, plan: PipelinePlan, programs: Sequence[RankProgram]) -> None:
-        """Say where ranks hold more stages whole at a time than the plan counts with: one."""
+        """Say where ranks hold more stages whole at a time than the plan counts with: one, or two with room."""
         for program in programs if self._setting.rank == 0 else ():
             planned = max(plan.stages[stage].gathered_bytes for stage in program.stages)
+            if plan.memory:
+                planned = max(planned, joined_breakdown([plan.memory[i] for i in program.stages]).gathered)
             most = gathered_at_once(plan, program)
             if most > planned:
                 logger.warning(
@@ -165,7 +167,7 @@ class LaneMaker:
         for rank in range(plan.num_ranks):
             own = [plan.memory[i] for i in plan.stages_of_rank(rank)] if plan.memory else []
             memory = joined_breakdown(own) if own else None
-            carried = programs.of_rank(rank).most_bytes
+            carried = programs.of_rank(rank).most_bytes + (memory.messages if memory is not None else 0)
             if memory is not None and 0 < memory.limit < memory.total + carried:
                 if self._setting.rank == 0:
                     logger.info(
@@ -435,7 +437,8 @@ class MiniBatchRunner:
         result = self.run(lane, batch, record=record, count=counts)
         # In mode async the first windows fill the pipeline; counting goes on until as much is held as ever will be.
         if counts and lane.has_peaked:
-            self._memory.compare(result.memories, batch, most_bytes=result.most_bytes)
+            most, under_way = result.most_bytes, result.message_bytes
+            self._memory.compare(result.memories, batch, most_bytes=most, message_bytes=under_way)
         return result
 
     @contextlib.contextmanager

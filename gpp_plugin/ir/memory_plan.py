@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from gpp_plugin.ir.typed_leaves import Bytes, Micros, SignedMicros
 
@@ -92,6 +92,7 @@ class MemoryBreakdown:
         working: tensors back in use, or on their way to or from the host.
         transient: most that one block holds while it runs, and the gradients that wait for weight gradients.
         inputs: its part of the mini-batch, held while a step runs.
+        messages: sent and not gone, and buffers of the next ones to come; beside ``total``, which planners cut by.
         limit: what the plan may use of the stage's smallest rank; 0 where that is not known.
     """
 
@@ -105,11 +106,12 @@ class MemoryBreakdown:
     transient: Bytes
     inputs: Bytes = 0
     gathered: Bytes = 0
+    messages: Bytes = 0
     limit: Bytes = 0
 
     @property
     def total(self) -> int:
-        """Return all bytes."""
+        """Return all bytes but those of messages."""
         held = self.weights + self.stashed_weights + self.gradients + self.optimizer
         return held + self.activations + self.working + self.transient + self.inputs + self.gathered
 
@@ -117,7 +119,7 @@ class MemoryBreakdown:
 def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
     """Return what fills a rank that holds several stages: the sum of what each of them does; one stage's as it is.
 
-    Of gathered weights it holds one stage's at a time (`schedule.gathers`), the largest.
+    Of gathered weights it holds one stage's at a time, the largest, or two where there is room (`schedule.gathers`).
     """
     if len(parts) == 1:
         return parts[0]
@@ -127,9 +129,22 @@ def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
         for field in fields(MemoryBreakdown)
         if field.name not in ("stage", "limit", "gathered")
     }
-    return MemoryBreakdown(
-        stage=", ".join(part.stage for part in parts),
-        limit=min(limits, default=0),
-        gathered=max(part.gathered for part in parts),
-        **sums,
+    joined = MemoryBreakdown(
+        stage=", ".join(part.stage for part in parts), limit=min(limits, default=0), **sums
     )
+    room = joined.limit - joined.total - joined.messages
+    return replace(joined, gathered=gathered_together([part.gathered for part in parts], room))
+
+
+def gathered_together(gathered: Sequence[int], room: int) -> int:
+    """Return the bytes of gathered weights that a rank holds at a time: of two stages, where that fits, or of one.
+
+    Args:
+        gathered: of each of its stages.
+        room: bytes for them; 0 or less where no limit is known.
+
+    >>> gathered_together([40, 60, 30], 100), gathered_together([40, 60, 30], 99), gathered_together([40], 0)
+    (100, 60, 40)
+    """
+    *_, second, first = sorted((0, *gathered))
+    return first + second if first + second <= room else first

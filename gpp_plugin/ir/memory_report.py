@@ -64,6 +64,7 @@ class HeldBytes:
         optimizer: its state, and weights of its own in higher precision.
         buffers: this rank's part of the mini-batch.
         gathered: weights beside the rank's part of them, at their most while tasks ran (ZeRO 3).
+        messages: sent and not gone, or received and not read, at their most while tasks ran.
         ahead: what frozen stages sent for the next mini-batch, from one to the other.
     """
 
@@ -72,12 +73,14 @@ class HeldBytes:
     optimizer: int
     buffers: int
     gathered: int = 0
+    messages: int = 0
     ahead: int = 0
 
     @property
     def total(self) -> int:
         """Return all bytes."""
-        return self.weights + self.gathered + self.gradients + self.optimizer + self.buffers + self.ahead
+        held = self.weights + self.gathered + self.gradients + self.optimizer
+        return held + self.buffers + self.messages + self.ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +106,10 @@ class RankMemory:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Return the plan's figure, and what comes ahead; 0 where nothing is predicted."""
+        """Return the plan's figure, messages, and what comes ahead; 0 where nothing is predicted."""
         # the sum of the parts: all are there at once at the end of the last forward of a full stage
-        return 0 if self.predicted is None else self.predicted.total + self.ahead_bytes
+        part = self.predicted
+        return 0 if part is None else part.total + part.messages + self.ahead_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

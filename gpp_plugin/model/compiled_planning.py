@@ -30,6 +30,7 @@ from gpp_plugin.backends.compiled_stage import compare_results, run_both
 from gpp_plugin.backends.measured_backends import BackendLog, place_key, time_in_turn
 from gpp_plugin.backends.place_forward import LEAST_GAIN
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, ConfigError, PlanError, first_line, nearest
 from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.backend_costs import CompiledCost
@@ -284,6 +285,7 @@ def measure_block(
     except BackendRefused as problem:
         return CompiledCost(refused=str(problem))
     except Exception as problem:  # whatever compiled code raises
+        refuse_lost_device(problem)
         return CompiledCost(refused=f"its first run failed: {type(problem).__name__}: {first_line(problem)}")
     calls_of = {"compiled": compiled, "torch": operands.call}
     alone = time_in_turn({k: functools.partial(call, *parameters, *tensors) for k, call in calls_of.items()})

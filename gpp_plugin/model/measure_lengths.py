@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.capture.recapture import CaptureAtLengths
 from gpp_plugin.capture.tracing.batch_lengths import LengthOf, length_entries, length_of, with_lengths
 from gpp_plugin.errors import CaptureError, GppError, first_line
@@ -77,6 +78,7 @@ def measure_lengths(
     try:
         return _Measured(part, analysis, batch, asked, cache_dir).costs(profile)
     except (GppError, RuntimeError, ValueError) as error:
+        refuse_lost_device(error)
         logger.warning(
             "lengths: costs and memory are those of the sample batch, as %s cannot be measured at others (%s)",
             type(part.model).__name__,

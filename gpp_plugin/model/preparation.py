@@ -29,7 +29,7 @@ from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.costs.memory_breakdown import with_breakdown, with_inputs
+from gpp_plugin.plan.costs.memory_breakdown import plan_beside_messages, with_breakdown, with_inputs
 from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.given.fixed_stages import FixedStage, fixed_plan
 from gpp_plugin.plan.given.stage_sizes import names_a_stage, resize_stages, stage_sizes
@@ -83,6 +83,28 @@ def plan_profiled(
     request = plan_request(
         graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch, found=found
     )
+
+    def make(asked: PlanRequest) -> PipelinePlan:
+        return _planned(graph, asked, config, spec, fixed, modules, stages)
+
+    # stages that are given are no smaller with less memory
+    is_free = spec is None and fixed is None
+    plan = plan_beside_messages(request, make) if is_free else make(request)
+    for note in plan.notes:
+        logger.info("plan: %s", note)
+    return with_breakdown(plan, request)
+
+
+def _planned(
+    graph: BlockGraph,
+    request: PlanRequest,
+    config: GraphPipelineConfig,
+    spec: dict[str, Any] | None,
+    fixed: Sequence[FixedStage] | None,
+    modules: dict[str, int],
+    stages: dict[str, int],
+) -> PipelinePlan:
+    """Return the plan of a request, with what the configuration says of sizes, schedule, slices and recompute."""
     if spec is not None:
         plan = explicit_plan(spec, request)
         _check_agreement(plan, config, spec)
@@ -105,9 +127,7 @@ def plan_profiled(
         _check_slices(plan, config)
     if config.memory.recompute == "full":
         plan = recompute_fully(plan, request)
-    for note in plan.notes:
-        logger.info("plan: %s", note)
-    return with_breakdown(plan, request)
+    return plan
 
 
 def cut_part(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.keep_whole import hooks_at_rest
+from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.capture.tracing.shadow import dtype_name
 from gpp_plugin.errors import GppError, ProfileError, first_line
@@ -159,6 +160,7 @@ class BlockSurvey:
             except GppError:
                 raise
             except Exception as error:  # whatever an operator raises must say which block it was in
+                refuse_lost_device(error)
                 raise ProfileError(
                     f"block {code.block!r} cannot be run at {self._num_samples} samples on {self._device}: "
                     f"{type(error).__name__}: {first_line(error)}; {self._remedy(code, error)}"
@@ -234,12 +236,18 @@ class BlockSurvey:
 
     def _run(self, function: StageFunction) -> _Measured:
         operands = self._operands(function)
+        if (
+            self._device.type != "cpu"
+        ):  # an index beyond its table, at other lengths say, ends all work of a GPU
+            with torch.no_grad(), CheckedOnCpu(self._device.type, indices_only=True):
+                operands.call(*operands.parameters, *operands.inputs, *operands.received)
         whole = measure(operands, device=self._device, repeats=self._repeats, with_peak=self._with_peak)
         split = NOT_MEASURED
         if self._with_split and whole.backward_us > 0.0:
             try:
                 split = measure_split_cost(operands, device=self._device, repeats=SPLIT_REPEATS)
             except RuntimeError as error:  # an operator that gives its gradients only once, all together
+                refuse_lost_device(error)
                 logger.info("the backward of %s cannot be split: %s", function.outputs, error)
                 split = CANNOT_SPLIT
         return _Measured(whole=whole, split=split, place=self._join_chain(operands))

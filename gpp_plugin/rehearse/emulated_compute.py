@@ -14,7 +14,7 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.compute import BoundaryGradients
 from gpp_plugin.runtime.messages.wires import held_shape
-from gpp_plugin.runtime.ranks.waiting import all_gather
+from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 
 CPU = torch.device("cpu")
 SPIN_US = 200.0
@@ -206,9 +206,9 @@ class EmulatedWeights:
         num_bytes = stage.sharded_bytes * scale_bytes
         return cls(data_group=data_group, num_bytes=num_bytes, device=device)
 
-    def gather(self) -> None:
-        """Bring the parts together."""
-        all_gather(self._whole, self._part, group=self._group, what="a rehearsed gather")
+    def gather(self) -> Callable[[], None]:
+        """Begin to bring the parts together."""
+        return begin_all_gather(self._whole, self._part, group=self._group, what="a rehearsed gather")
 
     def free(self) -> None:
         """Keep the memory: the next gather needs it."""

@@ -17,7 +17,7 @@ _PARTS = ("weights", "gradients", "optimizer")
 def format_memory_report(report: MemoryReport) -> str:
     """Return the table of ranks, ``predicted / measured`` where both are known, and the lines below it."""
     header = ["rank", "stage", *_PARTS, "gathered", "stashed", "activations", "working"]
-    header += ["transient", "buffers", "ahead", "swapped", "recomputed", "peak", "of"]
+    header += ["transient", "buffers", "messages", "ahead", "swapped", "recomputed", "peak", "of"]
     table = format_table(header, [_row(rank) for rank in report.ranks], left=2)
     lines = [
         table,
@@ -44,6 +44,7 @@ def _row(rank: RankMemory) -> list[str]:
         _pair(planned.get("working"), counted.working_bytes),
         _pair(planned.get("transient"), None),
         _pair(planned.get("inputs"), held.buffers),
+        _pair(planned.get("messages"), held.messages),
         _pair(rank.ahead_bytes, held.ahead),
         _pair(None, counted.swapped_bytes),
         _pair(None, counted.recomputed_bytes),

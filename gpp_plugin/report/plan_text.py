@@ -123,12 +123,13 @@ def breakdown_table(parts: Sequence[MemoryBreakdown]) -> tuple[list[str], list[l
     names = ["weights", "stashed_weights", "gradients", "optimizer", "activations", "working", "transient"]
     if any(part.gathered for part in parts):
         names.insert(1, "gathered")
-    header = ["stage", *(name.replace("_", " ") for name in names), "total", "of"]
+    header = ["stage", *(name.replace("_", " ") for name in names), "total", "messages", "of"]
     rows = [
         [
             f"{index} {part.stage}",
             *(format_bytes(getattr(part, name)) if getattr(part, name) else "-" for name in names),
             format_bytes(part.total),
+            format_bytes(part.messages) if part.messages else "-",
             format_bytes(part.limit) if part.limit else "-",
         ]
         for index, part in enumerate(parts)

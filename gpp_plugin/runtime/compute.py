@@ -7,7 +7,7 @@ stage's boundary, and in which order, is frozen when it is made, so that a task 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,8 +53,12 @@ class StageHooks(Protocol):
 class StageWeights(Protocol):
     """A stage's parameters, of which this rank holds a part, and all of them between `gather` and `free` (ZeRO 3)."""
 
-    def gather(self) -> None:
-        """Make the parameters whole, where they were before; collective over the stage's data-parallel ranks."""
+    def gather(self) -> Callable[[], None] | None:
+        """Begin to make the parameters whole, where they were before; collective over the stage's data-parallel ranks.
+
+        Returns:
+            What waits for them before they are read or freed; None where they are there.
+        """
 
     def free(self) -> None:
         """Keep the rank's part alone."""
@@ -312,7 +316,7 @@ class AutogradCompute:
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
         leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
         if self._keeper is not None:
-            self._keeper.begin_backward(micro_batch)
+            self._keeper.begin_backward(micro_batch, is_whole=False)
         found, self._pending[micro_batch] = self._splitter.split(roots, leaves, seeds)
         gradient_of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
         return self._join_leaves(parts, [[gradient_of[id(leaf)] for leaf in part.leaves] for part in parts])
@@ -321,6 +325,8 @@ class AutogradCompute:
         """Add up the gradients of parameters after `input_gradient`."""
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
+        if self._keeper is not None:
+            self._keeper.begin_weight_gradient(micro_batch)
         self._pending.pop(micro_batch).run()
         if self._keeper is not None:
             self._keeper.end_backward(micro_batch)

@@ -47,6 +47,7 @@ class MiniBatchResult:
         memories: what each stage kept for backward, by its index; empty where it was not counted, or the rank runs no
             backwards.
         most_bytes: no less than all stages of the rank ever kept at once, what one handed to another counted once.
+        message_bytes: most that messages under way took so far, each stage's at its own most.
     """
 
     losses: list[tuple[Tensor, int]]
@@ -55,6 +56,7 @@ class MiniBatchResult:
     step_result: object
     memories: dict[int, MemoryCounts] = field(default_factory=dict)
     most_bytes: int = 0
+    message_bytes: int = 0
 
     @property
     def memory(self) -> MemoryCounts | None:
@@ -159,6 +161,7 @@ class StageExecutor:
         tasks = (i.task for i in program.instructions if i.task is not None)
         self._forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
         self._made: dict[int, Sequence[Tensor]] = {}
+        self._gathering: Callable[[], None] | None = None
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._result = empty_result()
         self.is_training = is_training
@@ -170,10 +173,13 @@ class StageExecutor:
     def _compile(self) -> list[tuple[Instruction, Step]]:
         steps: list[tuple[Instruction, Step]] = []
         sends, receives = itertools.count(), itertools.count()
+        previous: InstructionKind | None = None
         for instruction in self._program.instructions:
             if instruction.kind is InstructionKind.COMPUTE:
                 assert instruction.task is not None
                 step = self._compile_task(instruction.task)
+                if previous is InstructionKind.GATHER:
+                    step = self._behind_gather(step)
             elif instruction.kind is InstructionKind.RECEIVE:
                 step = self._mail.compile_receive(next(receives))
             elif instruction.kind is InstructionKind.SEND:
@@ -185,6 +191,8 @@ class StageExecutor:
             else:
                 step = self._compile_reduction(instruction.kind)
             steps.append((instruction, step))
+            if instruction.kind in (InstructionKind.COMPUTE, InstructionKind.GATHER, InstructionKind.FREE):
+                previous = instruction.kind
         return steps
 
     def _compile_reduction(self, kind: InstructionKind) -> Step:
@@ -200,16 +208,28 @@ class StageExecutor:
         return run
 
     def _compile_gather(self, kind: InstructionKind) -> Step:
-        weights, recorder = self._weights, self._recorder
+        weights = self._weights
         assert weights is not None, "a program with gathers needs weights"
         if kind is InstructionKind.FREE:
-            return weights.free
+            return self._behind_gather(weights.free)
         gather = weights.gather
 
         def run() -> None:
-            start = recorder.now()
-            gather()
-            recorder.note(EventKind.GATHER, -1, start)
+            self._gathering = gather()
+
+        return run
+
+    def _behind_gather(self, step: Step) -> Step:
+        """Return a step that first waits for the gather that was begun, if one was; what is noted is that wait."""
+        recorder = self._recorder
+
+        def run() -> None:
+            gathering, self._gathering = self._gathering, None
+            if gathering is not None:
+                start = recorder.now()
+                gathering()
+                recorder.note(EventKind.GATHER, -1, start)
+            step()
 
         return run
 
@@ -373,6 +393,7 @@ class StageExecutor:
 
     def finish(self, carry: Carry | None) -> None:
         """Do what is left when all steps are done: nothing is under way afterwards but what ``carry`` has."""
+        self._result.message_bytes = self._mail.most_bytes
         if carry is None:
             self._mail.finish_sends()
         else:
@@ -381,6 +402,7 @@ class StageExecutor:
     def let_go(self, *, is_carried: bool) -> None:
         """Let go of everything; of an endless pipeline that went well micro-batches stay."""
         self._inputs = ()
+        self._gathering = None
         self._mail.clear()
         self._made.clear()
         if not (is_carried and self._is_endless):

@@ -143,6 +143,7 @@ def _joined(results: Sequence[MiniBatchResult]) -> MiniBatchResult:
         joined.losses += result.losses
         joined.outputs |= result.outputs
         joined.events += result.events
+        joined.message_bytes += result.message_bytes
         joined.step_result = joined.step_result if result.step_result is None else result.step_result
     joined.events.sort(key=lambda event: event.start_us)
     return joined

@@ -6,13 +6,21 @@ neighbouring tasks of one stage letting go would only mean to gather again, as i
     rank 0, stages 0 and 1   gather(0) 0F0 free(0)  gather(1) 1F0 1B0 free(1)  gather(0) 0F1 0B0 free(0)  gather(1) ...
 
 So a rank of several stages holds one of them whole at a time; a rank of one stage gathers it once a mini-batch, which
-is what ZeRO 1 and 2 send behind their step. A gather is a rendezvous of the stage's ranks, which come to it between the
-same two tasks of the stage. What is tried first is right before the task, wherever on any of its ranks another stage
-comes between. Then all programs are executed serially (`checks.rendezvous`); a gather at which they stop is moved, on
-all ranks of its stage, before the receives that stand there, and then before the sends. One at which they still stop is
-taken out, with the free before it, so that the stage stays whole between those two tasks; a first one stands at the
-programs' beginnings instead, where all ranks have those of their stages in the order of stages, so that nobody waits
-there for a rank that waits elsewhere. Then programs finish as they did without any.
+is what ZeRO 1 and 2 send behind their step. Where the plan says that its ranks have room for two (`plan.memory`), a
+stage is gathered a task ahead, and its gather travels beside that task; what would be let go of for that task alone
+stays:
+
+    rank 0, stages 0, 1, 2   gather(0) gather(1) 0F0 free(0)  gather(2) 1F0 free(1)  2F0 ...
+
+A gather is begun where it stands and waited for by the stage's next task. It is a rendezvous of the stage's ranks,
+which come to it between the same two tasks of the stage. Where ranks would have other orders of a stage's gathers and
+reductions, or would hold more than two stages, none is ahead: it is tried right before the task, wherever on any of its
+ranks another stage comes between. All programs are executed serially (`checks.rendezvous`); a gather at which they stop
+is moved, on all ranks of its stage, from ahead to right before its task, then before the receives that stand there, and
+then before the sends. One at which they still stop is taken out, with the free before it, so that the stage stays whole
+between those two tasks; a first one stands at the programs' beginnings instead, where all ranks have those of their
+stages in the order of stages, so that nobody waits there for a rank that waits elsewhere. Then programs finish as they
+did without any.
 
 Source: FSDP (Zhao et al., VLDB 2023; arXiv 2304.11277), sections 3.2 and 3.3, with a stage for a unit; its place in
     programs: this project
@@ -25,15 +33,16 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task
-from gpp_plugin.schedule.checks.rendezvous import execute_serially
+from gpp_plugin.schedule.checks.rendezvous import OF_STAGE, execute_serially
 
 _Place = tuple[int, int]
 """A stage, and the number of its task that it is gathered before."""
-_BEFORE_TASK, _BEHIND_SENDS, _BEHIND_TASK = range(3)
-"""Where in the gap before that task the gather stands, in the order in which it is tried."""
+_AHEAD, _BEFORE_TASK, _BEHIND_SENDS, _BEHIND_TASK = range(4)
+"""Before the task in front of that task, or where in the gap between the two; in the order in which it is tried."""
 
 
 def gather_around_tasks(plan: PipelinePlan, programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
@@ -45,20 +54,83 @@ def gather_around_tasks(plan: PipelinePlan, programs: Sequence[RankProgram]) -> 
     sharded = {index for index in range(len(plan.stages)) if is_gathered(plan, index)}
     if not sharded:
         return tuple(programs)
-    attempts, at_start = _first_attempts(programs, sharded)
+    # Stages leave ``ahead`` and never come back: at last none is left, and gathers are where they always were. With
+    # stages 0 to 2 allowed and stage 1's ranks disagreeing on an order, the next round has 0 and 2.
+    ahead = _may_be_ahead(plan, sharded)
+    while ahead:
+        changed, late = _gathered(plan, programs, sharded, ahead)
+        if changed is not None and not (late := _stages_in_the_way(plan, changed)) & ahead:
+            return changed
+        ahead -= late
+    placed, _ = _gathered(plan, programs, sharded, ahead)
+    assert placed is not None, "without gathers ahead there is always an order"
+    return placed
+
+
+def _gathered(
+    plan: PipelinePlan, programs: Sequence[RankProgram], sharded: Collection[int], ahead: Collection[int]
+) -> tuple[tuple[RankProgram, ...] | None, set[int]]:
+    """Return programs with gathers at which nothing stops; or None, and the stages that must not be gathered ahead."""
+    attempts, at_start = _first_attempts(programs, sharded, ahead)
     while True:
         changed = tuple(_with_gathers(program, attempts, at_start) for program in programs)
         stuck = _stuck_gathers(plan, changed)
         if not stuck:
-            return changed
+            return changed, set()
+        # A place at which a stage was to stay whole has no gather to move; then nothing of that stage is ahead.
+        held = {stage for stage, _ in stuck - attempts.keys()}
+        if held:
+            return None, held & set(ahead) or set(ahead)
         # every round takes a place one attempt further, and after the last one there is none: it ends
         for place in stuck:
-            assert place in attempts, "nothing stops at a program's beginning"
             attempts[place] += 1
             if attempts[place] > _BEHIND_TASK:
                 del attempts[place]
                 if not place[1]:
                     at_start.add(place[0])
+
+
+def _may_be_ahead(plan: PipelinePlan, sharded: Collection[int]) -> set[int]:
+    """Return the stages whose ranks all have room for another one whole beside the largest."""
+    if not plan.memory:
+        return set()
+    # One crowded rank is enough: a stage's ranks gather it together, so all of them would hold it ahead. Ranks of one
+    # stage say nothing, as they have it whole from their first task to their last.
+    together: set[int] = set()
+    crowded: set[int] = set()
+    for rank in {rank for stage in plan.stages for rank in stage.ranks}:
+        own = plan.stages_of_rank(rank)
+        if len(own) > 1:
+            has_room = _most_at_once(plan, own) > max(plan.stages[stage].gathered_bytes for stage in own)
+            (together if has_room else crowded).update(own)
+    return together.intersection(sharded) - crowded
+
+
+def _most_at_once(plan: PipelinePlan, stages: Sequence[int]) -> int:
+    return joined_breakdown([plan.memory[stage] for stage in stages]).gathered
+
+
+def _stages_in_the_way(plan: PipelinePlan, programs: Sequence[RankProgram]) -> set[int]:
+    """Return stages whose ranks disagree on the order of what they do together, or hold too much at a time."""
+    found: set[int] = set()
+    orders: dict[int, set[tuple[object, ...]]] = defaultdict(set)
+    for program in programs:
+        if len(program.stages) > 1 and gathered_at_once(plan, program) > _most_at_once(plan, program.stages):
+            found |= set(program.stages)
+        for stage in program.stages:
+            orders[stage].add(_together(program, stage))
+    return found | {stage for stage, each in orders.items() if len(each) > 1}
+
+
+def _together(program: RankProgram, stage: int) -> tuple[object, ...]:
+    """Return what a rank does together with the stage's others, in order, each behind how many of its tasks."""
+    found, tasks = [], 0
+    for instruction in program.instructions:
+        if program.stage_of(instruction) == stage:
+            tasks += instruction.task is not None
+            if instruction.kind in OF_STAGE:
+                found.append((tasks, instruction.kind))
+    return tuple(found)
 
 
 def gathered_at_once(plan: PipelinePlan, program: RankProgram) -> int:
@@ -80,7 +152,7 @@ def is_gathered(plan: PipelinePlan, stage: int) -> bool:
 
 
 def _first_attempts(
-    programs: Sequence[RankProgram], sharded: Collection[int]
+    programs: Sequence[RankProgram], sharded: Collection[int], ahead: Collection[int]
 ) -> tuple[dict[_Place, int], set[int]]:
     """Return where stages are to be gathered, and which of them at the beginning of the programs."""
     # Between tasks k - 1 and k of a stage it is freed if on any rank of it another stage comes between. With stage 0 on
@@ -90,20 +162,29 @@ def _first_attempts(
     #     rank 1   0F0         0F1 0B0
     places = {(stage, 0) for stage in sharded}
     tasks: dict[int, set[tuple[Task, ...]]] = defaultdict(set)
+    between: dict[_Place, int] = defaultdict(int)  # most tasks of others, on any rank
     for program in programs:
         done: dict[int, list[Task]] = {stage: [] for stage in program.stages}
-        previous: int | None = None
-        for task in _tasks(program):
+        last: dict[int, int] = {}
+        for number, task in enumerate(_tasks(program)):
             own = done[task.stage]
-            if task.stage in sharded and own and previous != task.stage:
+            others = number - last.get(task.stage, number) - 1
+            if task.stage in sharded and own and others:
                 places.add((task.stage, len(own)))
+                between[task.stage, len(own)] = max(between[task.stage, len(own)], others)
             own.append(task)
-            previous = task.stage
+            last[task.stage] = number
         for stage, own in done.items():
             tasks[stage].add(tuple(own))
     # Ranks of a stage that run unlike tasks, as their units lack other branches, have no place in common but that one.
     unlike = {stage for stage in sharded if len(tasks[stage]) > 1}
-    return {place: _BEFORE_TASK for place in places if place[0] not in unlike}, unlike
+    attempts = {}
+    for place in places:
+        is_ahead = place[0] in ahead
+        if place[0] in unlike or (is_ahead and place[1] and between[place] == 1):
+            continue  # gathered ahead it would be let go of and gathered again at once: it stays
+        attempts[place] = _AHEAD if is_ahead else _BEFORE_TASK
+    return attempts, unlike
 
 
 def _tasks(program: RankProgram) -> Iterator[Task]:
@@ -130,6 +211,7 @@ def _with_gathers(
     done = dict.fromkeys(program.stages, 0)
     sharded = {stage for stage, _ in attempts}.union(at_start)
     gap: list[Instruction] = []  # what stands between two tasks
+    previous: int | None = None  # where in ``body`` the last task is
     for instruction in program.instructions:
         task = instruction.task
         if task is None:
@@ -137,14 +219,28 @@ def _with_gathers(
             continue
         attempt = attempts.get((task.stage, done[task.stage]))
         if attempt is not None:
-            gap.insert(_in_gap(gap, attempt), program.instruction(InstructionKind.GATHER, task.stage))
+            gather = program.instruction(InstructionKind.GATHER, task.stage)
+            # the stage's own task in front is not behind a gather of it: the next place is right behind that task
+            if (
+                attempt == _AHEAD
+                and previous is not None
+                and _stage_at(program, body, previous) != task.stage
+            ):
+                body.insert(previous, gather)
+            else:
+                gap.insert(_in_gap(gap, _BEHIND_TASK if attempt == _AHEAD else attempt), gather)
         body += [*gap, instruction]
+        previous = len(body) - 1
         gap = []
         done[task.stage] += 1
         is_last = done[task.stage] == totals[task.stage]
         if task.stage in sharded and (is_last or (task.stage, done[task.stage]) in attempts):
             body.append(program.instruction(InstructionKind.FREE, task.stage))
     return dataclasses.replace(program, instructions=(*body, *gap))
+
+
+def _stage_at(program: RankProgram, body: Sequence[Instruction], at: int) -> int | None:
+    return program.stage_of(body[at])
 
 
 def _in_gap(gap: Sequence[Instruction], attempt: int) -> int:

@@ -147,6 +147,56 @@ def gradient_bytes(edge: StageEdge, num_samples: int, has_whole_tensors: bool) -
     return edge.gradient_bytes_per_sample * num_samples + fixed
 
 
+BUFFERS_AHEAD = 2
+"""How many receives ahead of their place a CUDA device has buffers for (`runtime.messages.receive_buffers`)."""
+
+
+def sends_under_way(in_flight: int) -> int:
+    """Return of how many micro-batches a stage's sends may be under way before one is waited for.
+
+    A stage begins the forward of micro-batch m + c only when c others are done, so that what it sent for m has been
+    read. Of one micro-batch in flight the next one's messages leave beside those of the last.
+    """
+    return max(in_flight, 2)
+
+
+def under_way_bytes(plan: PipelinePlan, index: int, *, more_samples: float = 1.0) -> int:
+    """Return the most that messages of one rank of a stage hold beside what its tasks keep.
+
+    Sent, of so many micro-batches as may be under way, activations and gradients, and one message more while an older
+    one is waited for. To be received, all that one task reads, and the buffers that are made ahead (`BUFFERS_AHEAD`). A
+    stage of 2 micro-batches in flight that receives 10 MB and sends 30 MB, with gradients as large:
+    2 x (30 + 10) + 30 + 30 + 2 x 30 = 200 MB.
+
+    Of stages that run ahead of those they send to, or in other micro-batches, ranks may have more to receive than one
+    task reads (at most twice of all this, in random plans).
+
+    Args:
+        more_samples: samples of a micro-batch over those that are planned.
+    """
+    # sent[d], read[d]: bytes of a micro-batch, d: forward or backward; ``largest``: of one message, sent and received
+    stage = plan.stages[index]
+    sent, read, largest = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+    for edge in plan.edges:
+        other = plan.stages[edge.dst if edge.src == index else edge.src]
+        if index not in (edge.src, edge.dst) or edge.is_order_only or other.ranks == stage.ranks:
+            continue  # no message, or handed over
+        kinds = (activation_bytes, gradient_bytes)
+        for direction, count in enumerate(kinds):
+            is_sent = (edge.src == index) == (direction == 0)
+            whole = count(edge, 0, True)
+            row = count(edge, 1, False) * more_samples
+            pieces = max(
+                1, stage.local_batch_size // max(other.local_batch_size, 1)
+            )  # each has the whole tensors
+            (sent if is_sent else read)[direction] += row * stage.local_batch_size + whole * pieces
+            rows = min(stage.local_batch_size, other.local_batch_size)
+            largest[not is_sent] = max(largest[not is_sent], row * rows + whole)
+    micro_batches = min(sends_under_way(stage.in_flight), plan.num_micro_batches(index))
+    leaving = micro_batches * sum(sent) + largest[0]
+    return round(leaving + max(read) + BUFFERS_AHEAD * largest[1])
+
+
 def gradient_kinds(edge: StageEdge) -> tuple[bool, bool]:
     """Return whether gradients flow back for batch tensors, and for tensors without a batch axis."""
     gradients = frozenset(edge.gradient_tensors)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
@@ -73,6 +74,16 @@ def simulate_programs(
     return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(run.events))
 
 
+class _Gather(NamedTuple):
+    """One gather of a stage's parameters."""
+
+    stage: int
+    number: int
+
+
+_Awaited = Message | _Gather
+
+
 class _ProgramRun:
     """The state of one simulation: where each rank stands, which messages are posted, sent, arrived."""
 
@@ -115,12 +126,15 @@ class _ProgramRun:
         # Of each rank: the instruction it stands at, which messages it still waits for there, and which each of its
         # tasks reads.
         self._position = dict.fromkeys(self._programs, 0)
-        self._missing: dict[int, set[Message]] = {rank: set() for rank in self._programs}
+        self._missing: dict[int, set[_Awaited]] = {rank: set() for rank in self._programs}
         self._reads = {rank: _messages_read(program) for rank, program in self._programs.items()}
         # Of each message: how many of its ends are posted, and when it left, in us.
         self._posted: dict[Message, int] = {}
         self._started: dict[Message, float] = {}
-        self._arrived: set[Message] = set()
+        self._arrived: set[_Awaited] = set()
+        # Of each rank and stage: the gather that was begun last, behind which the rank goes on, and how many were.
+        self._gathering: dict[tuple[int, int], _Gather] = {}
+        self._num_gathers: dict[tuple[int, int], int] = defaultdict(int)
         # Of each rank's link, or adapter that ranks share, in us: when it is free again, out and in.
         self._out_free: dict[int, float] = defaultdict(float)
         self._in_free: dict[int, float] = defaultdict(float)
@@ -136,7 +150,7 @@ class _ProgramRun:
         self._waiting: dict[tuple[int, ...], list[int]] = {}
         self._shares: dict[tuple[int, Direction], dict[tuple[int, int], float]] = {}
         # (time, priority, tie-break, what): a task's end before a message's steps at the same time.
-        self._heap: list[tuple[float, int, int, int | Message]] = []
+        self._heap: list[tuple[float, int, int, int | _Awaited]] = []
         self._num_pushed = 0
 
     def run(self) -> None:
@@ -148,6 +162,8 @@ class _ProgramRun:
             if isinstance(what, int):
                 self._position[what] += 1
                 self._advance(what, now)
+            elif isinstance(what, _Gather):
+                self._finish_gather(what, now)
             elif step == 1:
                 self._leave(what, now)
             elif step == 2:
@@ -165,7 +181,7 @@ class _ProgramRun:
                 "lower the schedules anew\n" + program_grid(self._programs.values(), positions=stuck)
             )
 
-    def _push(self, time: float, step: int, what: int | Message) -> None:
+    def _push(self, time: float, step: int, what: int | _Awaited) -> None:
         heapq.heappush(self._heap, (time, step, self._num_pushed, what))
         self._num_pushed += 1
 
@@ -177,12 +193,12 @@ class _ProgramRun:
             task, message = instruction.task, instruction.message
             if message is not None and message.is_hand_over:
                 self._arrived.add(message)
-                awaited = []
+                awaited: list[_Awaited] = []
             elif message is not None:
                 self._post(instruction.kind, message, now)
                 awaited = [message] if self._is_rendezvous else []
             else:
-                awaited = [] if task is None or self._is_rendezvous else self._reads[rank].get(task, [])
+                awaited = [] if task is None or self._is_rendezvous else self._awaited(rank, task)
             self._missing[rank] = {message for message in awaited if message not in self._arrived}
             if self._missing[rank]:
                 return
@@ -191,8 +207,14 @@ class _ProgramRun:
                 return
             if message is None and instruction.kind is not InstructionKind.FREE:
                 self._join(program, instruction, now)
-                return
+                if instruction.kind is not InstructionKind.GATHER or self._is_rendezvous:
+                    return
             self._position[rank] += 1
+
+    def _awaited(self, rank: int, task: Task) -> list[_Awaited]:
+        """Return what a task waits for: the messages it reads, and the gather of its stage's parameters."""
+        begun = self._gathering.get((rank, task.stage))
+        return [*self._reads[rank].get(task, []), *(() if begun is None else (begun,))]
 
     def _compute(self, program: RankProgram, task: Task, now: float) -> None:
         """Run the task when the last of its tensor ranks has come to it, as long as the slowest takes."""
@@ -278,6 +300,11 @@ class _ProgramRun:
         ]
         present = self._barriers.setdefault((kind, -1 if stage is None else stage), {})
         present[program.rank] = now
+        begun: _Gather | None = None  # the rank goes on beside it
+        if stage is not None and kind is InstructionKind.GATHER and not self._is_rendezvous:
+            begun = _Gather(stage, self._num_gathers[program.rank, stage])
+            self._gathering[program.rank, stage] = begun
+            self._num_gathers[program.rank, stage] += 1
         if len(present) < len(members):
             return
         del self._barriers[kind, -1 if stage is None else stage]
@@ -289,7 +316,19 @@ class _ProgramRun:
                 start, end = end, end + self._collective_us.get(kind, {}).get(own, 0.0)
                 if end > start:
                     self._note(rank, own, event, start, end)
-            self._push(end, 0, rank)
+            if begun is None:
+                self._push(end, 0, rank)
+        if begun is not None:
+            self._push(end, 3, begun)
+
+    def _finish_gather(self, gather: _Gather, now: float) -> None:
+        """The parameters are there: tasks of the stage that wait for them go on."""
+        self._arrived.add(gather)
+        for rank in self._plan.stages[gather.stage].ranks:
+            if gather in self._missing[rank]:
+                self._missing[rank].remove(gather)
+                if not self._missing[rank]:
+                    self._advance(rank, now)
 
     def _cost(self, message: Message) -> tuple[float, float]:
         return self._costs.of(message.src_rank, message.dst_rank, self._bytes(message))

@@ -17,7 +17,7 @@ from gpp_plugin.profile.block_code import block_codes
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from tests.models import build
 
-FAMILIES = ("gpt2", "clip", "t5", "llava", "whisper", "bert", "llama")
+FAMILIES = ("gpt2", "clip", "t5", "llava", "whisper", "bert", "llama", "tables")
 Codes: TypeAlias = Iterator[tuple[str, StageFunction]]
 
 NUM_DEVICES = 8
@@ -29,12 +29,35 @@ def make_part(name: str, device: torch.device) -> tuple[CapturedPart, dict[str, 
     """Return a model as a rank on ``device`` has it, and a batch of it on the host."""
     if name == "llama":
         model, batch = _llama()
+    elif name == "tables":
+        model, batch = Tables().train(), {"ids": torch.zeros(SAMPLES, 4, dtype=torch.long)}
     else:
         model, make_batch = build(name, layers=1, device="meta")
         batch = make_batch(SAMPLES)
     resolved = resolve_module(model, batch, num_ranks=1)
     part = CapturedPart(resolved.stages[0], dtype=None, device=device, granularity="layer", called={})
     return part, part.arguments(batch, {}, SAMPLES)
+
+
+class Tables(nn.Module):
+    """Indexes with what random operands go beyond, which a GPU answers with the end of the process's work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(1, 8)
+        self.classes = nn.Linear(8, 1)
+        self.allowed = nn.Buffer(torch.ones(1, dtype=torch.bool))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return a number; ``ids`` is (samples, positions), zeros."""
+        hidden = self.kinds(ids) + self.allowed[ids][..., None]  # a mask of ids
+        first = (
+            hidden.gather(2, ids[..., None])
+            + torch.zeros_like(hidden).scatter(2, ids[..., None], 1.0)[..., :1]
+        )
+        scores = self.classes(hidden) + first
+        chance = nn.functional.binary_cross_entropy(scores.sigmoid(), torch.zeros_like(scores))
+        return chance + nn.functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
 
 
 def _llama() -> tuple[nn.Module, dict[str, Any]]:

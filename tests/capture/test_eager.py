@@ -11,12 +11,14 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.call_structure import put_together, take_apart
 from gpp_plugin.capture.eager.choose_whole import with_culprit
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad_records
+from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.shadow import make_shadow
@@ -523,3 +525,56 @@ def test_torchscript_is_refused_by_name() -> None:
         CaptureError, match="part is TorchScript, which is not traced; use the module that it was made"
     ):
         capture_model(model, {"x": torch.randn(4, 4)})
+
+
+class _Device(TorchDispatchMode):
+    """Stands for a device that one assertion ends: tensors on the CPU, and every call behind an error fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_lost = False
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not self.is_lost, "the device runs nothing any more"
+        self.num_calls += 1
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.is_lost = True
+            raise
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        lambda x: nn.functional.embedding(torch.ones(2, dtype=torch.long), x[:1]),
+        lambda x: x.gather(0, torch.full((1, 2), 7)),
+        lambda x: torch.zeros(2, 2).scatter_(0, torch.full((1, 2), 7), x),
+        lambda x: nn.functional.cross_entropy(x[:, :1], torch.ones(2, dtype=torch.long)),
+        lambda x: nn.functional.binary_cross_entropy(x + 1.0, torch.ones_like(x)),
+    ],
+)
+def test_what_the_cpu_refuses_never_reaches_the_device(fails: Any) -> None:
+    x, numbers = torch.rand(2, 2), torch.get_rng_state()
+    with _Device() as device:
+        with CheckedOnCpu("cpu"):
+            with pytest.raises((IndexError, RuntimeError)):
+                fails(x)
+            assert not device.is_lost
+            before = device.num_calls
+            assert torch.equal(x.add(1.0), x + 1.0) and device.num_calls > before
+        with pytest.raises((IndexError, RuntimeError)):
+            fails(x)
+        assert device.is_lost, "the stand-in is lost where nothing checks"
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_a_lost_device_is_no_answer() -> None:
+    refuse_lost_device(IndexError("index out of range"))
+    lost = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    wrapped = RuntimeFailure("a block cannot be run")
+    wrapped.__cause__ = lost
+    for error in (lost, wrapped):
+        with pytest.raises(RuntimeFailure, match="any more: CUDA error: .*CUDA_LAUNCH_BLOCKING=1"):
+            refuse_lost_device(error)

@@ -107,6 +107,16 @@ def less_memory(lab: Lab, num_ranks: int) -> None:
     equality(lab, num_ranks, [full], f"full recompute, {num_ranks} ranks")
 
 
+def bound_default_group(lab: Lab) -> None:
+    """A job of one rank whose caller bound the default group to its device: NCCL's, and gloo groups are made beside it.
+
+    A dry run has gloo's in its place.
+    """
+    (found,) = lab.run(gpu_jobs.train_in_a_bound_group, 1, lab.device)
+    assert found["backend"] == ("gloo" if lab.is_dry else "nccl") and found["bound"] == "None"
+    lab.record("NCCL of one rank, bound by its caller: steps", len(found["losses"]))
+
+
 def demo(lab: Lab, *words: str, num_devices: int = 1) -> None:
     """The demo trains as one process does."""
     found = lab.gpp("demo", *words, limit_s=420.0, num_devices=num_devices)

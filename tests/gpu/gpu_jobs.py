@@ -52,6 +52,24 @@ def where(engine: Any) -> dict[str, str]:
     return {"device": str(engine.device), "transport": type(engine._lane.lanes[0]._transport).__name__}
 
 
+def train_in_a_bound_group(device: str) -> dict[str, Any]:
+    """Train a step in a default group that is the caller's own, bound to the device; make a gloo group beside it."""
+    import torch.distributed as dist
+
+    use_device(device)
+    if device == "cuda":
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    elif not dist.is_initialized():
+        dist.init_process_group("gloo")
+    default: Any = dist.group.WORLD
+    default.bound_device_id = torch.device("cuda", 0)  # as `device_id` leaves it, in a dry run as well
+    model, make_batch = build("gpt2")
+    engine = make_engine(model, make_batch(4, 0), config_of(train_batch_size=4, block={"stages": 1}))
+    losses = steps(engine, [make_batch(4, 0)])
+    assert dist.get_world_size(dist.new_group([0], backend="gloo")) == 1
+    return {"losses": losses, "backend": dist.get_backend(), "bound": str(default.bound_device_id)}
+
+
 # ---- one step, looked at ------------------------------------------------------------------------------------
 
 

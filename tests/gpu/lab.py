@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.watched_job import ROOT, run_job, run_program
+import pytest
+
+from tests.gpu.watched_job import ROOT, JobFailed, run_job, run_program
 
 DEVICE_VARIABLE = "GPP_GPU_TESTS"
 """``cuda`` or ``cpu``: where `python -m tests.gpu` wants the suite to run; unset in the normal tests."""
+SECONDS_VARIABLE = "GPP_GPU_SECONDS"
+"""How long the suite may take; unset: as long as it takes."""
+NOT_REACHED = "not reached"
+LEAST_S = 20.0
+"""A test is begun only where so much of the time is left."""
 DRY_RANKS = 4
 DRY_TIME = 3.0
 """Limits of jobs are longer by this on CPU ranks."""
@@ -51,11 +61,14 @@ class Lab:
         device: ``cuda``, or ``cpu`` for a dry run.
         devices: what ``CUDA_VISIBLE_DEVICES`` calls each; as many empty names in a dry run.
         run_ranks: runs a function on ranks.
+        seconds: after which nothing is begun, and what runs is ended.
     """
 
     device: str
     devices: Sequence[str]
     run_ranks: Callable[..., list[Any]] = run_job
+    seconds: float = math.inf
+    began: float = field(default_factory=time.monotonic)
     numbers: list[Number] = field(default_factory=list)
     test: str = ""
     plain: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +78,24 @@ class Lab:
     def is_dry(self) -> bool:
         """Return whether nothing here is a device."""
         return self.device == "cpu"
+
+    def has_time(self) -> bool:
+        """Return whether a test may begin."""
+        return self._left_s() >= LEAST_S
+
+    def _left_s(self) -> float:
+        return self.seconds - (time.monotonic() - self.began)
+
+    def _within(self, limit_s: float, call: Callable[[float], Any]) -> Any:
+        """Call something with its limit, or with the time that is left where that is shorter."""
+        limit_s *= DRY_TIME if self.is_dry else 1.0
+        left_s = max(self._left_s(), 1.0)
+        try:
+            return call(min(limit_s, left_s))
+        except JobFailed:
+            if left_s < limit_s and self._left_s() <= 1.0:
+                pytest.skip(f"{NOT_REACHED}: {self.seconds:g} s were over within it")
+            raise
 
     def run(
         self,
@@ -76,18 +107,21 @@ class Lab:
         environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
         """Run a function on ranks that see the first ``num_devices`` devices, and return what each returned."""
-        return self.run_ranks(
-            function,
-            num_ranks,
-            *arguments,
-            limit_s=limit_s * (DRY_TIME if self.is_dry else 1.0),
-            environment={**self._variables(num_devices), **(environment or {})},
-        )
+        variables = {**self._variables(num_devices), **(environment or {})}
+
+        def call(limit: float) -> list[Any]:
+            return self.run_ranks(function, num_ranks, *arguments, limit_s=limit, environment=variables)
+
+        found: list[Any] = self._within(limit_s, call)
+        return found
 
     def gpp(self, *words: str, limit_s: float, num_devices: int = 1) -> dict[str, Any]:
         """Run a ``gpp`` command there and return its result."""
-        limit_s *= DRY_TIME if self.is_dry else 1.0
-        return run_program(words, limit_s=limit_s, environment=self._variables(num_devices))
+        variables = self._variables(num_devices)
+        found: dict[str, Any] = self._within(
+            limit_s, lambda limit: run_program(words, limit_s=limit, environment=variables)
+        )
+        return found
 
     def _variables(self, num_devices: int) -> dict[str, str]:
         visible = {} if self.is_dry else {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[:num_devices])}
@@ -113,8 +147,10 @@ class Lab:
 
 def find_lab() -> Lab | None:
     """Return the lab that `python -m tests.gpu` asked for, or that of the devices there are; None without any."""
+    seconds = float(os.environ.get(SECONDS_VARIABLE, "inf"))
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
-        return Lab(device="cpu", devices=[""] * int(os.environ.get("GPP_DRY_RANKS", DRY_RANKS)))
+        ranks = int(os.environ.get("GPP_DRY_RANKS", DRY_RANKS))
+        return Lab(device="cpu", devices=[""] * ranks, seconds=seconds)
     import torch
 
     if not torch.cuda.is_available():
@@ -122,9 +158,11 @@ def find_lab() -> Lab | None:
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in given.split(",") if name.strip()]
     count = torch.cuda.device_count()
-    return Lab(device="cuda", devices=names[:count] or [str(index) for index in range(count)])
+    devices = names[:count] or [str(index) for index in range(count)]
+    return Lab(device="cuda", devices=devices, seconds=seconds)
 
 
+@functools.cache
 def describe_machine() -> dict[str, str]:
     """Return what a reader of the numbers must know: devices, driver, releases."""
     import deepspeed
@@ -157,13 +195,26 @@ def _output(*command: str) -> str:
 def write_report(lab: Lab, machine: Mapping[str, str], outcomes: Mapping[str, str], folder: Path) -> Path:
     """Write build/gpu_report.json and .md, and return the second.
 
+    What is there of the same revision and devices stays, but for what this run found anew.
+
     Args:
         outcomes: what became of each test, by its name.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [{**asdict(number), "is_good": number.is_good} for number in lab.numbers]
+    path = folder / "gpu_report.json"
+    before = _report_of(path, lab.device, machine)
+    numbers = {number.what: number for number in (*before[0], *lab.numbers)}.values()
+    # what is not reached this time may have been before
+    outcomes = {
+        **outcomes,
+        **before[1],
+        **{k: v for k, v in outcomes.items() if not v.startswith(NOT_REACHED)},
+    }
+    rows = [{**asdict(number), "is_good": number.is_good} for number in numbers]
     report = {"device": lab.device, "machine": machine, "tests": outcomes, "numbers": rows}
-    (folder / "gpu_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    written = path.with_suffix(".part")  # never half a report, whenever the run is ended
+    written.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    written.replace(path)
     lines = ["# make test-gpu", ""]
     if lab.is_dry:
         lines += [
@@ -172,11 +223,26 @@ def write_report(lab: Lab, machine: Mapping[str, str], outcomes: Mapping[str, st
         ]
     lines += [f"- {name}: {text}" for name, text in machine.items()]
     lines += ["", "| number | found | at most | command |", "|---|---|---|---|"]
-    for number in lab.numbers:
+    for number in numbers:
         most = "" if number.most is None else f"{number.most:g}"
         flag = "" if number.is_good else " **above**"
         lines.append(f"| {number.what} | {number.value:.4g}{flag} | {most} | `{number.command}` |")
+    missing = [name for name, text in outcomes.items() if text.startswith(NOT_REACHED)]
+    if missing:
+        lines += ["", f"{len(missing)} of {len(outcomes)} tests were not reached."]
     lines += ["", "| test | |", "|---|---|", *(f"| {name} | {text} |" for name, text in outcomes.items())]
     path = folder / "gpu_report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def _report_of(path: Path, device: str, machine: Mapping[str, str]) -> tuple[list[Number], dict[str, str]]:
+    """Return the numbers and the tests of a report, if it is of this revision and these devices."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if (found["device"], found["machine"]) != (device, dict(machine)):
+            return [], {}
+        rows = [{k: v for k, v in row.items() if k != "is_good"} for row in found["numbers"]]
+        return [Number(**row) for row in rows], dict(found["tests"])
+    except (OSError, ValueError, KeyError, TypeError):  # none, or one of another form
+        return [], {}

@@ -110,6 +110,43 @@ def test_the_report_holds_each_number_with_its_command(tmp_path: Path) -> None:
     ]
 
 
+def test_a_second_run_adds_to_the_report_and_says_what_it_did_not_reach(tmp_path: Path) -> None:
+    machine = {"revision": "abc", "devices": "1 x H100"}
+    first = Lab(device="cuda", devices=["0"], test="test_swap")
+    first.record("swap over plain", 1.2, most=1.3)
+    first.record("step, ms", 7.0)
+    write_report(first, machine, {"test_swap": "passed", "test_demo": "not reached"}, tmp_path)
+    second = Lab(device="cuda", devices=["0"], test="test_swap")
+    second.record("swap over plain", 1.1, most=1.3)
+    tests = {"test_swap": "not reached", "test_eager": "not reached: 530 s are over"}
+    text = write_report(second, machine, tests, tmp_path).read_text()
+    assert "| swap over plain | 1.1 |" in text and "| step, ms | 7 |" in text and "1.2" not in text
+    assert "| test_swap | passed |" in text and "2 of 3 tests were not reached" in text
+    other = write_report(Lab(device="cuda", devices=["0"]), {**machine, "revision": "def"}, {}, tmp_path)
+    assert "swap" not in other.read_text(), "another revision begins anew"
+
+
+def test_nothing_is_begun_when_the_time_is_over_and_what_runs_is_ended() -> None:
+    lab = Lab(device="cuda", devices=["0"], seconds=30.0)
+    assert lab.has_time()
+    lab.began -= 15.0
+    assert not lab.has_time()
+    limits: list[float] = []
+
+    def hang(*arguments: Any, limit_s: float, environment: Any) -> list[Any]:
+        limits.append(limit_s)
+        lab.began -= limit_s
+        raise JobFailed("no end in time")
+
+    lab.run_ranks = hang
+    with pytest.raises(pytest.skip.Exception, match="not reached: 30 s were over within it"):
+        lab.run(hang, 1, limit_s=240.0)
+    assert limits[0] <= 15.0
+    lab.seconds = 1e6
+    with pytest.raises(JobFailed):  # a job that has its own limit fails
+        lab.run(hang, 1, limit_s=240.0)
+
+
 # ---- one job of each kind -----------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ def check_training(case: str, answers: list[dict[str, Any]]) -> None:
 
 
 def check_memory(answer: dict[str, Any]) -> None:
-    """Hold what a rank has against its plan: parts between tasks, one stage whole while it runs."""
+    """Hold what a rank has against its plan: parts between tasks, two stages whole while tasks run, as there is room."""
     memory, stages = answer["memory"], answer["stages"]
     parts = sum(stage.sharded_bytes // stage.degree for stage in stages)
     if not any(answer["sharded"]):
@@ -72,10 +72,12 @@ def check_memory(answer: dict[str, Any]) -> None:
         return
     assert memory.predicted.weights == pytest.approx(parts, abs=2)
     assert memory.held.weights == pytest.approx(parts, rel=0.02, abs=1024)
-    largest = max(stage.gathered_bytes for stage in stages)
-    assert memory.predicted.gathered == largest
-    assert memory.held.gathered == pytest.approx(largest, rel=0.02, abs=1024)
-    assert len(answer["gathers"]) == 1 if len(stages) == 1 else len(answer["gathers"]) > len(stages)
+    largest = sorted(stage.gathered_bytes for stage in stages)[-2:]
+    assert memory.predicted.gathered == sum(largest)
+    # stages whose ranks differ on the way may find no order in which two are whole
+    least, most = 0.98 * largest[-1] - 1024, 1.02 * sum(largest) + 1024
+    assert least <= memory.held.gathered <= most
+    assert len(answer["gathers"]) >= len(stages)
 
 
 @pytest.mark.parametrize(("case", "num_ranks"), reversed(CASES))
@@ -130,6 +132,9 @@ def weights_without_ranks(
 ) -> tuple[nn.Module, Any]:
     """Return a module of two types, so of two flat buffers, and its weights on the one rank of its stage."""
     monkeypatch.setattr(sharded_weights, "all_gather", gathers)
+    monkeypatch.setattr(
+        sharded_weights, "begin_all_gather", lambda *tensors, **given: lambda: gathers(*tensors, **given)
+    )
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()).to(device)
     count = sharded_weights.GatheredBytes()
     given: dict[str, Any] = {"group": None, "position": 0, "degree": 1, "count": count}
@@ -158,11 +163,11 @@ def test_a_gather_that_breaks_off_leaves_parts(monkeypatch: pytest.MonkeyPatch) 
     module, weights = weights_without_ranks(monkeypatch, fail_second)
     parts = sizes(weights)
     with pytest.raises(CommTimeout), sharded_weights.attached([weights]):
-        weights.gather()
+        weights.gather()()
     assert parts == [(0, 24), (0, 48)]
     assert sizes(weights) == [(0, 24), (48, 48)], "what the collective may still write to is there"
     with sharded_weights.attached([weights]):
-        weights.gather()
+        weights.gather()()
         assert sizes(weights) == [(24, 0), (48, 0)]
         assert all(parameter.isfinite().all() for parameter in module.parameters())
         weights.free()
@@ -174,8 +179,8 @@ def test_a_gather_that_breaks_off_leaves_parts(monkeypatch: pytest.MonkeyPatch) 
 def test_what_failed_first_is_said_and_all_stages_are_detached(monkeypatch: pytest.MonkeyPatch) -> None:
     (held, first), (other, second) = (weights_without_ranks(monkeypatch, copy_part) for _ in range(2))
     with pytest.raises(ZeroDivisionError), sharded_weights.attached([first, second]):
-        first.gather()
-        second.gather()
+        first.gather()()
+        second.gather()()
         array = held[1].weight.detach().numpy()
         raise ZeroDivisionError
     assert sizes(second) == [(0, 24), (0, 48)] and len(array) == 2
@@ -184,7 +189,7 @@ def test_what_failed_first_is_said_and_all_stages_are_detached(monkeypatch: pyte
         pytest.raises(RuntimeFailure, match="numpy"),
         sharded_weights.attached([second]),
     ):
-        second.gather()
+        second.gather()()
         array = other[0].weight.detach().numpy()
 
 

@@ -23,7 +23,7 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import (
     launcher_variables,
     place_ranks,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_kept_ranks, run_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 DEEPSPEED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -201,6 +201,23 @@ def test_ranks_on_one_device_join_over_gloo_unbound():
         "backend": "gloo", "has a device bound": False, "device": ["cuda:0"], "sharers": 2, "subset": True,
     }  # fmt: skip
     assert run_ranks(_join_on_one_device, 2, timeout_s=90) == [joined, joined]
+
+
+def _join_bound() -> tuple[str, int]:
+    """Join where the caller bound the default group, and make groups that not all ranks are in."""
+    default: Any = dist.group.WORLD
+    default.bound_device_id = torch.device("cuda", 0)
+    try:
+        placement_of_ranks.join_ranks("cpu")
+        # those outside of a group would split the default group's communicator, which gloo's group has no call for
+        found = [dist.new_group([rank], backend="gloo") for rank in (0, 1)][dist.get_rank()]
+        return str(default.bound_device_id), dist.get_world_size(found)
+    finally:
+        default.bound_device_id = None
+
+
+def test_a_default_group_that_the_caller_bound_is_bound_no_longer():
+    assert run_kept_ranks(_join_bound, 2) == [("None", 1)] * 2
 
 
 def test_a_rank_that_does_not_come_is_named():

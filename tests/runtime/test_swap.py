@@ -128,9 +128,9 @@ def test_storages_come_back_ahead_in_backward_order(monkeypatch: pytest.MonkeyPa
     log: list[str] = []
     bring = SwappedStorage.bring
 
-    def watch(self: SwappedStorage) -> None:
+    def watch(self: SwappedStorage, **options: bool) -> None:
         log.append(f"bring {names[id(self)]}")
-        bring(self)
+        bring(self, **options)
 
     monkeypatch.setattr(SwappedStorage, "bring", watch)
     queue = ReturnQueue()
@@ -185,10 +185,42 @@ def test_a_backward_known_to_come_next_is_prepared_during_the_task_before() -> N
     assert trainer.keeper is not None and trainer.keeper._counter is not None
     assert trainer.keeper._counter.counts().working_bytes == 0
     trainer.forward(1)
-    assert trainer.keeper._counter.counts().working_bytes > 0
+    counts = trainer.keeper._counter.counts()
+    assert 0 < counts.working_bytes <= max(t.bytes for t in plan_swap(stage).swapped), (
+        "one comes, none is in use"
+    )
     plain = Trainer(stage, plan_swap(stage))
     expected, found = plain.train(), Trainer(stage, plan_swap(stage), next_backward=following.get).train()
     assert_same(found, expected)
+
+
+def test_the_first_copy_back_waits_for_nothing_of_the_task_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for behind that task's launch, the copy would wait for its end, and hide behind nothing."""
+    log: list[str] = []
+    compute = Stream("compute", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    following = {(False, 1, None): 0, (False, 2, None): 1, (True, 1, None): 2}
+    stage = make_stage("gpt2", granularity="layer", dropout=0.1)
+    trainer = Trainer(stage, plan_swap(stage), next_backward=following.get)
+    trainer.link._out, trainer.link._back = Stream("out", log), Stream("back", log)  # type: ignore[assignment]
+    begin = trainer.keeper._policies[0].begin  # type: ignore[union-attr]
+    run = torch.autograd.backward
+
+    def note(what: str, call: Any) -> Any:
+        return lambda *args, **options: (log.append(what), call(*args, **options))[1]
+
+    monkeypatch.setattr(trainer.keeper._policies[0], "begin", note("launch F", begin))  # type: ignore[union-attr]
+    monkeypatch.setattr("gpp_plugin.runtime.compute.run_backward", note("launch B", run))
+    for task in ("F0", "F1", "B0", "F2", "B1", "B2"):
+        {"F": trainer.forward, "B": trainer.backward}[task[0]](int(task[1]))
+        is_prepared, launch = task in ("F1", "F2"), log.index(f"launch {task[0]}")
+        # the copy's wait for the compute stream stands in front of all that the task launches
+        assert ("back waits for compute" in log[:launch]) == is_prepared
+        if task == "B1":  # and B2's first is asked for while B1 runs
+            first_of_2 = trainer.keeper._passes[2][0].queue._coming  # type: ignore[union-attr]
+            assert first_of_2 and "back copies" in log[-1]
+        log.clear()
 
 
 def test_unknown_tensors_and_double_plans_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from gpp_benchmarks._random_plans import with_in_flight
+from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 
 
@@ -91,3 +92,15 @@ def sharded(plan: PipelinePlan, *ranks: tuple[int, ...], num_bytes: int = 80) ->
         for stage, of_stage in zip(plan.stages, own, strict=True)
     )
     return dataclasses.replace(plan, stages=stages)
+
+
+def with_room(plan: PipelinePlan, *, limit: int = 1 << 40) -> PipelinePlan:
+    """Return the plan with a limit of its ranks, and nothing in their memory but what is gathered."""
+    nothing = dict.fromkeys(
+        ("weights", "stashed_weights", "gradients", "optimizer", "activations", "working", "transient"), 0
+    )
+    parts = (
+        MemoryBreakdown(stage=stage.name, gathered=stage.gathered_bytes, limit=limit, **nothing)
+        for stage in plan.stages
+    )
+    return dataclasses.replace(plan, memory=tuple(parts))

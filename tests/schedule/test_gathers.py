@@ -7,14 +7,16 @@ import pytest
 
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.gathers import gathered_at_once
 from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.simulate.overlap import Travel, overlap_of
 from gpp_plugin.simulate.program_times import simulate_programs
-from tests.schedule.plans import sharded, simple_plan
+from tests.schedule.plans import sharded, simple_plan, with_room
 
 GATHER, FREE = InstructionKind.GATHER, InstructionKind.FREE
 
@@ -52,6 +54,58 @@ def test_ranks_of_several_stages_hold_one_of_them_whole():
         "gather(0) 0B1 free(0) step"
     )
     assert gathered_at_once(plan, programs[0]) == 50
+
+
+def three_on_two_ranks(limit):
+    chain = simple_plan([2, 2, 2], [(0, 1), (1, 2)], mini_batch=2)
+    plan = sharded(chain, (0, 1), (0, 1), (0, 1), num_bytes=100)
+    return with_room(plan, limit=limit)
+
+
+def test_with_room_for_two_a_stage_is_gathered_a_task_ahead():
+    plan = three_on_two_ranks(100)
+    _, programs = proven(plan)
+    words = [word for word in short(programs[0]).split() if not word.startswith("reduce")]
+    assert " ".join(words) == (
+        "gather(0) gather(1) 0F0 free(0) gather(2) 1F0 free(1) 2F0 gather(1) 2B0 free(2) gather(0) 1B0 free(1) 0B0 "
+        "free(0) step"
+    )
+    assert gathered_at_once(plan, programs[0]) == 100 == joined_breakdown(plan.memory).gathered
+    # a gather of 1 us beside tasks of 1 us: only the first two, which begin together, hide behind nothing
+    timeline = simulate_programs(plan, programs, gather_us=dict.fromkeys(range(3), 1.0))
+    alone = simulate_programs(plan, programs)
+    assert timeline.iteration_us == alone.iteration_us + 1.0
+    (hidden,) = overlap_of(
+        [
+            Travel(kind="gathers", rank=e.rank, start_us=e.start_us, end_us=e.end_us)
+            for e in timeline.events
+            if e.kind is EventKind.GATHER
+        ],
+        {r: [(e.start_us, e.end_us) for e in timeline.events if e.rank == r and e.task] for r in (0, 1)},
+    )
+    assert hidden.share == 0.6
+
+
+def test_without_room_for_two_none_is_ahead():
+    plan = three_on_two_ranks(99)
+    _, programs = proven(plan)
+    assert programs == proven(dataclasses.replace(plan, memory=()))[1]
+    assert gathered_at_once(plan, programs[0]) == 50 == joined_breakdown(plan.memory).gathered
+
+
+def test_random_programs_with_room_finish_and_hold_what_is_planned():
+    rng = random.Random(11)
+    ahead = 0
+    for _ in range(60):
+        plan = with_room(sharded(random_plan(rng, most_stages=6, most_ranks=8, shares_ranks=True)))
+        _, programs = proven(plan)
+        _, plain = proven(dataclasses.replace(plan, memory=()))
+        ahead += programs != plain
+        for program, before in zip(programs, plain, strict=True):
+            planned = joined_breakdown([plan.memory[stage] for stage in program.stages]).gathered
+            most = max(planned, gathered_at_once(plan, before))
+            assert gathered_at_once(plan, program) <= most
+    assert ahead >= 10
 
 
 @pytest.mark.parametrize("num_stages", [4, 6])

@@ -37,8 +37,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
 from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
-from gpp_plugin.capture.eager.trial_run import made_up, observe
+from gpp_plugin.capture.eager.trial_run import CPU, CheckedOnCpu, made_up, observe
 from gpp_plugin.capture.tracing.carried_state import TORCHS_OWN, described, initial_values
+from gpp_plugin.capture.tracing.devices import on_device
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.analysis import CarriedState
 
@@ -340,7 +341,8 @@ class WholeCalls:
         except Exception:
             if home.type == "cpu":
                 raise
-            return observe(call, [tensor.to(home) for tensor in real], requires_grad)
+            with CheckedOnCpu(home.type):
+                return observe(call, [tensor.to(home) for tensor in real], requires_grad)
 
     @torch.no_grad()
     def _operands(self, traced: Sequence[Tensor], nodes: Sequence[fx.Node | None]) -> list[Tensor]:
@@ -507,8 +509,12 @@ def _compute(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     if is_ours or any(source is None for source in sources) or not isinstance(target, torch._ops.OpOverload):
         if target is not operator.getitem or sources[0] is None:
             return None
+    if isinstance(seen, Tensor) and seen.device.type != "cpu":  # known values are on the CPU
+        args, kwargs = on_device((node.args, node.kwargs), CPU, of_type=seen.device.type)
+    else:
+        args, kwargs = node.args, node.kwargs
     try:
-        return target(*fx.map_arg(node.args, known.__getitem__), **fx.map_arg(node.kwargs, known.__getitem__))
+        return target(*fx.map_arg(args, known.__getitem__), **fx.map_arg(kwargs, known.__getitem__))
     except Exception:  # whatever an operator raises: the value then is made up
         return None
 

@@ -3,21 +3,33 @@
 Weights are the model's own, or random ones where it is on the meta device. Arguments that are entries of the batch are
 those; of others shapes alone are known, so that they are made up.
 
+Made-up values may be wrong ones: an index beyond its table is an exception on the CPU, and on a GPU an assertion of
+the device, after which every call of the process fails. So calls are tried on the CPU. Code that has kernels for
+another device alone is tried there, each operator on the CPU first (`CheckedOnCpu`).
+
 Source: this project
 Tests: tests/capture/test_eager.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpp_plugin.capture.eager.opaque_call import Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.flop_count import FlopCount
+from gpp_plugin.capture.tracing.devices import on_device
 from gpp_plugin.capture.tracing.outside import TORCH, watched_generators
+from gpp_plugin.errors import RuntimeFailure, first_line
+
+CPU = torch.device("cpu")
 
 
 def made_up(shape: Sequence[int], dtype: torch.dtype, *, varied: torch.Generator | None = None) -> Tensor:
@@ -39,6 +51,64 @@ def made_up(shape: Sequence[int], dtype: torch.dtype, *, varied: torch.Generator
     if dtype is torch.bool:
         return torch.rand(tuple(shape), generator=varied, device=where) < 0.5
     return torch.randint(0, 2, tuple(shape), generator=varied, device=where, dtype=dtype)
+
+
+class CheckedOnCpu(TorchDispatchMode):
+    """Runs each operator on copies on the CPU before it runs on the device.
+
+    What the CPU refuses is raised and never reaches the device; what has no kernel for the CPU runs on the device
+    alone.
+
+    Args:
+        of_type: the type of the device.
+        indices_only: check only operators with a whole-number operand, which may be an index.
+    """
+
+    def __init__(self, of_type: str, *, indices_only: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of_type, self._indices_only = of_type, indices_only
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Check and run one operator."""
+        kwargs = dict(kwargs or {})
+        if self._is_checked((args, kwargs)):
+            # Copies: an operator may write into its operands, and runs once more. No mode sees the check (it would
+            # count its operations), and generators are as before it.
+            with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+                given, named = tree_map(self._copied, on_device((args, kwargs), CPU, of_type=self._of_type))
+                with contextlib.suppress(NotImplementedError):  # no kernel for the CPU
+                    func(*given, **named)
+        return func(*args, **kwargs)
+
+    def _is_checked(self, arguments: Any) -> bool:
+        operands = [
+            leaf
+            for leaf in tree_leaves(arguments)
+            if isinstance(leaf, Tensor) and leaf.device.type == self._of_type
+        ]
+        if not self._indices_only:
+            return bool(operands)
+        return any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in operands)
+
+    @staticmethod
+    def _copied(leaf: Any) -> Any:
+        return leaf.detach().to(CPU, copy=True) if isinstance(leaf, Tensor) else leaf
+
+
+def refuse_lost_device(error: BaseException) -> None:
+    """Raise where an exception says that the device is lost: it is no answer, as every later call fails as well.
+
+    Raises:
+        RuntimeFailure: it does.
+    """
+    lost = error if isinstance(error, torch.AcceleratorError) else error.__cause__
+    if isinstance(lost, torch.AcceleratorError):
+        raise RuntimeFailure(
+            f"the device failed, and nothing runs on it any more: {first_line(lost)}; run again with "
+            "CUDA_LAUNCH_BLOCKING=1, which names the operator, or on the CPU, which names the value"
+        ) from lost
 
 
 def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequence[bool]) -> Observed:

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.eager.trial_run import CPU
 from gpp_plugin.capture.layout.inseparable import operator_sources, ordered_units
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
 from gpp_plugin.capture.layout.trials import MixedSamples, Trials, are_equal, find_rows, shape_of, tensors_of
@@ -67,7 +68,7 @@ def analyse_layouts(
     large: Traced,
     clusters: Sequence[Sequence[str]],
     input_rows: dict[str, int],
-    device: torch.device,
+    traced_on: torch.device,
     *,
     written: Set[str],
 ) -> Layouts:
@@ -77,10 +78,10 @@ def analyse_layouts(
         small, large: structurally equal exports at ``n >= 2`` and ``2n`` samples.
         clusters: operators judged as one because they write shared storage.
         input_rows: batch key -> rows a sample along axis 0; 0 for inputs without samples.
-        device: where operators are tried.
+        traced_on: the device of both exports; operators are tried on the CPU.
         written: placeholders that operators write into.
     """
-    return _Analysis(small, large, clusters, input_rows, device, written).run()
+    return _Analysis(small, large, clusters, input_rows, traced_on, written).run()
 
 
 def whole_layouts(traced: Traced) -> Layouts:
@@ -98,11 +99,10 @@ class _Analysis:
         large: Traced,
         clusters: Sequence[Sequence[str]],
         input_rows: dict[str, int],
-        device: torch.device,
+        traced_on: torch.device,
         written: Set[str],
     ) -> None:
         self.small, self.large = small, large
-        self.device = device
         # Filled in execution order, so that an operator finds the states of all it reads:
         #   found.states   of every tensor; of an operator with several results `Fixed`, its parts' in ``tuples``
         #   constants      values at both sizes of what depends on the number of samples alone, or on nothing
@@ -113,7 +113,7 @@ class _Analysis:
         self.pairs = {a.name: (a, b) for a, b in zip(small.graph.nodes, large.graph.nodes, strict=True)}
         self.clusters = clusters
         self.trials = Trials(
-            small, large, self.pairs, states=self.found.states, constants=self.constants, device=device
+            small, large, self.pairs, states=self.found.states, constants=self.constants, traced_on=traced_on
         )
         self.written = written & small.parameters.keys()
         for name in small.fakes:
@@ -125,8 +125,10 @@ class _Analysis:
             rows = input_rows[self.small.inputs[name]]
             state = Rows(0, rows) if rows else Fixed()
         elif name in self.small.constants:
-            value = self.small.constants[name].to(self.device)
-            self.constants[name] = (value, self.large.constants[name].to(self.device))
+            self.constants[name] = (
+                self.small.constants[name].to(CPU),
+                self.large.constants[name].to(CPU),
+            )
         self.found.states[name] = state
 
     def run(self) -> Layouts:
@@ -249,7 +251,7 @@ class _Analysis:
 
     def _known(self, node: fx.Node, which: int) -> Any:
         if node.op == "get_attr":
-            return (self.small, self.large)[which].attributes[str(node.target)]
+            return self.trials.bodies[which][str(node.target)]
         return self.constants[node.name][which]
 
     def _constant_state(self, name: str, small: Tensor, large: Tensor) -> State:

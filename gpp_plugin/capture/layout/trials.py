@@ -1,5 +1,7 @@
 """Tries operators on random operands: run on all samples and on slices of them, do the results agree?
 
+On the CPU, whatever device the graphs were traced on: random operands may be refused (`trial_run` has why).
+
 Source: this project
 Tests: tests/capture/test_layouts.py
 """
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
-from gpp_plugin.capture.eager.trial_run import made_up
+from gpp_plugin.capture.eager.trial_run import CPU, CheckedOnCpu, made_up
 from gpp_plugin.capture.layout.layout_rules import Fixed, Rows, State
+from gpp_plugin.capture.tracing.devices import on_device, placed_body
 from gpp_plugin.capture.tracing.traced import Traced
 from gpp_plugin.errors import first_line
 
@@ -47,7 +50,7 @@ class Trials:
         pairs: the nodes of both by the smaller one's names.
         states: of every operand, filled as operators are judged.
         constants: values, at both sizes, of operands that do not depend on inputs.
-        device: where operators run.
+        traced_on: the device of both graphs; custom functions without code for the CPU are tried on it.
     """
 
     def __init__(
@@ -58,12 +61,17 @@ class Trials:
         *,
         states: Mapping[str, State],
         constants: Mapping[str, tuple[Tensor, Tensor]],
-        device: torch.device,
+        traced_on: torch.device,
     ) -> None:
         self._small, self._large, self._pairs = small, large, pairs
-        self._states, self._constants, self._device = states, constants, device
+        self._states, self._constants, self._traced_on = states, constants, traced_on
         self._memo: dict[Any, list[State] | str] = {}
-        self._generator = torch.Generator(device=device).manual_seed(0)
+        self._generator = torch.Generator().manual_seed(0)
+        self.bodies = tuple(
+            {name: placed_body(body, CPU, of_type=traced_on.type) for name, body in traced.attributes.items()}
+            for traced in (small, large)
+        )
+        """What each graph calls, by name, on the CPU."""
 
     def judge(self, unit: tuple[str, ...], sources: list[fx.Node]) -> list[State] | str:
         """Return the layout of every result of the unit's operators, or why they mix samples.
@@ -140,7 +148,7 @@ class Trials:
 
     def _operand(self, source: fx.Node, moves: bool) -> Any:
         if source.op == "get_attr":
-            return self._large.attributes[str(source.target)]
+            return self.bodies[1][str(source.target)]
         if source.name in self._constants:
             return self._constants[source.name][1].clone()
         node = self._pairs[source.name][1]
@@ -148,16 +156,14 @@ class Trials:
         # Lower precisions are tried in float32, as their rounding would hide small differences; operators that only
         # move elements in int16, a half or a quarter of the memory.
         if moves and (dtype.is_floating_point or dtype.is_complex):
-            return torch.randint(
-                0, 30000, shape, generator=self._generator, device=self._device, dtype=torch.int16
-            )
+            return torch.randint(0, 30000, shape, generator=self._generator, dtype=torch.int16)
         if dtype.is_floating_point and dtype is not torch.float64:
             dtype = torch.float32
         return made_up(shape, dtype, varied=self._generator)
 
     def _slice(self, source: fx.Node, value: Any, start: int) -> Any:
         if not isinstance(value, Tensor):
-            return self._small.attributes[str(source.target)]
+            return self.bodies[0][str(source.target)]
         if source.name in self._constants:
             return self._constants[source.name][0].clone()
         state = self._states[source.name]
@@ -171,8 +177,8 @@ class Trials:
         with torch.no_grad():
             for name in unit:
                 node = self._pairs[name][which]
-                args = fx.map_arg(node.args, lambda n: values[n.name])
-                kwargs = dict(fx.map_arg(node.kwargs, lambda n: values[n.name]))
+                placed = on_device((node.args, node.kwargs), CPU, of_type=self._traced_on.type)
+                args, kwargs = fx.map_arg(placed, lambda n: values[n.name])
                 if isinstance(node.target, OpaqueCall):
                     values[name] = self._try_function(node, args)
                 else:
@@ -186,8 +192,15 @@ class Trials:
         """
         sources: Any = node.args
         wanted = [isinstance(self._states[source.name], Rows) for source in sources]
-        results, gradients = node.target.run_with_gradients(arguments, wanted)  # type: ignore[union-attr]
-        return (*results, *gradients)
+        run: Any = node.target.run_with_gradients  # type: ignore[union-attr]
+        try:
+            results, gradients = run(arguments, wanted)
+        except Exception:
+            if self._traced_on.type == "cpu":
+                raise
+            with CheckedOnCpu(self._traced_on.type):  # kernels of its own for the device
+                results, gradients = run([tensor.to(self._traced_on) for tensor in arguments], wanted)
+        return tuple(tensor.to(CPU) for tensor in (*results, *gradients))
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:

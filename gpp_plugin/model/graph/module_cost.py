@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.model.graph.given_module import GivenModule
@@ -223,6 +224,7 @@ def measure_split(trial: ModuleTrial) -> SplitCost:
         try:
             found, parts = _run(trial, splitter, ahead_of_parts)
         except Exception as error:  # whatever its operators say to being run twice
+            refuse_lost_device(error)
             logger.info("stage %s: its backward cannot be split: %s", trial.stage.name, error)
             return CANNOT_SPLIT
         if not _are_same(wanted, found):

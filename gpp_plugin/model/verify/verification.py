@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.capture.tracing.carried_state import begins_empty
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.profile import BlockCost
@@ -119,6 +120,7 @@ def verify_part(
         try:
             found = _compare_at(size, part, place, batch, survey)
         except Exception as error:  # of the module outside a trace: its graph may train all the same
+            refuse_lost_device(error)
             reasons.append(f"{size}: {type(error).__name__}: {first_line(error)}")
             allowed -= time.monotonic() - began
             continue

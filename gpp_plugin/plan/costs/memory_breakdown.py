@@ -1,8 +1,12 @@
 """What a plan's memory is predicted to be filled with, stage by stage: the terms of `memory_formula` one by one.
 
-Their sums are the plan's own figures. Beside them: what stages hold of the mini-batch itself (`with_inputs`: every row
-that one of their tasks will read, from its start to its end), and what autograd keeps if a plan is kept to, with how
-far what was counted is from it (`expected_counts`, `differences`).
+Their sums are the plan's own figures. Beside them: what messages hold on their way (`under_way_bytes`), what stages
+hold of the mini-batch itself (`with_inputs`: every row that one of their tasks will read, from its start to its end),
+and what autograd keeps if a plan is kept to, with how far what was counted is from it (`expected_counts`,
+`differences`).
+
+Planners cut a model without messages in mind. Where a plan's ranks have no room for them, it is planned again with so
+much less memory (`plan_beside_messages`).
 
 Source: this project
 Tests: tests/plan/test_memory_breakdown.py, tests/plan/test_inputs.py, tests/integrations/test_memory.py
@@ -11,10 +15,11 @@ Tests: tests/plan/test_memory_breakdown.py, tests/plan/test_inputs.py, tests/int
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.memory_plan import MemoryBreakdown
+from gpp_plugin.ir.memory_plan import MemoryBreakdown, joined_breakdown
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import InputCost, Profile
@@ -22,6 +27,10 @@ from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.plan.costs.memory_formula import sharded_bytes, shared_out, stashed_bytes, unreduced_bytes
 from gpp_plugin.plan.costs.tensor_costs import sharded_profile
 from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.schedule.messages import under_way_bytes
+
+MOST_PLANS = 3
+"""Plans that are made of one request so that messages fit beside all else."""
 
 
 def memory_breakdown(
@@ -45,7 +54,10 @@ def memory_breakdown(
         for tensor in {stage.tensor for stage in plan.stages}
     }
     return tuple(
-        _of_stage(stage, plan.num_versions(index), of_tensor[stage.tensor], zero_stage, more_samples)
+        dataclasses.replace(
+            _of_stage(stage, plan.num_versions(index), of_tensor[stage.tensor], zero_stage, more_samples),
+            messages=under_way_bytes(plan, index, more_samples=more_samples),
+        )
         for index, stage in enumerate(plan.stages)
     )
 
@@ -63,6 +75,44 @@ def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     limits = [min(rank_limit(request, rank) for rank in stage.ranks) for stage in plan.stages]
     memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
     return dataclasses.replace(plan, stages=stages, memory=memory)
+
+
+def plan_beside_messages(request: PlanRequest, make: Callable[[PlanRequest], PipelinePlan]) -> PipelinePlan:
+    """Return what is made of a request, or of one with less memory, so that messages under way fit as well.
+
+    Args:
+        make: makes a plan, each time of the same stages or of a planner's.
+    """
+    plan = first = make(request)
+    taken = 0
+    for _ in range(MOST_PLANS - 1):
+        over = _excess_bytes(plan, request)
+        if over <= 0:
+            return plan
+        taken += over
+        ranks = {rank for stage in plan.stages for rank in stage.ranks}
+        limit = min(rank_limit(request, rank) for rank in ranks) - taken
+        try:
+            plan = make(dataclasses.replace(request, memory_limit_bytes=limit))
+        except PlanInfeasible:
+            break
+    if _excess_bytes(plan, request) <= 0:
+        return plan
+    over = _excess_bytes(first, request)
+    note = f"messages on their way may take {over} bytes more than a rank has; lower micro_batch_sizes if it runs out"
+    return dataclasses.replace(first, notes=(*first.notes, note))
+
+
+def _excess_bytes(plan: PipelinePlan, request: PlanRequest) -> int:
+    """Return the most bytes by which a rank that fits exceeds its limit with its messages; 0 where none does."""
+    parts = memory_breakdown(plan, request.profile, graph=request.graph, zero_stage=request.zero_stage)
+    found = 0
+    for rank in {rank for stage in plan.stages for rank in stage.ranks}:
+        own = joined_breakdown([parts[stage] for stage in plan.stages_of_rank(rank)])
+        over = own.total + own.messages - rank_limit(request, rank)
+        # a rank that exceeds it without messages is a plan that was given, and is for the validator
+        found = max(found, over if over <= own.messages else 0)
+    return found
 
 
 def _of_stage(

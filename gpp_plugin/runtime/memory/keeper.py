@@ -19,6 +19,7 @@ A stage without a memory plan that is not counted has no keeper, and pays one co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -114,8 +115,11 @@ class Pass:
     def finish(self) -> None:
         """End the forward."""
 
-    def prefetch(self) -> None:
-        """Bring back what the backward needs first."""
+    def prefetch(self, *, beside_forward: bool = False) -> None:
+        """Bring back what the backward needs first; ``beside_forward`` as of `SwapLink.bring`."""
+
+    def call_behind(self, behind: Callable[[], None]) -> None:
+        """Call something when the backward uses the last that came back; never where nothing does."""
 
 
 class SavePolicy(Protocol):
@@ -227,6 +231,11 @@ class StageKeeper:
         # Two micro-batches in flight, the first in halves: ``passes`` is {0: [half a, half b], 1: [whole]} until B0.
         # A leaf of a received tensor that may leave the device is an empty stand-in (`enter_graph`); where it stays,
         # the tensor itself is the leaf.
+        # The prefetch comes before anything of this forward is launched: a copy back waits for what the stream that
+        # computes holds by then. Of its own backward, right behind it, nothing has left yet.
+        following = self._next_backward((False, micro_batch, half))
+        if following != micro_batch:
+            self._prefetch(following, beside_forward=True)
         policy = self._policies[half is not None]
         assert policy is not None, "a program with half forwards needs their code"
         counter, fixed = self._counter, (*parameters, *inputs)
@@ -248,33 +257,40 @@ class StageKeeper:
             self._passes[micro_batch].append(forward)
         else:
             self._passes[micro_batch] = [forward]
-        self._prefetch_after((False, micro_batch, half))
         return leaves, outputs
 
-    def begin_backward(self, micro_batch: int) -> None:
-        """Bring back what the micro-batch's backward, which comes next, needs first: of its last half."""
-        # Where counting began in between, the forward ran without this keeper, and there is nothing to bring.
-        for forward in reversed(self._passes.get(micro_batch, ())):
-            forward.prefetch()
+    def begin_backward(self, micro_batch: int, *, is_whole: bool = True) -> None:
+        """Bring back what the micro-batch's backward needs first: of its last half.
+
+        In 1F1B that was asked for before the forward in front of it; in the cool-down when the backward in front of it
+        used the last of its own:
+
+            F0  F1  F2  B0  F3  B1  B2  B3
+                   └►0     └►1    └►2 └►3         the arrows: who is prefetched there
+
+        Args:
+            is_whole: weight gradients are a part of it, so that nothing is used behind it.
+        """
+        self._prefetch(micro_batch)
+        passes = self._passes.get(micro_batch)
+        following = self._next_backward((True, micro_batch, None)) if is_whole else None
+        if passes and following is not None:
+            passes[0].call_behind(functools.partial(self._prefetch, following))
+
+    def begin_weight_gradient(self, micro_batch: int) -> None:
+        """Bring back beside it what the next backward needs first."""
+        self._prefetch(self._next_backward((True, micro_batch, None)))
 
     def end_backward(self, micro_batch: int) -> None:
         """Let go of the micro-batch."""
         self._passes.pop(micro_batch, None)
         if self._counter is not None:
             self._counter.end(micro_batch)
-        self._prefetch_after((True, micro_batch, None))
 
-    def _prefetch_after(self, turn: Turn) -> None:
-        """Bring back while the task before the backward ends what that backward needs first.
-
-        In 1F1B that is after each forward, and in the cool-down after each backward:
-
-            F0  F1  F2  B0  F3  B1  B2  B3
-                     └►0     └►1└►2 └►3         the arrows: who is prefetched there
-        """
-        micro_batch = self._next_backward(turn)
-        if micro_batch is not None:
-            self.begin_backward(micro_batch)
+    def _prefetch(self, micro_batch: int | None, *, beside_forward: bool = False) -> None:
+        # Where counting began in between, the forward ran without this keeper, and there is nothing to bring.
+        for forward in reversed(self._passes.get(-1 if micro_batch is None else micro_batch, ())):
+            forward.prefetch(beside_forward=beside_forward)
 
     def start_counting(self, together: HeldTogether | None = None) -> None:
         """Count what the forwards from now on keep, ``together`` with the rank's other stages."""

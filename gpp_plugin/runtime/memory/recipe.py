@@ -133,9 +133,13 @@ class MovingPass(Pass):
             for _ in range(num_segments)
         ]
 
-    def prefetch(self) -> None:
+    def prefetch(self, *, beside_forward: bool = False) -> None:
         """Bring back what the backward needs first."""
-        self.queue.prefetch()
+        self.queue.prefetch(beside_forward=beside_forward)
+
+    def call_behind(self, behind: Callable[[], None]) -> None:
+        """Call something when the backward uses the last that came back."""
+        self.queue.behind = behind
 
     def pack(self, tensor: Tensor, place: int, action: Action) -> Packed:
         """Do with a saved tensor what its action says, and return what stands for it."""

@@ -7,9 +7,16 @@ nobody uses it any more. Copies run on two side streams, one each way, with even
     compute  ──forward ... ──backward──wait e2──use
     back     ──wait for e1──────copy──►e2           asked for ahead, in backward order
 
+A copy back waits for what the compute stream held when it was asked for, as its memory may be in use until then. So
+the first one of a backward is asked for before the task in front of that backward is launched, and travels beside it:
+
+    compute  ──F2──┬──F3──────────────wait e2──B1──       asked for behind F3, it would wait for F3 and hide nothing
+    back           └──copy of B1's first──►e2
+
 Storages come back in the order opposite to that in which they were last kept, the next ones while the current
-one is in use: as many bytes are on their way as the largest has, one direction at a time, which is what a plan
-counts as its working memory. On the CPU the same code copies at once, without streams.
+one is in use. Two of the largest one's size are in device memory beside what is kept, which is what a plan counts as
+its working memory: beside a forward one leaves and one comes back, in a backward one is in use and one comes back. On
+the CPU the same code copies at once, without streams.
 
 A storage that several operators keep, in several views, moves once and comes back as one storage; it stays until
 its last use, then lets go of the device again. The host buffer is free when autograd lets go of all handles.
@@ -24,6 +31,7 @@ Tests: tests/runtime/test_swap.py
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -149,19 +157,26 @@ class SwapLink:
             total -= data.numel()
 
     def bring(
-        self, buffer: HostBuffer, num_bytes: int, copied: torch.cuda.Event | None
+        self,
+        buffer: HostBuffer,
+        num_bytes: int,
+        copied: torch.cuda.Event | None,
+        *,
+        beside_forward: bool = False,
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Copy bytes back to the device.
 
         Args:
             copied: behind the copy to the host.
+            beside_forward: a forward comes next, and nothing that is back is in use: copies may go both ways.
 
         Returns:
             The bytes, and the event that whoever uses them must wait for.
         """
         if self._back is None:
             return buffer.data[:num_bytes].to(self.device, copy=True), None
-        self._let_go(0)  # a backward begins: what comes back may have the place of what has left
+        if not beside_forward:
+            self._let_go(0)  # a backward begins: what comes back may have the place of what has left
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._back.wait_stream(torch.cuda.current_stream(self.device))  # the memory may still be in use there
         if copied is not None:
@@ -219,9 +234,11 @@ class SwappedStorage:
         """Return whether it will be used and is not on its way yet."""
         return self._uses > 0 and self._data is None
 
-    def bring(self) -> None:
-        """Start the copy back."""
-        self._data, self._returned = self._link.bring(self._buffer, self.num_bytes, self._copied)
+    def bring(self, *, beside_forward: bool = False) -> None:
+        """Start the copy back; ``beside_forward`` as of `SwapLink.bring`."""
+        self._data, self._returned = self._link.bring(
+            self._buffer, self.num_bytes, self._copied, beside_forward=beside_forward
+        )
         if self._counter is not None:
             self._counter.work(self.num_bytes)
 
@@ -278,14 +295,16 @@ class ReturnQueue:
         self._order: list[SwappedStorage] = []
         self._coming: dict[SwappedStorage, None] = {}
         self._largest_bytes = 0
+        self.behind: Callable[[], None] | None = None
+        """Called when the last of them is in use: what the next backward needs first may come."""
 
     def add(self, storage: SwappedStorage) -> None:
         """Note that the forward kept something in a storage."""
         self._order.append(storage)
         self._largest_bytes = max(self._largest_bytes, storage.num_bytes)
 
-    def prefetch(self) -> None:
-        """Bring back what is used next, as much as may be on its way."""
+    def prefetch(self, *, beside_forward: bool = False) -> None:
+        """Bring back what is used next, as much as may be on its way; ``beside_forward`` as of `SwapLink.bring`."""
         # Kept in the order a, b, c of 2, 4 and 3 MB, so the backward uses c, b, a. Budget 4: c (3) comes; b does not
         # fit beside it and waits, and so does a, as nothing overtakes. When c is used its 3 are free again: b comes.
         budget = self._largest_bytes - sum(storage.num_bytes for storage in self._coming)
@@ -295,7 +314,7 @@ class ReturnQueue:
                 budget -= storage.num_bytes
                 if budget < 0:
                     return
-                storage.bring()
+                storage.bring(beside_forward=beside_forward)
                 self._coming[storage] = None
             self._order.pop()
 
@@ -304,4 +323,7 @@ class ReturnQueue:
         tensor = view.on(view.storage.use())
         self._coming.pop(view.storage, None)
         self.prefetch()
+        if self.behind is not None and not self._order and not self._coming:
+            behind, self.behind = self.behind, None
+            behind()
         return tensor

@@ -33,6 +33,7 @@ from gpp_plugin.runtime.messages.receive_buffers import ReceiveBuffers
 from gpp_plugin.runtime.messages.routes import Parcel, Routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.recorder import Recorder
+from gpp_plugin.schedule.messages import sends_under_way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +168,15 @@ class Mailbox:
         self._posted = 0
         self._receives: list[Pending] = [_TAKEN] * len(received)
         self._sends: deque[Pending] = deque()
+        # What is under way, in bytes: sent and not waited for; made for receives, less what a task has waited for.
+        # Buffers that are made ahead count from then on, as memory is taken then.
+        self._sizes = [sum(wire.num_bytes for wire in wires) for _, wires in received]
+        self._sent_bytes: deque[int] = (
+            deque()
+        )  # of ``_sends``, the last ones; what a window took over is not counted
+        self._sending_bytes = self._read_bytes = 0
+        self.most_bytes = 0
+        """The most bytes that sends under way, and buffers of receives that no task has read, took at once."""
         self._sends_of: defaultdict[int, list[Pending]] = defaultdict(list)
         self._no_buffers: Inbox = [[]] * len(received)
         self.inbox: Inbox = list(self._no_buffers)
@@ -248,11 +258,12 @@ class Mailbox:
         # What may be posted ahead is posted before the first message of either kind: a rank that begins with sends
         # would else keep senders waiting that answer them.
         mark = self._marks[0] if transport.prepost_depth and self._marks else 0
+        num_bytes = sum(parcel.wire.num_bytes for parcel in parcels)
 
         def send() -> None:
             if self._posted < mark:
                 self._post_receives(mark)
-            self._send(post, message, parcels, made)
+            self._send(post, message, parcels, made, num_bytes)
             for slot in drops:
                 del made[slot]
             self._reap_sends()
@@ -285,6 +296,12 @@ class Mailbox:
             with beside:
                 self._receives[number] = self._bound[posted](buffers)
             self._posted = posted + 1
+        self._note_bytes()
+
+    def _note_bytes(self) -> None:
+        held = self._sending_bytes + self._buffers.made_bytes - self._read_bytes
+        if held > self.most_bytes:
+            self.most_bytes = held
 
     def complete(self, number: int) -> None:
         """Wait for a message.
@@ -294,16 +311,25 @@ class Mailbox:
         """
         start = self._recorder.now()
         self._receives[number].wait()
+        self._read_bytes += self._sizes[number]
         if self._recorder.is_on:
             message, wires = self._routes.receives[number]
             self._recorder.note_message(EventKind.RECEIVE, message, start, wires)
 
     def _send(
-        self, post: Post, message: Message, parcels: Sequence[Parcel], made: dict[int, Sequence[Tensor]]
+        self,
+        post: Post,
+        message: Message,
+        parcels: Sequence[Parcel],
+        made: dict[int, Sequence[Tensor]],
+        num_bytes: int,
     ) -> None:
         start = self._recorder.now()
         pending = post([pack_parcel(parcel, made) for parcel in parcels])
         self._sends.append(pending)
+        self._sent_bytes.append(num_bytes)
+        self._sending_bytes += num_bytes
+        self._note_bytes()
         if not self._is_trained:
             self._sends_of[message.src_micro_batch + self.shift].append(pending)
         if self._recorder.is_on:
@@ -313,6 +339,8 @@ class Mailbox:
         """Wait until everything has been sent."""
         while self._sends:
             self._sends.popleft().wait()
+        self._sent_bytes.clear()
+        self._sending_bytes = 0
 
     def finish_sends_of(self, micro_batch: int) -> None:
         """Wait until a micro-batch, counted without `shift`, has been sent by a stage without backwards."""
@@ -328,6 +356,8 @@ class Mailbox:
         pending = self._sends
         while pending and (len(pending) > self._most_sends or pending[0].is_done()):
             pending.popleft().wait()
+            if len(self._sent_bytes) > len(pending):
+                self._sending_bytes -= self._sent_bytes.popleft()
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -337,6 +367,8 @@ class Mailbox:
         self._posted = 0
         self._sends.clear()
         self._buffers.clear()
+        self._sent_bytes.clear()
+        self._sending_bytes = self._read_bytes = 0
 
     # ---- windows -------------------------------------------------------------------------------
 
@@ -365,11 +397,11 @@ class Mailbox:
 
 
 def _most_sends(program: RankProgram, *, in_flight: int) -> int:
-    """Return how many sends may be under way: those of twice the micro-batches in flight."""
+    """Return how many sends may be under way: those of so many micro-batches as `sends_under_way` says."""
     forwards = {
         i.task.micro_batch
         for i in program.instructions
         if i.task is not None and i.task.kind is TaskKind.FORWARD
     }
     sends = sum(not message.is_hand_over for message in program.messages(InstructionKind.SEND))
-    return 2 * max(in_flight, 1) * math.ceil(sends / max(len(forwards), 1))
+    return sends_under_way(in_flight) * math.ceil(sends / max(len(forwards), 1))

@@ -28,6 +28,7 @@ from gpp_plugin.ir.program import Message
 from gpp_plugin.runtime.messages.opening_order import opening_order
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.messages.wires import Wire
+from gpp_plugin.schedule.messages import BUFFERS_AHEAD
 
 MAX_CTAS = 4
 """Thread blocks of one transfer: enough for a link, and few of the processors that compute meanwhile."""
@@ -64,7 +65,7 @@ class NcclTransport:
 
     prepost_depth = 0
     prepost_bytes = 0
-    buffers_ahead = 2
+    buffers_ahead = BUFFERS_AHEAD
 
     def __init__(self, *, device: torch.device, timeout_s: float) -> None:
         self._device = device

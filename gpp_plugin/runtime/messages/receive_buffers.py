@@ -24,6 +24,7 @@ Tests: tests/runtime/test_receive_buffers.py
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -49,15 +50,20 @@ class ReceiveBuffers:
         self._ahead = ahead if device.type == "cuda" else 0
         self._beside = torch.cuda.Stream(device, priority=-1) if self._ahead else None
         self._next = 0
+        self._sizes = [sum(_num_bytes(*tensor) for tensor in tensors) for tensors in shapes]
+        self.made_bytes = 0
+        """Bytes of all that were made since the program began, taken or not."""
         self._made: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
 
     def take(self, number: int) -> tuple[list[Tensor], contextlib.AbstractContextManager[object]]:
         """Return the buffers of a receive, and what to post it in; numbers ascend within a program."""
         if self._beside is None:
+            self.made_bytes += self._sizes[number]
             return self._make(number), _HERE
         self._next = max(self._next, number)
         while self._next <= min(number + self._ahead, len(self._shapes) - 1):
             made = self._make(self._next)
+            self.made_bytes += self._sizes[self._next]
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             self._made.append((made, event))
@@ -72,4 +78,8 @@ class ReceiveBuffers:
     def clear(self) -> None:
         """Let go of what was made and not taken; the next number is that of a program's first receive."""
         self._made.clear()
-        self._next = 0
+        self._next = self.made_bytes = 0
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

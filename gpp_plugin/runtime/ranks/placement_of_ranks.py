@@ -346,7 +346,7 @@ def join_ranks(
 
     A process that no launcher started becomes a job of one rank. No device is bound to the group (``device_id``): that
     would make torch create every later group's communicator by splitting a communicator of all ranks. On CUDA the
-    rank's device is the current one afterwards.
+    rank's device is the current one afterwards. A group of the caller's that is bound is bound no longer.
 
     Args:
         device_type: ``cuda`` or ``cpu``: what ranks compute on.
@@ -369,6 +369,7 @@ def join_ranks(
                 f"torch.distributed was initialised with {dist.get_backend_config()}, and {placement.fall_back}; "
                 "or leave the initialisation to deepspeed.initialize"
             )
+        _unbind_default_group()
     else:
         os.environ.update(launcher_variables(os.environ))
         with contextlib.ExitStack() as stack:
@@ -396,6 +397,18 @@ def join_ranks(
         neighbours=next(ranks for ranks in placement.hosts if rank in ranks),
     )
     return placement
+
+
+def _unbind_default_group() -> None:
+    """Let later groups make their communicators themselves, of their own ranks alone.
+
+    Under a bound default group torch's ``new_group`` splits that group's communicator, which all ranks must do
+    together: those outside of the new group enter ``ncclCommSplit`` at once, members only where the new group is of
+    NCCL as well. Beside a gloo group, or one that only its members make, nobody answers them.
+    """
+    default: Any = dist.group.WORLD
+    if getattr(default, "bound_device_id", None) is not None:
+        default.bound_device_id = None
 
 
 def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import pickle
 import threading
 import time
@@ -306,12 +307,17 @@ def all_gather(whole: Tensor, part: Tensor, *, group: dist.ProcessGroup, what: s
     Raises:
         CommTimeout: as `wait_for`.
     """
+    begin_all_gather(whole, part, group=group, what=what)()
+
+
+def begin_all_gather(
+    whole: Tensor, part: Tensor, *, group: dist.ProcessGroup, what: str
+) -> Callable[[], None]:
+    """Begin an `all_gather`, and return what waits for it; until then both tensors are left alone."""
     # torch 2.13 renamed it, and warns of the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    if whole.device.type != "cpu":
-        gather(whole, part, group=group)
-        return
-    finish(gather(whole, part, group=group, async_op=True), whole, group=group, what=what)
+    work = gather(whole, part, group=group, async_op=True)
+    return functools.partial(finish, work, whole, group=group, what=what)
 
 
 def finish(work: Any, tensor: Tensor, *, group: dist.ProcessGroup | int | None, what: str) -> None:

@@ -22,6 +22,7 @@ from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ReadError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.op_graph import CARRIED
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
@@ -64,12 +65,14 @@ def plan_profiled(
     smallest_local_batch: int,
     found: JobCluster | None = None,
     fixed: Sequence[FixedStage] | None = None,
+    state: Sequence[str] = (),
 ) -> PipelinePlan:
     """Return the plan the configuration asks for.
 
     Args:
         found: as of `plan_request`.
         fixed: stages that are given; None leaves them to the planner.
+        state: parameters and buffers that a forward reads and writes for the next one.
 
     Raises:
         ConfigError: keys of the block contradict each other.
@@ -88,6 +91,8 @@ def plan_profiled(
         _check_agreement(plan, config, spec)
     elif fixed is not None:
         plan = fixed_plan(fixed, request)
+    elif state and request.data_parallel is None:
+        plan = _plan_with_state(config, request, state)
     else:
         plan = make_plan(config.planner, request)
     if spec is not None and _is_saved(spec):
@@ -107,7 +112,44 @@ def plan_profiled(
         plan = recompute_fully(plan, request)
     for note in plan.notes:
         logger.info("plan: %s", note)
+    _warn_of_copies(plan, graph, state)
     return with_breakdown(plan, request)
+
+
+def _plan_with_state(config: GraphPipelineConfig, request: PlanRequest, state: Sequence[str]) -> PipelinePlan:
+    """Return a plan with one copy of what a forward leaves for the next one, as one process has.
+
+    Raises:
+        PlanError: none has; says how to train with copies.
+    """
+    try:
+        return make_plan(config.planner, dataclasses.replace(request, data_parallel=1))
+    except PlanError as error:
+        raise type(error)(
+            f"{error}; stages have one rank each here, as each forward leaves {_told(state)} for the next one: run on "
+            "fewer ranks, or let ranks that share a stage each keep their own, as with DistributedDataParallel: "
+            '"data_parallel": 2 in graph_pipeline'
+        ) from None
+
+
+def _warn_of_copies(plan: PipelinePlan, graph: BlockGraph, state: Sequence[str]) -> None:
+    """Say where ranks that share a stage, as the user asked, each keep what one process has once."""
+    held = {block.name: set(block.parameters).intersection(state) for block in graph.blocks}
+    for stage in plan.stages:
+        own = [name for name in state if any(name in held[block] for block in stage.blocks)]
+        if own and stage.degree > 1:
+            logger.warning(
+                "each of the %d ranks of stage %r keeps %s for its own loss units, as with DistributedDataParallel; "
+                "one process keeps it for all of them, as data_parallel 1 does",
+                stage.degree,
+                stage.name,
+                _told(own),
+            )
+
+
+def _told(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return names[0].replace(CARRIED, "") + more
 
 
 def cut_part(

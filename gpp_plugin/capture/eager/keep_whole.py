@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
-from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks
+from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks, is_within
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.eager.trial_run import made_up, observe
 from gpp_plugin.capture.tracing.carried_state import TORCHS_OWN, described, initial_values
@@ -118,7 +118,7 @@ class WholeCalls:
         inside = [
             state
             for state in states
-            if state.structure and any(state.name.startswith(f"{path}.") for path in self._paths)
+            if state.structure and any(is_within(state.name, path) for path in self._paths)
         ]
         return [state for state in states if state not in inside], inside
 
@@ -163,7 +163,7 @@ class WholeCalls:
     def _replace(self, path: str, stack: ExitStack) -> None:
         owner_path, _, name = path.rpartition(".")
         owner = self._model.get_submodule(owner_path)
-        target: Any = getattr(owner, name)
+        target: Any = getattr(owner, name) if path else owner
         if not isinstance(target, nn.Module):
             stand_in = self._stand_in(path, Callee(target), [])
             held = vars(owner).get(f"_{name}", target)
@@ -182,7 +182,7 @@ class WholeCalls:
         states = [
             (target.get_submodule(state.name.removeprefix(path).lstrip(".").rpartition(".")[0]), state)
             for state in self._states
-            if state.name.startswith(f"{path}.")
+            if is_within(state.name, path)
         ]
         function: Callable[..., Any] = target.forward
         if has_hooks(original := self._original.get_submodule(path)):
@@ -193,7 +193,7 @@ class WholeCalls:
 
     def _stand_in(self, path: str, callee: Callee, names: Sequence[tuple[str, str]]) -> Callable[..., Any]:
         where = (
-            f"{path} ({type(self._model.get_submodule(path)).__name__})"
+            f"{path or 'the model itself'} ({type(self._model.get_submodule(path)).__name__})"
             if names or isinstance(callee, ModuleCallee)
             else path
         )
@@ -366,7 +366,7 @@ class _LeftByHooks:
         outside = {
             name: tensor
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            if not name.startswith(f"{path}.")
+            if not is_within(name, path)
         }
         # A version tells that a tensor was written to. Parameters are not cloned, as they may be large: a write to one
         # is refused, and none is put back.

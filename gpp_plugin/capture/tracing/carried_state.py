@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
+from gpp_plugin.capture.eager.choose_whole import TAKEN, Untraceable
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState, StateTensor
 from gpp_plugin.ir.op_graph import CARRIED, Parameter, is_carried
@@ -107,13 +108,24 @@ def _note(
             _note(found, f"{name}[{key!r}]", part, keep, met, depth + 1)
     elif isinstance(value, (nn.Module, type)) or callable(value) or depth > MAX_DEPTH or id(value) in met:
         found[name] = id(value)
-    elif hasattr(value, "__dict__"):
+    elif attributes := attributes_of(value):
         met.add(id(value))
         found[name] = id(value)
-        for key, part in list(vars(value).items()):
+        for key, part in attributes.items():
             _note(found, f"{name}.{key}", part, keep, met, depth + 1)
     else:
         found[name] = id(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object's attributes are, those in slots included."""
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names = vars(kind).get("__slots__", ())
+    return tuple(n for n in ((names,) if isinstance(names, str) else names) if not n.startswith("__"))
 
 
 def without_history(model: nn.Module) -> dict[int, Tensor]:
@@ -386,7 +398,7 @@ class StateFinder:
             if name in fixed:
                 found.append(CarriedState(name=name))
             else:
-                found.append(self._as_state(name, names[name][1], left[name]))
+                found.append(self.as_state(name, names[name][1], left[name]))
         return found
 
     def _assigned_buffers(self) -> list[CarriedState]:
@@ -428,7 +440,8 @@ class StateFinder:
                 module._buffers[leaf] = before
         return found
 
-    def _as_state(self, name: str, leaf: str, value: Any) -> CarriedState:
+    def as_state(self, name: str, leaf: str, value: Any) -> CarriedState:
+        """Return what carries an attribute that a forward has left so; refuse what cannot be carried."""
         before = {
             n: v for n, v in self._before.items() if n == name or n.startswith((f"{name}[", f"{name}."))
         }
@@ -453,6 +466,9 @@ class StateFinder:
                 tensors.append(
                     StateTensor(name=own, shape=(), dtype=str(_NUMBERS[kind])[6:], number=kind.__name__)
                 )
+            elif isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                reads = f"is a number {TAKEN}, which only a module that runs as it is may have"
+                raise Untraceable(str(refused(self._model, name, reads)), path, is_of_state=True)
             else:
                 raise refused(self._model, name, f"holds a {type(part).__name__}")
         num_before = len([v for v in before.values() if isinstance(v, Tensor) or type(v) in _NUMBERS])
@@ -460,6 +476,34 @@ class StateFinder:
         if not leaves or (num_before != len(leaves) and not begins_empty):
             raise refused(self._model, name, "holds more, or less, after each forward")
         return CarriedState(name=name, tensors=tuple(tensors), structure=structure)
+
+
+def kept_tensors(model: nn.Module, written: Sequence[Tensor]) -> list[CarriedState]:
+    """Return the state that tensors are which a forward writes in place: attributes of modules that are no buffers.
+
+    Raises:
+        CaptureError: one is held elsewhere.
+    """
+    places = {tensor.untyped_storage().data_ptr() for tensor in written}
+    held = [
+        name
+        for name, value in held_by(model).items()
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        if value.layout is torch.strided and value.untyped_storage().data_ptr() in places
+    ]
+    if not held:
+        raise CaptureError(
+            f"{type(model).__name__}: the forward writes into a tensor {list(written[0].shape)} that none of its modules "
+            "holds (a global one, or of a function's closure), so that no stage would have it; register it as a buffer, "
+            "and a module as a submodule"
+        )
+    finder = StateFinder(model, ())
+    found = {}
+    for name in held:
+        module, path, leaf = attribute_of(model, name)
+        own = _joined(path, leaf)
+        found[own] = finder.as_state(own, leaf, vars(module).get(leaf))
+    return list(found.values())
 
 
 def begins_empty(model: nn.Module, state: CarriedState) -> bool:

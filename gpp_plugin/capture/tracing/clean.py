@@ -268,12 +268,13 @@ def _inline_regions(graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph, operands: list[Any], *, detaches: bool) -> None:
     values: dict[fx.Node, Any] = {}
+    given: dict[fx.Node, Any] = {}
     remaining = iter(operands)
     results: Any = ()
     with graph.inserting_before(node):
         for inner in body.nodes:
             if inner.op == "placeholder":
-                value = next(remaining)
+                value = given[inner] = next(remaining)
                 values[inner] = _detached(graph, value, inner) if detaches else value
             elif inner.op == "output":
                 results = inner.args[0]
@@ -282,9 +283,20 @@ def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph, operands: list[Any],
     # The call returned a tuple, which ``getitem`` nodes took apart: these are the bodies' results themselves now.
     for user in list(node.users):
         assert user.target is operator.getitem, f"{node.name} is read by {user.name}, not taken apart"
-        user.replace_all_uses_with(values[results[user.args[1]]])
+        result = results[user.args[1]]
+        # ``with torch.no_grad(): scale.clamp_(max=4)``: what is read behind it is scale itself, which takes a gradient
+        written = _written_operand(result)
+        user.replace_all_uses_with(given[written] if detaches and written in given else values[result])
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def _written_operand(result: fx.Node) -> fx.Node:
+    """Return the tensor that operators in place have written into and returned."""
+    while result.op == "call_function" and result.args and result.args[0] in written_arguments(result):
+        source: Any = result.args[0]
+        result = source
+    return result
 
 
 def _detached(graph: fx.Graph, value: Any, inner: fx.Node) -> Any:

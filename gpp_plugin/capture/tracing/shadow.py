@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -241,6 +242,21 @@ def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[P
             )
         )
     return tuple(described)
+
+
+def overlapping(model: nn.Module) -> list[tuple[str, str]]:
+    """Return pairs of parameters and buffers, each an object of its own, that have memory in common."""
+    spans: dict[int, tuple[int, int, str]] = {}
+    tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and tensor.numel():
+            reach = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            first = tensor.data_ptr()
+            spans[id(tensor)] = first, first + (reach + 1) * tensor.element_size(), name
+    ordered = sorted(spans.values())
+    return [(one, other) for (_, end, one), (begin, _, other) in itertools.pairwise(ordered) if begin < end]
 
 
 def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:

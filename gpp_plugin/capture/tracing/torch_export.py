@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch._export.utils import _compiling_state_context
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from gpp_plugin.capture.eager.choose_whole import Untraceable
+from gpp_plugin.capture.eager.choose_whole import READS, Untraceable
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.tracing.carried_state import (
@@ -47,12 +48,6 @@ TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_sh
 """What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
 ASKS_OF_OVERFLOW = "asks of overflow"
 """Noticed of a shadow: its Python asks whether an activation is finite."""
-READS, DEPENDS, TAKEN = (
-    "the Python code depends on tensor values",
-    "depends on values",
-    "taken from a tensor",
-)
-"""Words that say that values are what an export lacks (`lacks_values`)."""
 
 
 Call: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Any]
@@ -184,6 +179,11 @@ class _AssignmentMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch."""
+        if func == torch.Tensor.register_hook and isinstance(args[0], FakeTensor):
+            raise NeedsWholeModule(
+                "the forward registers a hook on a tensor's gradient, which no graph holds; write a custom "
+                "autograd.Function, or move that part into a module of its own, which then runs as it is"
+            )
         if func == _DATA:
             return args[0].detach()
         if func == _PUT_DATA and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype:
@@ -218,11 +218,6 @@ def _find_output(result: Any, name: str, model: str) -> torch.Tensor:
             f"output {name!r} of {model} is {type(found).__name__}, not a tensor; its fields are {fields}"
         )
     return found
-
-
-def lacks_values(error: CaptureError) -> bool:
-    """Return whether a capture failed for want of values."""
-    return any(words in str(error) for words in (READS, DEPENDS, TAKEN))
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:

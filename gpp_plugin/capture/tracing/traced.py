@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from gpp_plugin.capture.annotate import module_path
-from gpp_plugin.capture.eager.choose_whole import Untraceable
+from gpp_plugin.capture.eager.choose_whole import DEPENDS, TAKEN, Untraceable
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.tracing.clean import clean_graph, copy_written_inputs, written_storages
 from gpp_plugin.capture.tracing.outside import Draws, watched_generators
@@ -26,8 +26,6 @@ from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
 from gpp_plugin.capture.tracing.symbolic_sizes import has_shape_of
 from gpp_plugin.capture.tracing.torch_export import (
-    DEPENDS,
-    TAKEN,
     WRAPPED,
     Call,
     Reads,

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS
+from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS, is_within
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import WatchedModule
 from gpp_plugin.engine.stage_engine import StageEngine
@@ -360,7 +360,7 @@ class ModelWatch:
             return None
         # what runs as it is does so on a copy, whose attributes no trace shows
         paths = [change.table.path for change in changes]
-        is_inside = any(f"{path}.".startswith(f"{eager}.") for path in paths for eager in watched.eager)
+        is_inside = any(is_within(path, eager) for path in paths for eager in watched.eager)
         if new is not None and not is_inside and new == self._trace_of_old(watched, changes):
             return None
         first = changes[0]

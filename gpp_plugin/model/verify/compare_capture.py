@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.eager.trial_run import NotedWrites, undone_writes
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.carried_state import (
     attribute_of,
@@ -199,11 +200,11 @@ def compare_capture(
     state |= {name: value.to(captured.device) for name, value in initial_values(twin, carried).items()}
 
     def run_graph(rows: Mapping[str, Any]) -> _Outcome:
-        with alike(), _unwritten(twin) as writes, torch.enable_grad():
+        with alike(), undone_writes(dict(twin.named_parameters())) as writes, torch.enable_grad():
             return _run_graph(captured, twin, rows, state, writes)
 
     def run_module(copied: nn.Module, rows: Mapping[str, Any]) -> _Outcome:
-        with alike(), _unwritten(twin) as writes, torch.enable_grad():
+        with alike(), undone_writes(dict(twin.named_parameters())) as writes, torch.enable_grad():
             return _run_module(captured, copied, rows, call, writes)
 
     own = make_twin(twin, device=captured.device)
@@ -238,7 +239,7 @@ def _run_graph(
     twin: nn.Module,
     arguments: Mapping[str, Any],
     state: dict[str, Tensor],
-    writes: _Writes,
+    writes: NotedWrites,
 ) -> _Outcome:
     """Run all of the graph as the code of one stage: that is what generates code in training."""
     op_graph = captured.op_graph
@@ -268,7 +269,7 @@ def _run_module(
     twin: nn.Module,
     arguments: Mapping[str, Any],
     call: Call,
-    writes: _Writes,
+    writes: NotedWrites,
 ) -> _Outcome:
     op_graph = captured.op_graph
     keys, constants = split_batch(arguments)
@@ -330,45 +331,6 @@ def _other_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[key] = value
     return found
-
-
-class _Writes(TorchDispatchMode):
-    """Notes the parameters that a forward writes into, with what they held before.
-
-    Args:
-        parameters: whose memory a user's module has too.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._of = {p.untyped_storage().data_ptr(): (name, p) for name, p in parameters.items()}
-        self.before: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an operator."""
-        if func._schema.is_mutable:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                known = self._of.get(leaf.untyped_storage().data_ptr()) if isinstance(leaf, Tensor) else None
-                if known is not None and known[0] not in self.before:
-                    self.before[known[0]] = known[1], _cloned(known[1])
-        return func(*args, **(kwargs or {}))
-
-    def values(self) -> dict[str, Tensor]:
-        """Return what the parameters hold now that were changed."""
-        return {n: _cloned(p) for n, (p, old) in self.before.items() if not torch.equal(p, old)}
-
-
-@contextmanager
-def _unwritten(twin: nn.Module) -> Iterator[_Writes]:
-    """Put back what is written into parameters, which a twin shares with the user's module."""
-    writes = _Writes({name: p.detach() for name, p in twin.named_parameters() if p.numel()})
-    try:
-        yield writes
-    finally:
-        for parameter, old in writes.before.values():
-            parameter.copy_(old)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

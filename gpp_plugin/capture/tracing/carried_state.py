@@ -164,8 +164,87 @@ def attribute_of(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     return modules[owner], owner, leaf.partition(".")[0]
 
 
+class _NotedDict(dict[Any, Any]):
+    """A module's dict for one forward: notes whether an entry is read that this forward has not put there."""
+
+    def __init__(self, items: Mapping[Any, Any]) -> None:
+        super().__init__(items)
+        self._own: set[Any] = set()
+        self.is_read = False
+
+    def look(self, keys: Iterable[Any]) -> None:
+        """Note that entries are read."""
+        self.is_read |= any(key not in self._own for key in keys)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._own.add(key)
+        super().__setitem__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Put entries there."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def clear(self) -> None:
+        """Begin anew: whatever is found from now on is of this forward."""
+        super().clear()
+        self._own = set()
+
+
+class _NotedList(list[Any]):
+    """The same of a list: all of it is old until it is cleared."""
+
+    is_read = True
+
+    def clear(self) -> None:
+        """Begin anew."""
+        super().clear()
+        self.is_read = False
+
+
+def _looking(name: str, keys_of: Callable[..., Iterable[Any]]) -> Any:
+    original = getattr(dict, name)
+
+    def method(self: _NotedDict, *args: Any) -> Any:
+        self.look(keys_of(self, *args))
+        return original(self, *args)
+
+    return method
+
+
+for _name in ("__getitem__", "__contains__", "get", "pop", "setdefault", "__delitem__"):
+    setattr(_NotedDict, _name, _looking(_name, lambda held, key, *default: [key]))
+for _name in ("__iter__", "__len__", "keys", "values", "items", "copy", "__eq__", "__or__", "popitem"):
+    setattr(_NotedDict, _name, _looking(_name, lambda held, *args: list(dict.keys(held))))
+
+
 @contextmanager
-def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
+def _noted_containers(model: nn.Module, first: dict[tuple[int, str], bool]) -> Iterator[None]:
+    """Let a dict, or a list, count as written where a forward reads of it only what it has put there itself."""
+    held: list[tuple[dict[str, Any], str, Any, Any]] = []
+    for module in model.modules():
+        if not type(module).__module__.startswith("torch."):
+            for name, value in list(vars(module).items()):
+                if name not in TORCHS_OWN and type(value) in (dict, list):
+                    noted = _NotedDict(value) if type(value) is dict else _NotedList(value)
+                    held.append((vars(module), name, value, noted))
+                    vars(module)[name] = noted
+    try:
+        yield
+    finally:
+        for attributes, name, value, noted in held:
+            if attributes.get(name) is noted:
+                attributes[name] = value
+            value.clear()
+            (value.update if isinstance(value, dict) else value.extend)(
+                dict.items(noted) if isinstance(noted, dict) else noted
+            )
+            if not noted.is_read:
+                first[id(attributes), name] = False
+
+
+@contextmanager
+def noted_accesses(model: nn.Module) -> Iterator[dict[tuple[int, str], bool]]:
     """Note whether each attribute was read before it was written, by the id of the module's ``__dict__``."""
     first: dict[tuple[int, str], bool] = {}
     own, put = object.__getattribute__, nn.Module.__setattr__
@@ -180,7 +259,7 @@ def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
 
     setattr(nn.Module, "__setattr__", write)  # noqa: B010
     try:
-        with noted_reads(read):
+        with noted_reads(read), _noted_containers(model, first):
             yield first
     finally:
         setattr(nn.Module, "__setattr__", put)  # noqa: B010
@@ -493,9 +572,9 @@ def kept_tensors(model: nn.Module, written: Sequence[Tensor]) -> list[CarriedSta
     ]
     if not held:
         raise CaptureError(
-            f"{type(model).__name__}: the forward writes into a tensor {list(written[0].shape)} that none of its modules "
-            "holds (a global one, or of a function's closure), so that no stage would have it; register it as a buffer, "
-            "and a module as a submodule"
+            f"{type(model).__name__}: the forward writes into a tensor {list(written[0].shape)} that none of its "
+            "modules holds (a global one, or of a function's closure), so that no stage would have it; register it as "
+            "a buffer, and a module as a submodule"
         )
     finder = StateFinder(model, ())
     found = {}

@@ -349,6 +349,49 @@ def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
         node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
+def copy_read_state(graph: fx.Graph, parameters: Collection[str], takes_gradient: Collection[str]) -> None:
+    """Let what autograd may save of a tensor that forward has written be a copy: the next forward writes it again.
+
+    In one process the backward has come by then; in a pipeline the next micro-batch's forward may be first.
+
+    Args:
+        parameters: names of the placeholders of parameters and buffers; ``takes_gradient``: of those, and of what is
+            received, which take a gradient.
+    """
+    #     scale ─► clamp_ ─► mul ─► loss     becomes     scale ─► clamp_ ─► clone ─► mul ─► loss
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    graded: set[fx.Node] = {node for node in graph.nodes if node.name in takes_gradient}
+    for node in graph.nodes:
+        if node.target is not aten.detach.default and not graded.isdisjoint(node.all_input_nodes):
+            graded.add(node)
+    for root in [node for node in graph.nodes if node.name in parameters]:
+        alike, last = {root}, -1
+        for node in graph.nodes:
+            if not alike.isdisjoint(written_arguments(node)):
+                last = order[node]
+            if (
+                getattr(node.target, "_schema", None)
+                and may_alias(node)
+                and not alike.isdisjoint(node.args[:1])
+            ):
+                alike.add(node)
+        if last < 0:
+            continue
+        for part in alike:
+            readers = [n for n in part.users if n in graded and n not in alike and order.get(n, -1) > last]
+            readers = [n for n in readers if n.op == "call_function" and part not in written_arguments(n)]
+            if not readers:
+                continue
+            first = min(readers, key=order.__getitem__)
+            with graph.inserting_before(first):
+                name = f"{part.name}_read"
+                copy = graph.create_node("call_function", aten.clone.default, (part,), name=name)
+            stack = first.meta.get("nn_module_stack")
+            copy.meta = {"val": part.meta["val"].clone(), "nn_module_stack": stack}
+            for reader in readers:
+                reader.replace_input_with(part, copy)
+
+
 def may_alias(node: fx.Node) -> bool:
     """Return whether an operator may return a view of what it takes, or the thing itself."""
     schema = getattr(node.target, "_schema", None)

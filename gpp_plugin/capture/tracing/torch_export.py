@@ -125,7 +125,7 @@ class LossWrapper(nn.Module):
             reading or nullcontext(),
             _AssignmentMode(keeps_numbers=any(t.number for state in self._states for t in state.tensors)),
         ):
-            with carried_in(self.model, self._states), noted_accesses() as first:
+            with carried_in(self.model, self._states), noted_accesses(self.model) as first:
                 result = self._call(self.model, {**inputs, **self._constants})
             self.seen.left = finder.find(
                 first, again=lambda: self._call(self.model, {**inputs, **self._constants})
@@ -191,7 +191,15 @@ class _AssignmentMode(TorchFunctionMode):
             return None
         if self._keeps_numbers and is_number(args[0] if args else None):
             func = getattr(torch.Tensor, _OUT_OF_PLACE.get(getattr(func, "__name__", ""), ""), func)
+        if self._keeps_numbers and func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            place = torch.utils._pytree.tree_map(_as_index, args[1])
+            args = (args[0], place, *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def _as_index(place: Any) -> Any:
+    """Return a number that stands for one of Python's, and is a place in a tensor, as a whole number."""
+    return place.long() if is_number(place) else place
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

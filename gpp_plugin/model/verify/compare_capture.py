@@ -282,7 +282,7 @@ def _run_module(
     at = {name: p.data for name, p in twin.named_parameters()}
     before = held_by(twin, keep=_cloned)
     with writes:
-        with noted_accesses() as first:
+        with noted_accesses(twin) as first:
             result = call(twin, {**given, **constants})
         results = wrapper.results(result, given)
     after = held_by(twin, keep=_cloned)

@@ -126,9 +126,9 @@ def _plan_with_state(config: GraphPipelineConfig, request: PlanRequest, state: S
         return make_plan(config.planner, dataclasses.replace(request, data_parallel=1))
     except PlanError as error:
         raise type(error)(
-            f"{error}; stages have one rank each here, as each forward leaves {_told(state)} for the next one: run on "
-            "fewer ranks, or let ranks that share a stage each keep their own, as with DistributedDataParallel: "
-            '"data_parallel": 2 in graph_pipeline'
+            f"each forward leaves {_told(state)} for the next one, so that each stage has one rank, and {error}; run "
+            "on fewer ranks, or let the ranks of a stage keep one each, as with DistributedDataParallel: "
+            f'"data_parallel": {request.num_ranks // (request.num_stages or 1)} in graph_pipeline'
         ) from None
 
 

@@ -38,7 +38,7 @@ from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put
 from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks, is_within
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.eager.trial_run import made_up, observe
-from gpp_plugin.capture.tracing.carried_state import TORCHS_OWN, described, initial_values
+from gpp_plugin.capture.tracing.carried_state import TORCHS_OWN, class_values, described, initial_values
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.analysis import CarriedState
 
@@ -101,6 +101,8 @@ class WholeCalls:
         self._inputs: dict[fx.Node, Tensor] = {}
         self._is_trying = False
         self._gives_modules = False
+        self.left_by_hooks: set[tuple[str, str]] = set()
+        """Module and attribute that hooks of modules kept whole have left something in, outside of these."""
         # weights by the shadow's modules: the same path in both
         self._weights = {
             (path, name): tensor
@@ -237,9 +239,19 @@ class WholeCalls:
                 f"custom autograd function {name} is given more than tensors and numbers, and loses its backward alone"
             )
         where = f"custom autograd function {name}"
-        return self._record(
+        before = class_values(function)
+        made = self._record(
             f"function {name}", where, Callee(function.apply), [], [], (args, kwargs), is_function=True
         )
+        changed = [own for own, value in class_values(function).items() if before.get(own) != value]
+        for own in changed:
+            setattr(function, own, before.get(own))
+        if changed:
+            raise CaptureError(
+                f"{where} keeps {changed[0]} on its class, which no stage and no checkpoint would have; keep it in a "
+                "buffer, and pass that to apply"
+            )
+        return made
 
     def _takes_gradient(self, traced: Tensor) -> bool:
         may = self._receives and traced.is_floating_point() and not isinstance(traced, nn.Parameter)
@@ -322,6 +334,7 @@ class WholeCalls:
             call.callee.function = function
             self._is_trying = False
             written = [] if left is None else left.undone()
+            self.left_by_hooks |= set() if left is None else left.attributes
         if written:
             raise CaptureError(
                 f"a hook on {call.where} writes into {written[0]}, which is not that module's, so that no stage would "
@@ -376,6 +389,8 @@ class _LeftByHooks:
             for name, tensor in outside.items()
             if not isinstance(tensor, nn.Parameter)
         }
+        self.attributes: set[tuple[str, str]] = set()
+        self._paths = {id(vars(module)): path for path, module in model.named_modules()}
         self._modules = [(vars(module), vars(module).keys() - ()) for module in model.modules()]
         # containers by their contents: a hook that appends to a list leaves the list itself in place
         self._attributes = [
@@ -394,8 +409,11 @@ class _LeftByHooks:
         """Put back what was left, and return the names of tensors that were written."""
         for attributes, names in self._modules:
             for name in attributes.keys() - names:
+                self.attributes.add((self._paths[id(attributes)], name))
                 del attributes[name]
         for attributes, name, value, content in self._attributes:
+            if attributes.get(name) is not value or not _holds_the_same(content, value):
+                self.attributes.add((self._paths[id(attributes)], name))
             attributes[name] = value
             if content is not None:
                 value.clear()
@@ -406,6 +424,16 @@ class _LeftByHooks:
                 if name in self._values:
                     self._tensors[name][0].copy_(self._values[name])
         return written
+
+
+def _holds_the_same(one: Any, other: Any) -> bool:
+    """Return whether two containers hold the same objects; what is no container does."""
+    if one is None:
+        return True
+    parts = [
+        list(map(id, (*each, *each.values()) if isinstance(each, dict) else each)) for each in (one, other)
+    ]
+    return parts[0] == parts[1]
 
 
 _AT_REST: ContextVar[bool] = ContextVar("_AT_REST", default=False)

@@ -78,6 +78,8 @@ def held_by(model: nn.Module, keep: Callable[[Tensor], Any] = lambda tensor: ten
         for name, value in vars(module).items():
             if name not in TORCHS_OWN:
                 _note(found, _joined(path, name), value, keep, met)
+        for name, value in class_values(type(module)).items():
+            found.setdefault(_joined(path, name), value)
         found[_joined(path, "training")] = module.training
     return found
 
@@ -113,8 +115,21 @@ def _note(
         found[name] = id(value)
         for key, part in attributes.items():
             _note(found, f"{name}.{key}", part, keep, met, depth + 1)
+    elif isinstance(value, Iterator):  # where it is: ``itertools.count(3)``
+        found[name] = repr(value)
     else:
         found[name] = id(value)
+
+
+def class_values(kind: type) -> dict[str, Any]:
+    """Return the numbers and texts that a user's class of modules has itself, for all of its modules."""
+    own = [each for each in reversed(kind.__mro__) if not each.__module__.startswith(("torch.", "builtins"))]
+    return {
+        name: value
+        for each in own
+        for name, value in vars(each).items()
+        if not name.startswith("__") and isinstance(value, _PLAIN) and value is not None
+    }
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -521,6 +536,10 @@ class StateFinder:
 
     def as_state(self, name: str, leaf: str, value: Any) -> CarriedState:
         """Return what carries an attribute that a forward has left so; refuse what cannot be carried."""
+        if value is _ABSENT or value is None:
+            raise refused(
+                self._model, name, "is of its class, for all modules of it", "keep it on the module: self."
+            )
         before = {
             n: v for n, v in self._before.items() if n == name or n.startswith((f"{name}[", f"{name}."))
         }

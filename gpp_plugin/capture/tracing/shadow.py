@@ -108,11 +108,7 @@ def make_shadow(
             f"{type(model).__name__} cannot be copied for tracing ({type(error).__name__}: {error}); "
             "remove attributes that copy.deepcopy refuses (open files, locks, process groups) before capture"
         ) from error
-    copies = {id(own): copied for own, copied in zip(model.modules(), twin.modules(), strict=True)}
-    for table in (getattr(part, name) for part in twin.modules() for name in MODULE_HOOKS):
-        for key, hook in table.items():
-            if isinstance(hook, types.MethodType) and id(hook.__self__) in copies:
-                table[key] = types.MethodType(hook.__func__, copies[id(hook.__self__)])
+    rebind_hooks(twin, memo)
     with mode:
         register_states(twin, carried, functools.partial(_empty, where))
     set_modes(twin, training=training)
@@ -128,6 +124,33 @@ def make_shadow(
         first_names=first_names,
         carried=tuple(carried),
     )
+
+
+def rebind_hooks(twin: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Let hooks of a copy see the copy where they saw the model: as methods of its modules, or in their closure.
+
+    Args:
+        memo: of `copy.deepcopy`: the copy of each object, by its id.
+    """
+
+    def rebound(hook: Any) -> Any:
+        if isinstance(hook, types.MethodType):
+            return types.MethodType(hook.__func__, memo.get(id(hook.__self__), hook.__self__))
+        if isinstance(hook, functools.partial):
+            args = [memo.get(id(arg), arg) for arg in hook.args]
+            return functools.partial(rebound(hook.func), *args, **hook.keywords)
+        if isinstance(hook, types.FunctionType) and hook.__closure__:
+            held = [cell.cell_contents for cell in hook.__closure__]
+            cells = tuple(types.CellType(memo.get(id(each), each)) for each in held)
+            copied = types.FunctionType(
+                hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells
+            )
+            copied.__kwdefaults__, copied.__module__ = hook.__kwdefaults__, hook.__module__
+            return copied
+        return hook
+
+    for table in (getattr(part, name) for part in twin.modules() for name in MODULE_HOOKS):
+        table.update({key: rebound(hook) for key, hook in table.items()})
 
 
 def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

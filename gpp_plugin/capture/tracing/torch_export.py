@@ -101,6 +101,7 @@ class LossWrapper(nn.Module):
         reads: Reads | None = None,
         states: Sequence[CarriedState] = (),
         inside: Sequence[CarriedState] = (),
+        left_by_hooks: Collection[tuple[str, str]] = (),
     ) -> None:
         super().__init__()
         self.model = model
@@ -108,6 +109,7 @@ class LossWrapper(nn.Module):
         self._call = call
         self._reads = reads
         self._states, self._inside = tuple(states), tuple(inside)
+        self._left_by_hooks = left_by_hooks
         self._constants = dict(constants)
         self._outputs = tuple(outputs)
         self._needs_loss = needs_loss
@@ -127,6 +129,7 @@ class LossWrapper(nn.Module):
         ):
             with carried_in(self.model, self._states), noted_accesses(self.model) as first:
                 result = self._call(self.model, {**inputs, **self._constants})
+            self._check_hooks(first)
             self.seen.left = finder.find(
                 first, again=lambda: self._call(self.model, {**inputs, **self._constants})
             )
@@ -135,6 +138,14 @@ class LossWrapper(nn.Module):
         if overflow is not None:
             overflow.close()
         return self.results(result, inputs)
+
+    def _check_hooks(self, first: Mapping[tuple[int, str], bool]) -> None:
+        """Refuse to run modules as they are whose hooks leave what the forward reads: their calls are one operator."""
+        for path, name in self._left_by_hooks:
+            if (id(vars(self.model.get_submodule(path))), name) in first:
+                raise Untraceable(
+                    f"the forward reads {name}, which a hook has left in {path or 'the model'}", ""
+                )
 
     def results(self, result: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the loss, if any, and the named outputs of what the model returned."""
@@ -283,7 +294,16 @@ def export_model(
     needs_loss = training and not outputs
     states, inside = whole.states_around(shadow.carried)
     wrapper = LossWrapper(
-        shadow.model, constants, outputs, needs_loss, call, whole.note_inputs, reads, states, inside
+        shadow.model,
+        constants,
+        outputs,
+        needs_loss,
+        call,
+        whole.note_inputs,
+        reads,
+        states,
+        inside,
+        whole.left_by_hooks,
     )
     wrapper.training = training
     wrapper.seen.asks_of_overflow = ASKS_OF_OVERFLOW in shadow.noticed
@@ -545,6 +565,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
     # torch has no error codes: its classes' names and the words of the first line are all there is to go by
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     kind = type(error).__name__
+    if isinstance(error, NeedsWholeModule):
+        return f"{type(model).__name__} cannot be captured at {where}: {text[:300]}"
     if any(
         word in kind + text for word in ("DataDependent", "data-dependent", "Could not guard", "is_nonzero")
     ):

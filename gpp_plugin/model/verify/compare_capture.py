@@ -35,7 +35,7 @@ from gpp_plugin.capture.tracing.carried_state import (
     without_history,
 )
 from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
-from gpp_plugin.capture.tracing.shadow import set_modes, switch_off_caches
+from gpp_plugin.capture.tracing.shadow import rebind_hooks, set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
 from gpp_plugin.ir.op_graph import CARRIED, is_carried
 from gpp_plugin.model.weights.materialize import materialize_parameters
@@ -137,6 +137,7 @@ def make_twin(model: nn.Module, *, device: torch.device, dtype: torch.dtype | No
         kept = torch.float32 if dtype is not None and buffer.dtype in HALF else buffer.dtype
         memo[id(buffer)] = made.get(name, buffer).detach().to(device, kept).clone()
     twin = copy.deepcopy(model, memo)
+    rebind_hooks(twin, memo)
     # as for tracing: with a cache, which no training reads, transformers' masks would mix samples that lie in one row
     switch_off_caches(twin)
     return twin
@@ -310,7 +311,10 @@ def _run_module(
         for tensor, value in zip(state.tensors, leaves, strict=False):
             dtype = getattr(torch, tensor.dtype)
             left[tensor.name] = torch.as_tensor(value, dtype=dtype, device=captured.device).detach().clone()
+    versions = {name: buffer._version for name, buffer in twin.named_buffers()}
     found = _outcome(dict(zip(names, results, strict=True)), trained | received, left)
+    # a hook, or a custom function, that writes when the backward comes: in a pipeline another forward may come before
+    kept.update(dict.fromkeys(n for n, b in twin.named_buffers() if b._version != versions.get(n)))
     return dataclasses.replace(found, kept=tuple(kept))
 
 

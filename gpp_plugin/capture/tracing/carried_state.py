@@ -121,12 +121,16 @@ def _note(
         found[name] = id(value)
 
 
+def is_users(kind: type) -> bool:
+    """Return whether a class is none of a library's, so that its attributes are its user's to change."""
+    return kind.__module__.partition(".")[0] not in ("torch", "transformers", "builtins", "typing", "abc")
+
+
 def class_values(kind: type) -> dict[str, Any]:
     """Return the numbers and texts that a user's class of modules has itself, for all of its modules."""
-    own = [each for each in reversed(kind.__mro__) if not each.__module__.startswith(("torch.", "builtins"))]
     return {
         name: value
-        for each in own
+        for each in filter(is_users, reversed(kind.__mro__))
         for name, value in vars(each).items()
         if not name.startswith("__") and isinstance(value, _PLAIN) and value is not None
     }

@@ -303,7 +303,8 @@ CARRIED = (
 REFUSED = {
     Growing: "the forward keeps seen for the next one, and it holds more, or less, after each forward",
     FirstBatch: "scale",
-    Listed: "state teachers",
+    Listed: "the forward keeps teachers for the next one, and it holds a Linear, so it cannot be state of a stage; "
+    "register it, in a list as nn.ModuleList",
     LateTable: "the forward registers buffer late; register it in __init__, or call the model once",
     Thawing: "the forward sets requires_grad of second.bias",
 }

@@ -572,7 +572,8 @@ class StateFinder:
                 reads = f"is a number {TAKEN}, which only a module that runs as it is may have"
                 raise Untraceable(str(refused(self._model, name, reads)), path, is_of_state=True)
             else:
-                raise refused(self._model, name, f"holds a {type(part).__name__}")
+                fix = "register it, in a list as nn.ModuleList" if isinstance(part, nn.Module) else ""
+                raise refused(self._model, name, f"holds a {type(part).__name__}", fix)
         num_before = len([v for v in before.values() if isinstance(v, Tensor) or type(v) in _NUMBERS])
         begins_empty = not before or set(before.values()) == {None}
         if not leaves or (num_before != len(leaves) and not begins_empty):

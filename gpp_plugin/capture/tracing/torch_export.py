@@ -24,6 +24,7 @@ from gpp_plugin.capture.eager.choose_whole import READS, Untraceable
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.tracing.carried_state import (
+    TORCHS_OWN,
     LeavesState,
     StateFinder,
     carried_in,
@@ -413,9 +414,18 @@ def _surroundings() -> Iterator[None]:
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo what a forward keeps of tensors in its modules (a cache of positions): export refuses what it finds."""
     before = [(module, dict(vars(module)), set(module._buffers)) for module in model.modules()]
+    own = [
+        (value, value.copy())
+        for _, attributes, _ in before
+        for name, value in attributes.items()
+        if name not in TORCHS_OWN and type(value) in (dict, list)
+    ]
     try:
         yield
     finally:
+        for container, content in own:
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(content)
         for module, attributes, buffers in before:
             for name in module._buffers.keys() - buffers:
                 del module._buffers[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -359,37 +359,64 @@ def copy_read_state(graph: fx.Graph, parameters: Collection[str], takes_gradient
             received, which take a gradient.
     """
     #     scale ─► clamp_ ─► mul ─► loss     becomes     scale ─► clamp_ ─► clone ─► mul ─► loss
+    writers = {node: found for node in graph.nodes if (found := written_arguments(node))}
+    roots = _roots([node for found in writers.values() for node in found], parameters)
+    if not roots:
+        return
     order = {node: place for place, node in enumerate(graph.nodes)}
-    graded: set[fx.Node] = {node for node in graph.nodes if node.name in takes_gradient}
+    graded = {node for node in graph.nodes if node.name in takes_gradient}
     for node in graph.nodes:
         if node.target is not aten.detach.default and not graded.isdisjoint(node.all_input_nodes):
             graded.add(node)
-    for root in [node for node in graph.nodes if node.name in parameters]:
-        alike, last = {root}, -1
-        for node in graph.nodes:
-            if not alike.isdisjoint(written_arguments(node)):
-                last = order[node]
-            if (
-                getattr(node.target, "_schema", None)
-                and may_alias(node)
-                and not alike.isdisjoint(node.args[:1])
-            ):
-                alike.add(node)
-        if last < 0:
-            continue
+    for root in roots:
+        alike = _views_of(root)
+        last = max(order[writer] for writer, found in writers.items() if not alike.isdisjoint(found))
         for part in alike:
-            readers = [n for n in part.users if n in graded and n not in alike and order.get(n, -1) > last]
-            readers = [n for n in readers if n.op == "call_function" and part not in written_arguments(n)]
+            readers = [
+                user
+                for user in part.users
+                if user in graded and user.op == "call_function" and user not in alike
+                if order[user] > last and part not in writers.get(user, ())
+            ]
             if not readers:
                 continue
             first = min(readers, key=order.__getitem__)
             with graph.inserting_before(first):
-                name = f"{part.name}_read"
-                copy = graph.create_node("call_function", aten.clone.default, (part,), name=name)
+                copy = graph.create_node(
+                    "call_function", aten.clone.default, (part,), name=f"{part.name}_read"
+                )
             stack = first.meta.get("nn_module_stack")
             copy.meta = {"val": part.meta["val"].clone(), "nn_module_stack": stack}
             for reader in readers:
                 reader.replace_input_with(part, copy)
+
+
+def _roots(written: Iterable[fx.Node], parameters: Collection[str]) -> list[fx.Node]:
+    """Return the placeholders of parameters that these nodes are, or are views of."""
+    found: dict[fx.Node, None] = {}
+    for node in written:
+        while node.op == "call_function" and _returns_first(node):
+            source: Any = node.args[0]
+            node = source
+        if node.op == "placeholder" and node.name in parameters:
+            found[node] = None
+    return list(found)
+
+
+def _views_of(root: fx.Node) -> set[fx.Node]:
+    """Return a tensor, its views, and what operators in place return of them."""
+    found, pending = {root}, [root]
+    while pending:
+        node = pending.pop()
+        views = [u for u in node.users if u not in found and _returns_first(u) and u.args[0] is node]
+        found.update(views)
+        pending += views
+    return found
+
+
+def _returns_first(node: fx.Node) -> bool:
+    has_operand = bool(node.args) and isinstance(node.args[0], fx.Node)
+    return has_operand and hasattr(node.target, "_schema") and may_alias(node)
 
 
 def may_alias(node: fx.Node) -> bool:

@@ -406,10 +406,10 @@ class ModelWatch:
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
         if first.key == "training" and not first.table.name:
             where = first.table.path or "the model"
-            modes = {True: "train", False: "eval"}
+            now, then = ("train" if mode else "eval" for mode in (first.new, first.old))
             return ConfigError(
-                f"{where} is in {modes[bool(first.new)]} mode{more}, and was in {modes[bool(first.old)]} mode when the "
-                f"model was captured, which stages run: call {where}.{modes[bool(first.old)]}(), or {ANEW}"
+                f"{where} is in {now} mode{more}, and was in {then} mode when the "
+                f"model was captured, which stages run: call {where}.{then}(), or {ANEW}"
             )
         return ConfigError(
             f"{first.table.told(first.key)} is {_short(first.new)}{more}, and was {_short(first.old)} when the model "

@@ -170,7 +170,7 @@ def check_values(config: Mapping[str, Any]) -> None:
             if key not in names_in(block)
             and not difflib.get_close_matches(key, names_in(block), 1, _LIKENESS)
         ]
-        if given and given.get("type") is None:
+        if given and given.get("type") is None and not any(line.startswith(f"{block}.") for line in lines):
             lines.append(f"{block}.type: missing; name the class that {block}.params are of")
         params = (given or {}).get("params")
         lines += [

@@ -11,8 +11,11 @@ Each is a buffer of the traced copy. The forward reads a clone, and what it leav
 so that stages write, save and move it as they do running statistics. Where there was nothing before the first forward
 (``self.h = None``), the state begins with zeros; whether that is the model is for `model.verify` to find out.
 
-Not state: what is written before it is read (a loss kept for its reader), and what is the same whatever the batch (a
-table of positions).
+Not state: what is written before it is read (a loss kept for its reader; entries of a dict, a list that is cleared
+first), and what is the same whatever the batch (a table of positions).
+
+A tensor that is written in place, and no buffer, is found in the graph, as a constant that some operator writes into
+(`kept_tensors`).
 
 Source: this project
 Tests: tests/capture/test_carried_state.py

@@ -8,10 +8,11 @@ Stages run what was captured. A look at the modules before each mini-batch finds
     requires_grad_(False), and True again     the parameter stays as it is meanwhile: no momentum, no decay, no norm
     hooks on parameters (`register_hook`)     called once a step, with the whole gradient; one that makes something else
                                               of a sum than of its parts is refused where a step has several units
-    attributes, modes                         the model is traced with the old and the new ones: where the traces are
+    attributes (of classes too), modes        the model is traced with the old and the new ones: where the traces are
                                               the same, training goes on; else the change is refused
     other modules or parameters, hooks of     refused
-    modules, a parameter that is in no
+    modules or of all modules, a model in
+    eval mode as a whole, a parameter that is in no
     optimizer group and takes a gradient
 
 The look compares what Python holds by identity: no value of a tensor is read. What it cannot see are changes inside

@@ -15,6 +15,7 @@ from torch import nn
 from gpp_plugin.capture.analyse_traced import analysed
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.choose_whole import (
+    GLOBAL_HOOKS,
     MAX_ATTEMPTS,
     Untraceable,
     find_asked,
@@ -88,6 +89,11 @@ def capture_model(
         logger.warning(
             "hooks on %s itself are not called in training; register them on modules in it, which then run as they are",
             type(model).__name__,
+        )
+    if any(GLOBAL_HOOKS.values()):
+        logger.warning(
+            "hooks on all modules (torch.nn.modules.module.register_module_forward_hook) are traced once and not "
+            "called in training; register them on modules, which then run as they are"
         )
     reasons: list[Untraceable] = []
     states = {state.name: state for state in carried}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -27,6 +28,16 @@ HOOK_OPTIONS = (
     "_forward_hooks_always_called",
 )
 """Tables that say how hooks are called."""
+GLOBAL_HOOKS: Mapping[str, Any] = {
+    name: getattr(nn.modules.module, name)
+    for name in (
+        "_global_forward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_backward_hooks",
+    )
+}
+"""Tables of the hooks that torch calls for every module."""
 TRACED_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "gpp_plugin")
 """Packages whose own hooks compute (weight norms, inputs that take a gradient), which a trace has as operators."""
 

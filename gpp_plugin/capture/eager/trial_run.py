@@ -98,7 +98,7 @@ class NotedWrites(TorchDispatchMode):
 
     def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._of = {t.untyped_storage().data_ptr(): (key, t) for key, t in tensors.items() if t.numel()}
+        self._of = {t.untyped_storage().data_ptr(): (key, t) for key, t in tensors.items() if _has_memory(t)}
         self.before: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
@@ -107,7 +107,7 @@ class NotedWrites(TorchDispatchMode):
         """Run an operator."""
         if func._schema.is_mutable:
             for leaf in pytree.tree_leaves((args, kwargs)):
-                known = self._of.get(leaf.untyped_storage().data_ptr()) if isinstance(leaf, Tensor) else None
+                known = self._of.get(leaf.untyped_storage().data_ptr()) if _has_memory(leaf) else None
                 if known is not None and known[0] not in self.before:
                     self.before[known[0]] = known[1], known[1].clone()
         return func(*args, **(kwargs or {}))
@@ -115,6 +115,10 @@ class NotedWrites(TorchDispatchMode):
     def values(self) -> dict[Any, Tensor]:
         """Return what those hold now that were changed."""
         return {key: t.clone() for key, (t, old) in self.before.items() if not torch.equal(t, old)}
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
 
 
 @contextmanager

@@ -313,6 +313,11 @@ def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:
             f"this job has {dtype_name(dtype or torch.float32)} for all of them: convert the model, model.float(), "
             "and let its forward cast by x.to(weight.dtype)",
         ),
+        "sparse": (
+            [name for name, tensor in everything.items() if tensor.layout is not torch.strided],
+            "register it dense, .to_dense(), and multiply by @; or keep its indices and values as two buffers, for "
+            "index_add in forward",
+        ),
         "quantized": (
             [name for name, tensor in everything.items() if tensor.is_quantized],
             "keep whole numbers and their scale as two buffers, w.int_repr() and w.q_scale(), and multiply them in "

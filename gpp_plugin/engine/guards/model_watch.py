@@ -11,9 +11,9 @@ Stages run what was captured. A look at the modules before each mini-batch finds
     attributes (of classes too), modes        the model is traced with the old and the new ones: where the traces are
                                               the same, training goes on; else the change is refused
     other modules or parameters, hooks of     refused
-    modules or of all modules, a model in
-    eval mode as a whole, a parameter that is in no
-    optimizer group and takes a gradient
+    one module or of all, a model in eval
+    mode as a whole, a parameter that is in
+    no optimizer group and takes a gradient
 
 The look compares what Python holds by identity: no value of a tensor is read. What it cannot see are changes inside
 objects that have no attributes of their own (a numpy array, an object of C), in containers of more than `MAX_ENTRIES`,
@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS, is_within
+from gpp_plugin.capture.eager.choose_whole import GLOBAL_HOOKS, MODULE_HOOKS, is_within
 from gpp_plugin.capture.tracing.carried_state import is_users
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import WatchedModule
@@ -354,12 +354,12 @@ class ModelWatch:
             table, key = change.table, change.key
             if table.name == "_buffers":
                 self._take_buffer(watched, change)
-            elif table.name in (*MODULE_HOOKS, *_GLOBAL_HOOKS):
+            elif table.name in (*MODULE_HOOKS, *GLOBAL_HOOKS):
                 if (
                     table.name in MODULE_HOOKS and table.path in watched.eager
                 ):  # it runs with the hooks that it has
                     continue
-                where = "all modules" if table.name in _GLOBAL_HOOKS else table.path or "the model"
+                where = "all modules" if table.name in GLOBAL_HOOKS else table.path or "the model"
                 raise ConfigError(
                     f"hooks on {where} were registered or removed after deepspeed.initialize, and "
                     "stages run what was captured: remove new ones (handle.remove()), and register hooks before "
@@ -509,22 +509,11 @@ def _tables_of(model: nn.Module) -> list[_Table]:
                 tables.append(_Table(path, name, value, dict(value)))
             elif not name.startswith("_") or not isinstance(value, dict):
                 add(path, name, value, 1)
-    tables += [_Table("", name, table, dict(table)) for name, table in _GLOBAL_HOOKS.items()]
+    tables += [_Table("", name, table, dict(table)) for name, table in GLOBAL_HOOKS.items()]
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if is_users(kind)}
     tables += [_Table("", "", vars(kind), dict(vars(kind)), kind=kind) for kind in sorted(kinds, key=str)]
     return tables
 
-
-_GLOBAL_HOOKS: Mapping[str, Any] = {
-    name: getattr(nn.modules.module, name)
-    for name in (
-        "_global_forward_pre_hooks",
-        "_global_forward_hooks",
-        "_global_backward_pre_hooks",
-        "_global_backward_hooks",
-    )
-}
-"""Tables of the hooks that torch calls for every module."""
 
 _WITHOUT_ATTRIBUTES = (
     type,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from typing import Any
@@ -286,7 +287,246 @@ class LateTable(Plain):
         return {"loss": self.loss(self.first(x) * self.late, y)}
 
 
+class InPlace(Plain):
+    """Averages in a list that is no buffer, written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages = [torch.zeros(WIDTH), torch.ones(WIDTH)]
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.averages[1].lerp_(hidden.mean(0), 0.1)
+        return {"loss": self.loss(hidden * self.averages[1], y)}
+
+
+class Clamped(Plain):
+    """A scale that each forward clamps before it reads it, and a buffer that it writes before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.scale.clamp_(max=1.2)
+            self.mean.lerp_(hidden.mean(0), 0.2)
+        return {"loss": self.loss(hidden * self.scale * self.mean, y)}
+
+
+class Auxiliary(Plain):
+    """A dict and a list of this forward's own: what hooks have seen, and losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, Tensor] = {}
+        self.losses: list[Tensor] = []
+        self.first.register_forward_hook(lambda module, given, made: self.features.update(first=made))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.losses.clear()
+        hidden = self.first(x)
+        self.losses.append(self.features["first"].square().mean())
+        return {"loss": self.loss(hidden, y) + sum(self.losses)}
+
+
+class Ring(Plain):
+    """A queue in a buffer, and the next place in it as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(3, WIDTH))
+        self.place = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        loss = self.loss(hidden - self.queue.mean(0), y)
+        self.queue[self.place] = hidden.detach().mean(0)
+        self.place = (self.place + 1) % 3
+        return {"loss": loss}
+
+
+class FromFirstBatch(Plain):
+    """Glow's act norm: a flag in a buffer, and parameters that the first batch sets through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        if not self.is_ready:
+            self.shift.data = -hidden.detach().mean(0)
+            self.is_ready.fill_(True)
+        return {"loss": self.loss(hidden + self.shift, y)}
+
+
+class Baseline(Plain):
+    """An average of the loss that Python has as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = 0.0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss = self.loss(self.first(x), y)
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        return {"loss": loss / (1 + self.average)}
+
+
+class WarmingUp(Plain):
+    """Another loss in the first calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        hidden = self.first(x)
+        return {"loss": self.loss(hidden if self.calls > 1 else hidden.detach() * 2, y)}
+
+
+class Slotted:
+    """A counter in a slot."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Helped(Plain):
+    """Counts in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Slotted()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.helper.calls += 1
+        return {"loss": self.loss(self.first(x), y) / self.helper.calls}
+
+
+class Ticking(Plain):
+    """Counts by an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ticks = itertools.count(1)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(self.first(x), y) / next(self.ticks)}
+
+
+class OfClass(Plain):
+    """Counts on its class."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        type(self).calls += 1
+        return {"loss": self.loss(self.first(x), y) / self.calls}
+
+
+class Enclosed(Plain):
+    """A mean teacher in the closure of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.teacher_of = lambda: teacher
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.teacher_of().weight.lerp_(self.first.weight, 0.1)
+        return {"loss": self.loss(self.first(x) - self.teacher_of()(x).detach(), y)}
+
+
+class Overlapping(Plain):
+    """Two buffers in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = torch.zeros(2, WIDTH)
+        self.register_buffer("row", rows[0])
+        self.register_buffer("rows", rows)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        self.row.lerp_(hidden.detach().mean(0), 0.1)
+        return {"loss": self.loss(hidden - self.rows.sum(0), y)}
+
+
+class _Counted(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _Counted.calls += 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class CountingFunction(Plain):
+    """A custom function that counts its calls."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(_Counted.apply(self.first(x)), y)}
+
+
+class WatchedGradient(Plain):
+    """Keeps the size of an activation's gradient, by a hook on that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        hidden.register_hook(lambda gradient: self.size.copy_(gradient.norm()))
+        return {"loss": self.loss(hidden / (1 + self.size), y)}
+
+
+class _Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: Tensor) -> Tensor:
+        ctx.size = size
+        return x / (1 + size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0] / (1 + ctx.size)
+        ctx.size.add_(0.5)
+        return gradient, None
+
+
+class LeftByBackward(Plain):
+    """A custom function whose backward writes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(_Leaving.apply(self.first(x), self.size), y)}
+
+
+WHOLE = (FromFirstBatch, Baseline, WarmingUp)
+"""Whose own Python reads what it keeps, so that they run as one block."""
 CARRIED = (
+    InPlace,
+    Clamped,
+    Auxiliary,
+    Ring,
+    *WHOLE,
     Centre,
     Counter,
     Annealed,
@@ -303,7 +543,16 @@ CARRIED = (
 REFUSED = {
     Growing: "the forward keeps seen for the next one, and it holds more, or less, after each forward",
     FirstBatch: "scale",
-    Listed: "state teachers",
+    Listed: "the forward keeps teachers for the next one, and it holds a Linear, so it cannot be state of a stage; "
+    "register it, in a list as nn.ModuleList",
     LateTable: "the forward registers buffer late; register it in __init__, or call the model once",
+    Helped: "the forward keeps helper for the next one, and it holds a Slotted",
+    Ticking: "the forward keeps ticks for the next one",
+    OfClass: "the forward keeps calls for the next one, and it is of its class",
+    Enclosed: "the forward writes into a tensor [6, 6] that none of its modules holds",
+    Overlapping: "row and rows are two tensors in the same memory",
+    CountingFunction: "_Counted keeps calls on its class",
+    WatchedGradient: "registers a hook on a tensor's gradient, which no graph holds",
+    LeftByBackward: "state size",
     Thawing: "the forward sets requires_grad of second.bias",
 }

@@ -43,6 +43,7 @@ BLOCKS: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 DEEPSPEED: list[tuple[str, Any]] = [
+    ("optimizer.lr", 1e-2), ("optimizer", {"params": {"lr": 1e-2}}), ("dump_state", "false"),
     ("gradient_clipping", -1), ("gradient_clipping", NAN), ("gradient_clipping", INF), ("gradient_clipping", "1.0"),
     ("gradient_clipping", True), ("gradient_clipping", [1]), ("gradient_clipping", "auto"),
     ("gradient_cliping", 1.0), ("gradient_clip", 1.0), ("optimiser", {}), ("zero_optimisation", {"stage": 1}),

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from torch import fx
 
 from gpp_plugin.capture.annotate import Note, annotate, module_path, written_placeholders
 from gpp_plugin.capture.attention import attention_masks, without_masks
@@ -29,8 +30,9 @@ from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.lengths import resized
 from gpp_plugin.capture.mask_values import Mask, MaskFinder
 from gpp_plugin.capture.sharding.find_regions import find_sharding
+from gpp_plugin.capture.tracing.carried_state import LeavesState, kept_tensors
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
-from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, tracing_device
+from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, overlapping, tracing_device
 from gpp_plugin.capture.tracing.traced import Traced, structure_of
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis, Sharding
@@ -60,6 +62,7 @@ def analysed(
     """
     masks = masks_of(traced, shadow).find()
     notes = notes_of(traced, shadow, masks, unpadded, training=training)
+    _check_written(traced, notes, shadow)
     clusters = find_clusters(traced.graph, notes)
     if pair is not None:
         # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
@@ -155,6 +158,27 @@ def _check_loss(traced: Traced, notes: Mapping[str, Note], shadow: Shadow) -> No
         f"the loss of {type(shadow.model).__name__} needs no gradient, so that nothing would train: {trained} of its "
         f"{len(own)} parameters take one; {why}"
     )
+
+
+def _check_written(traced: Traced, notes: Mapping[str, Note], shadow: Shadow) -> None:
+    """Refuse, or carry, what the forward writes and no stage would have.
+
+    Raises:
+        LeavesState: it is a tensor that a module holds and did not register; it is to be carried.
+        CaptureError: it is of a module that is none of the model's, or has memory that another tensor has too.
+    """
+    written = written_placeholders(traced.graph, notes)
+    constants = [tensor for name, tensor in traced.constants.items() if name in written]
+    if constants:
+        raise LeavesState(kept_tensors(shadow.model, constants))
+    own = {traced.parameters[name] for name in written if name in traced.parameters}
+    own |= {p.name for p in shadow.parameters if p.requires_grad}
+    for one, other in overlapping(shadow.original):
+        if one in own or other in own:
+            raise CaptureError(
+                f"{type(shadow.original).__name__}: {one} and {other} are two tensors in the same memory, and a stage "
+                "has each by itself: register one, and compute the other in forward (self.weight.t(), self.queue[0])"
+            )
 
 
 def _couple_readers_of_counts(traced: Traced, layouts: Layouts, replicable: set[str]) -> None:
@@ -253,8 +277,36 @@ def _with_written(
     Running statistics: the copies of a stage's replicas differ, and a checkpoint holds each rank's. Through views as
     well: a momentum encoder's weights are written through ``weight.data``.
     """
-    written = {traced.parameters.get(name) for name in written_placeholders(traced.graph, notes)}
-    return tuple(dataclasses.replace(p, is_mutated=True) if p.name in written else p for p in parameters)
+    placeholders = written_placeholders(traced.graph, notes)
+    written = {traced.parameters.get(name) for name in placeholders}
+    state = {traced.parameters.get(name) for name in placeholders if _reaches_result(traced.graph, name)}
+    return tuple(
+        dataclasses.replace(p, is_mutated=True, is_state=p.name in state) if p.name in written else p
+        for p in parameters
+    )
+
+
+def _reaches_result(graph: fx.Graph, name: str) -> bool:
+    """Return whether a result depends on what a placeholder holds.
+
+    Not so on the statistics that a norm in train mode only updates, nor on a count of calls that nothing reads:
+
+        running_mean ─► batch_norm(x, ..., running_mean, ...) ─► loss      count ─► add_
+    """
+    reached = {node for node in graph.nodes if node.name == name}
+    for node in graph.nodes:
+        sources = reached.intersection(node.all_input_nodes)
+        if sources and not all(_is_statistic(node, source) for source in sources):
+            reached.add(node)
+    return any(node.op == "output" for node in reached)
+
+
+def _is_statistic(node: fx.Node, source: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    own = [name for name, value in given.items() if value is source]
+    return bool(own) and set(own) <= {"running_mean", "running_var"}
 
 
 def carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note]) -> OpGraph:

@@ -15,11 +15,14 @@ from torch import nn
 from gpp_plugin.capture.analyse_traced import analysed
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.choose_whole import (
+    GLOBAL_HOOKS,
     MAX_ATTEMPTS,
     Untraceable,
     find_asked,
     has_hooks,
     hooked_modules,
+    is_within,
+    lacks_values,
     with_culprit,
     without_inner,
 )
@@ -32,7 +35,6 @@ from gpp_plugin.capture.tracing.torch_export import (
     Call,
     Reads,
     call_by_key,
-    lacks_values,
 )
 from gpp_plugin.capture.tracing.traced import Exported, Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
@@ -88,6 +90,11 @@ def capture_model(
             "hooks on %s itself are not called in training; register them on modules in it, which then run as they are",
             type(model).__name__,
         )
+    if any(GLOBAL_HOOKS.values()):
+        logger.warning(
+            "hooks on all modules (torch.nn.modules.module.register_module_forward_hook) are traced once and not "
+            "called in training; register them on modules, which then run as they are"
+        )
     reasons: list[Untraceable] = []
     states = {state.name: state for state in carried}
     while True:
@@ -114,7 +121,9 @@ def capture_model(
         except CaptureError as error:
             # The innermost module that fails is kept whole, and the rest traced anew; where that does not help, the
             # first failure is what the user should know of.
-            more = with_culprit(model, whole, error.culprit) if isinstance(error, Untraceable) else None
+            more = None
+            if isinstance(error, Untraceable) and (error.culprit or _reads_own_state(model, error, states)):
+                more = with_culprit(model, whole, error.culprit)
             if more is None or len(reasons) == MAX_ATTEMPTS:
                 if hooked and isinstance(error, Untraceable):
                     logger.warning(
@@ -134,6 +143,15 @@ def capture_model(
     return captured
 
 
+def _reads_own_state(model: nn.Module, error: Untraceable, states: Mapping[str, CarriedState]) -> bool:
+    """Return whether the Python of the model itself reads what it keeps: it then runs as one block.
+
+    Of other values its author is told to move what reads them into a module of its own: the rest is then cut.
+    """
+    keeps = error.is_of_state or bool(model._buffers) or any(state.tensors for state in states.values())
+    return keeps and lacks_values(error)
+
+
 def _log_what_is_special(
     captured: CapturedGraph,
     whole: Sequence[str],
@@ -145,8 +163,14 @@ def _log_what_is_special(
     """Log which modules are kept whole, and why where nobody asked, and the state that is carried."""
     for path in whole:
         # of modules that failed alike, the first says why; of one that was kept for another inside it, that other
-        why = next((e for e in reasons if e.culprit == path or e.culprit.startswith(f"{path}.")), None)
-        if path in hooked:
+        why = next((e for e in reasons if is_within(e.culprit, path)), None)
+        if not path:
+            logger.warning(
+                "%s runs as it is, as one block that is not cut, on whole loss units: %s",
+                captured.analysis.op_graph.model,
+                why,
+            )
+        elif path in hooked:
             logger.warning("%s is kept whole and runs as it is, on whole loss units, with its hooks", path)
         elif path not in asked and why is not None:
             logger.warning("%s is kept whole and runs as it is, on whole loss units: %s", path, why)
@@ -154,7 +178,7 @@ def _log_what_is_special(
     if left:
         logger.info("state that each forward leaves for the next one: %s", ", ".join(left))
     if whole:
-        logger.info("kept whole, run as they are: %s", ", ".join(whole))
+        logger.info("kept whole, run as they are: %s", ", ".join(path or "the model" for path in whole))
 
 
 def _capture(

@@ -218,6 +218,7 @@ class GraphPipelineEngine(PipelineSurface):
             meeting=self._meeting,
             timeout_s=max(config.comm_timeout_s, EXPORT_TIMEOUT_S),
             keeping=config.checkpoint,
+            take_written=lambda: self._watch.take_written(),
         )
         super().__init__(reference=reference, stages=stages, files=files, ds_config=ds_config)
         self._watch = self._watch_model(stages, modules)

@@ -5,7 +5,7 @@ Each of them is of the model between two mini-batches: what is under way is fini
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from gpp_plugin.engine.training_steps import StepStrategy
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.op_graph import Parameter, is_carried
 from gpp_plugin.report.progress import shown_as
+from gpp_plugin.runtime.ranks.agree import do_together
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.waiting import finish
 
@@ -45,6 +46,7 @@ class PipelineFiles:
         parameters: of the whole model.
         timeout_s: how long ranks wait for one that writes an export or its part of a checkpoint.
         keeping: how checkpoints are written and kept.
+        take_written: lets the stages have what was written to the model since the last step, on this rank.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class PipelineFiles:
         meeting: Meeting,
         timeout_s: float,
         keeping: CheckpointConfig,
+        take_written: Callable[[], None],
     ) -> None:
+        self._take_written = take_written
         self._keeping = keeping
         self._background = BackgroundSave(timeout_s=timeout_s)
         self._stages = stages
@@ -85,7 +89,7 @@ class PipelineFiles:
             CheckpointError: it cannot be written, or the one before, behind the training, could not.
         """
         # Drained first, then named: what was under way counts as done in the tag's number of steps.
-        self._steps.drain()
+        self._drain()
         self.wait()
         for stage in self._stages.stages:
             stage.update.adopt_written()
@@ -104,6 +108,11 @@ class PipelineFiles:
                 ),
                 background=self._background if self._keeping.async_save else None,
             )
+
+    def _drain(self) -> None:
+        """End what is under way, and let the stages have what users have written; collective over all ranks."""
+        self._steps.drain()
+        do_together(self._take_written, what="a look at the model", group=self._setting.group)
 
     def wait(self) -> None:
         """Wait for a checkpoint that is being written behind the training; collective where there is one.
@@ -151,7 +160,7 @@ class PipelineFiles:
 
         Nothing is gathered but what tensor ranks hold in parts, a tensor at a time, where the stage is written.
         """
-        self._steps.drain()
+        self._drain()
         with self._stages.gathered():
             self._source.save_pretrained(
                 directory,
@@ -176,7 +185,7 @@ class PipelineFiles:
         Raises:
             ConfigError: a stage of a graph is tensor-parallel: no rank knows how its shards make a whole.
         """
-        self._steps.drain()
+        self._drain()
         shared_out = [stage.name for stage in self._stages.plan.stages if stage.tensor > 1]
         if shared_out and not self._source.is_plain:
             raise ConfigError(

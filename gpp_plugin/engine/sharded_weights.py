@@ -12,9 +12,9 @@ Trained parameters lie in the flat buffers of the optimizer, whose partitions ar
 those (`WeightUpdater.publish_to`); the others in flat buffers made here, one for each type. Buffers stay whole.
 
 Between mini-batches a parameter has its shape and no memory: it reads as not-a-number, and what is written to it is
-refused. One of a single element (a temperature) has its value on the rank that keeps it, and may be written there.
-Whoever needs values has `gathered`, which gathers all stages of the rank into buffers of their own, and takes what is
-written.
+refused, but for a clamp of one element through `.data`, which changes no bit. One of a single element (a temperature)
+has its value on the rank that keeps it, and may be written there. Whoever needs values has `gathered`, which gathers
+all stages of the rank into buffers of their own, and takes what is written.
 
 Source: ZeRO (Rajbhandari et al., SC 2020; arXiv 1910.02054), section 5.3; storages that are let go of and come back:
     FSDP (Zhao et al., VLDB 2023; arXiv 2304.11277), section 4.2
@@ -100,12 +100,13 @@ class _Sharded:
         #                                write (`fill_`, or one element), and `written` finds
         #     singles       nan t        what is written to t goes into the part; s is some other rank's to write
         first_own = self._shape[1] * self.part.numel()
-        nothing, device = _nothing(self.part.dtype), self.part.device
+        dtype, device = self.part.dtype, self.part.device
         single = [(p, first - first_own) for p, first in self._places if p.numel() == 1]
         own = [(k, at) for k, (_, at) in enumerate(single) if 0 <= at < self.part.numel()]
         self._several = [p for p, _ in self._places if p.numel() != 1]
-        self._placeholders = torch.full((len(self._several),), nothing, dtype=self.part.dtype, device=device)
-        self._singles = torch.full((len(single),), nothing, dtype=self.part.dtype, device=device)
+        self._placeholders, self._singles = (
+            _nothing(len(of), dtype, device) for of in (self._several, single)
+        )
         self._own_singles = torch.tensor(own, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
         return [
             *((p, seen.expand(p.shape)) for p, seen in zip(self._several, self._placeholders, strict=True)),
@@ -176,15 +177,16 @@ class _Sharded:
     @torch.no_grad()
     def written(self) -> list[nn.Parameter]:
         seen = self._placeholders
-        nothing = torch.tensor(_nothing(seen.dtype))
-        is_written = seen.isnan().logical_not_() if nothing.isnan() else seen.ne(nothing)
+        bits = _BITS[seen.dtype.itemsize]
+        is_written = seen.view(bits) != _nothing(len(seen), seen.dtype, seen.device).view(bits)
         if not is_written.any():
             return []
         return [p for p, found in zip(self._several, is_written.tolist(), strict=True) if found]
 
     @torch.no_grad()
     def restore_hidden(self) -> None:
-        self._placeholders.fill_(_nothing(self._placeholders.dtype))
+        seen = self._placeholders
+        seen.copy_(_nothing(len(seen), seen.dtype, seen.device))
 
     # What others read is a buffer of its own: a numpy array of a parameter would hold on to the storage of ``whole``.
 
@@ -403,8 +405,25 @@ def _flattened(parameters: Sequence[nn.Parameter], degree: int) -> Iterator[Flat
         yield FlatWeights(whole=whole, places=tuple(places))
 
 
-def _nothing(dtype: torch.dtype) -> float | int:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGNALLING = {
+    torch.float64: 0x7FF4 << 48,
+    torch.float32: 0x7FA0 << 16,
+    torch.bfloat16: 0x7FA0,
+    torch.float16: 0x7D00,
+}
+
+
+def _nothing(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what placeholders hold: not-a-number, of the kind that arithmetic turns into another one.
+
+    So ``weight.data[0].mul_(0.5)`` leaves other bits. What only compares (a clamp in float32) leaves these.
+    """
+    if dtype in _SIGNALLING:
+        return torch.full((number,), _SIGNALLING[dtype], dtype=_BITS[dtype.itemsize], device=device).view(
+            dtype
+        )
+    return torch.full((number,), float("nan") if dtype.is_complex else 0, dtype=dtype, device=device)
 
 
 def check_sharding(zero_stage: int, *, mode: str, backends: object) -> None:

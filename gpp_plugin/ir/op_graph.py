@@ -24,6 +24,7 @@ class Parameter:
         aliases: further names of the same tensor (weight tying), without ``name``.
         is_buffer: a buffer; ``is_persistent`` says whether the state dict holds it.
         is_mutated: a buffer that the forward pass updates in place (BatchNorm statistics).
+        is_state: what the forward leaves in it is part of what the next one computes (not BatchNorm's, in training).
     """
 
     name: str
@@ -35,6 +36,7 @@ class Parameter:
     is_buffer: bool = False
     is_persistent: bool = True
     is_mutated: bool = False
+    is_state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

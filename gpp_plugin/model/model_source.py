@@ -366,6 +366,7 @@ class ModelSource:
             smallest_local_batch=least,
             found=found,
             fixed=pieces,
+            state=[p.name for p in reference.analysis.op_graph.parameters if p.is_state],
         )
 
     def _check_files(self) -> None:

@@ -22,6 +22,7 @@ from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ReadError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.op_graph import CARRIED
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
@@ -64,12 +65,14 @@ def plan_profiled(
     smallest_local_batch: int,
     found: JobCluster | None = None,
     fixed: Sequence[FixedStage] | None = None,
+    state: Sequence[str] = (),
 ) -> PipelinePlan:
     """Return the plan the configuration asks for.
 
     Args:
         found: as of `plan_request`.
         fixed: stages that are given; None leaves them to the planner.
+        state: parameters and buffers that a forward reads and writes for the next one.
 
     Raises:
         ConfigError: keys of the block contradict each other.
@@ -85,13 +88,14 @@ def plan_profiled(
     )
 
     def make(asked: PlanRequest) -> PipelinePlan:
-        return _planned(graph, asked, config, spec, fixed, modules, stages)
+        return _planned(graph, asked, config, spec, fixed, modules, stages, state)
 
     # stages that are given are no smaller with less memory
     is_free = spec is None and fixed is None
     plan = plan_beside_messages(request, make) if is_free else make(request)
     for note in plan.notes:
         logger.info("plan: %s", note)
+    _warn_of_copies(plan, graph, state)
     return with_breakdown(plan, request)
 
 
@@ -103,6 +107,7 @@ def _planned(
     fixed: Sequence[FixedStage] | None,
     modules: dict[str, int],
     stages: dict[str, int],
+    state: Sequence[str],
 ) -> PipelinePlan:
     """Return the plan of a request, with what the configuration says of sizes, schedule, slices and recompute."""
     if spec is not None:
@@ -110,6 +115,8 @@ def _planned(
         _check_agreement(plan, config, spec)
     elif fixed is not None:
         plan = fixed_plan(fixed, request)
+    elif state and request.data_parallel is None:
+        plan = _plan_with_state(config, request, state)
     else:
         plan = make_plan(config.planner, request)
     if spec is not None and _is_saved(spec):
@@ -128,6 +135,42 @@ def _planned(
     if config.memory.recompute == "full":
         plan = recompute_fully(plan, request)
     return plan
+
+
+def _plan_with_state(config: GraphPipelineConfig, request: PlanRequest, state: Sequence[str]) -> PipelinePlan:
+    """Return a plan with one copy of what a forward leaves for the next one, as one process has.
+
+    Raises:
+        PlanError: none has; says how to train with copies.
+    """
+    try:
+        return make_plan(config.planner, dataclasses.replace(request, data_parallel=1))
+    except PlanError as error:
+        raise type(error)(
+            f"each forward leaves {_told(state)} for the next one, so that each stage has one rank, and {error}; run "
+            "on fewer ranks, or let the ranks of a stage keep one each, as with DistributedDataParallel: "
+            f'"data_parallel": {request.num_ranks // (request.num_stages or 1)} in graph_pipeline'
+        ) from None
+
+
+def _warn_of_copies(plan: PipelinePlan, graph: BlockGraph, state: Sequence[str]) -> None:
+    """Say where ranks that share a stage, as the user asked, each keep what one process has once."""
+    held = {block.name: set(block.parameters).intersection(state) for block in graph.blocks}
+    for stage in plan.stages:
+        own = [name for name in state if any(name in held[block] for block in stage.blocks)]
+        if own and stage.degree > 1:
+            logger.warning(
+                "each of the %d ranks of stage %r keeps %s for its own loss units, as with DistributedDataParallel; "
+                "one process keeps it for all of them, as data_parallel 1 does",
+                stage.degree,
+                stage.name,
+                _told(own),
+            )
+
+
+def _told(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return names[0].replace(CARRIED, "") + more
 
 
 def cut_part(

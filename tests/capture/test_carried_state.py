@@ -23,15 +23,19 @@ from gpp_plugin.capture.tracing.carried_state import (
 )
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState, StateTensor
+from gpp_plugin.ir.op_graph import CARRIED as CARRIED_PREFIX
 from gpp_plugin.ir.op_graph import is_carried
 from gpp_plugin.model.verify.compare_capture import Comparison, compare_capture, make_twin
 from tests.carried_models import (
     CARRIED,
     REFUSED,
+    WHOLE,
     Branching,
     Centre,
     Counter,
+    Enclosed,
     LateTable,
+    Listed,
     Momentum,
     Plain,
     Stashing,
@@ -69,6 +73,43 @@ def test_what_cannot_be_carried_is_refused_by_name(make: type[Plain]) -> None:
     except CaptureError as error:
         text = str(error)
     assert REFUSED[make] in text and "\n" not in text
+
+
+@pytest.mark.parametrize("make", WHOLE)
+def test_a_model_whose_own_python_reads_its_state_is_one_block(make: type[Plain]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    captured = capture_model(model, make_batch(4))
+    assert captured.analysis.eager == ("",)
+    assert [n.is_coupling for n in captured.op_graph.nodes if n.target.startswith("eager")] == [True]
+    assert {p.name.replace(CARRIED_PREFIX, "") for p in captured.op_graph.parameters if p.is_state} & {
+        "shift",
+        "average",
+        "calls",
+    }
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_statistics_that_training_does_not_read_are_no_state() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(6))
+    captured = capture_model(model, {"input": make_batch(4)["x"]}, outputs=(), call=_mean)
+    assert {p.name for p in captured.op_graph.parameters if p.is_mutated} == {
+        "0.running_mean",
+        "0.running_var",
+        "0.num_batches_tracked",
+    }
+    assert not any(p.is_state for p in captured.op_graph.parameters)
+
+
+def _mean(model: nn.Module, entries: Any) -> torch.Tensor:
+    return model(entries["input"]).square().mean()
+
+
+@pytest.mark.parametrize("make", [Listed, Enclosed])
+def test_a_teacher_that_is_no_submodule_is_seen_without_a_comparison(make: type[Plain]) -> None:
+    with pytest.raises(CaptureError, match="teachers|none of its modules holds"):
+        capture_model(make(), make_batch(4))
 
 
 def test_what_is_no_state_is_not_carried() -> None:

@@ -323,7 +323,8 @@ def test_what_is_kept_whole_after_a_failure() -> None:
         *(path for path, m in model.named_modules() if isinstance(m, nn.Linear) and path not in alike),
     )
     assert with_culprit(model, alike, "layers.1") == ("layers.0", "layers.1", "layers.2")
-    assert with_culprit(model, alike, "") is None and with_culprit(model, alike, "layers.2.linear") is None
+    assert with_culprit(model, alike, "layers.2.linear") is None
+    assert with_culprit(model, alike, "") == ("",) and with_culprit(model, ("",), "") is None
 
 
 def test_a_received_tensor_takes_its_gradient_through_a_custom_function() -> None:

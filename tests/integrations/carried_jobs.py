@@ -6,8 +6,25 @@ from typing import Any
 
 import torch
 
+from gpp_plugin.errors import GppError
 from tests import carried_models
 from tests.integrations.engine_jobs import config_of, make_engine, steps
+
+
+def train_whole(names: tuple[str, ...], batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Train models that are one block, on one rank."""
+    return {name: train_carried(name, batches, "", {}) for name in names}
+
+
+def train_with_copies(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Try a stage of two ranks that keeps state, by default and as the refusal says."""
+    answer: dict[str, Any] = {}
+    for name, block in (("stages", {"stages": 1}), ("advised", {"data_parallel": 2}), ("auto", {})):
+        try:
+            answer[name] = train_carried("Centre", batches, "", block)["stages"]
+        except GppError as error:
+            answer[name] = str(error)
+    return answer
 
 
 def train_carried(
@@ -21,7 +38,7 @@ def train_carried(
             train_batch_size=len(batches[0]["x"]),
             train_micro_batch_size_per_gpu=2,
             optimizer={"type": "SGD", "params": {"lr": 0.1}},
-            block={"verify": True, "stages": 2, **block},
+            block={"verify": True, **block},
         )
         return make_engine(getattr(carried_models, name)(), batches[0], config)
 

@@ -142,6 +142,9 @@ def change_what_is_in_parts() -> dict[str, Any]:
         parameter = dict(engine.named_parameters())[name]
         parameter.data.fill_(1.0)
         attempt(name, parameter)
+    parameter = dict(engine.named_parameters())["head.weight"]
+    parameter.data[0, 0].mul_(0.5)
+    attempt("one element", parameter)
     engine.train_batch(iter([batch_of(0)]))
     return {**answer, "told": told, "before": before}
 
@@ -173,6 +176,41 @@ def change_between_steps(
         "weights": engine.gather_state_dict(),
         "state": {name: tensor.clone() for name, tensor in alone.state_dict().items()},
     }
+
+
+def hook_as_advised() -> dict[str, Any]:
+    """Try a hook on a parameter under ZeRO 2 on two ranks, and do as its refusal says."""
+    told: dict[str, Any] = {}
+    for stage in (2, 0):
+        model = changed()
+        model.head.weight.register_hook(lambda gradient: 0.5 * gradient)
+        try:
+            engine = engine_of(
+                model,
+                block={"plan": {"stages": [{"modules": ["*"], "ranks": [0, 1]}]}},
+                train_micro_batch_size_per_gpu=4,
+                zero_optimization={"stage": stage},
+            )
+            told[f"ZeRO {stage}"] = float(engine.train_batch(iter([batch_of(0)])))
+        except GppError as error:
+            told[f"ZeRO {stage}"] = str(error)
+    return told
+
+
+def save_what_is_written(directory: str) -> dict[str, Any]:
+    """Write to the model behind a step, and save a checkpoint, a state dict and an export before the next one."""
+    model = changed(nn.LayerNorm)
+    engine = engine_of(model, bf16={"enabled": True}, zero_optimization={"stage": 1})
+    engine.train_batch(iter([batch_of(0)]))
+    clamp(model)
+    assign_data(model)
+    assign_buffer(model)
+    engine.save_checkpoint(directory)
+    saved = engine.gather_state_dict()
+    engine.train_batch(iter([batch_of(1)]))
+    again = engine_of(changed(nn.LayerNorm), bf16={"enabled": True}, zero_optimization={"stage": 1})
+    again.load_checkpoint(directory)
+    return {"saved": saved, "loaded": again.gather_state_dict()}
 
 
 # ---- modes that were set before the start ----------------------------------------------------------------------
@@ -235,6 +273,17 @@ def refusals() -> dict[str, Any]:
     attempt("attribute", set_to(model, "beta", 5.0), set_to(model, "beta", 1.0))
     attempt("dropout", set_to(model.tower[2], "p", 0.5), set_to(model.tower[2], "p", 0.0))
     attempt("mode", model.tower[1].eval, model.tower[1].train)
+    attempt("all modes", model.eval, model.train)
+    attempt(
+        "class",
+        set_to(Changed, "forward", lambda model, x, y: {}),
+        set_to(Changed, "forward", Changed.forward),
+    )
+    attempt(
+        "hook of all",
+        lambda: handles.append(nn.modules.module.register_module_forward_hook(lambda *given: None)),
+        lambda: handles.pop().remove(),
+    )
     attempt(
         "hook",
         lambda: handles.append(model.tower[0].register_forward_hook(lambda *given: None)),

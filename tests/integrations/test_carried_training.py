@@ -39,7 +39,7 @@ def train_alone(name: str, batches: list[dict[str, Any]]) -> tuple[list[float], 
 @pytest.mark.parametrize("recompute", ["off", "full"])
 def test_two_stages_train_as_one_process_also_after_a_checkpoint(recompute: str, tmp_path: Path) -> None:
     batches = [make_batch(BATCH, seed) for seed in range(STEPS)]
-    block = {"memory": {"recompute": recompute}}
+    block = {"stages": 2, "memory": {"recompute": recompute}}
     directory = str(tmp_path) if recompute == "off" else ""
     answers = run_kept_ranks(
         carried_jobs.train_carried, 2, "Everything", batches, directory, block, timeout_s=120
@@ -49,3 +49,23 @@ def test_two_stages_train_as_one_process_also_after_a_checkpoint(recompute: str,
     assert answers[0]["state"].keys() == state.keys() and len(answers[0]["stages"]) == 2
     for name, value in state.items():
         torch.testing.assert_close(answers[0]["state"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_whose_python_reads_its_state_trains_as_one_block() -> None:
+    names = tuple(kind.__name__ for kind in carried_models.WHOLE)
+    batches = [make_batch(BATCH, seed) for seed in range(STEPS)]
+    (answer,) = run_kept_ranks(carried_jobs.train_whole, 1, names, batches)
+    for name in names:
+        losses, state = train_alone(name, batches)
+        assert answer[name]["losses"] == pytest.approx(losses, rel=2e-6)
+        for key, value in state.items():
+            torch.testing.assert_close(answer[name]["state"][key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_share_no_stage_that_keeps_state_unless_they_are_asked_to() -> None:
+    for answer in run_kept_ranks(carried_jobs.train_with_copies, 2, [make_batch(BATCH, 0)]):
+        assert answer["stages"].startswith(
+            "each forward leaves centre for the next one, so that each stage has one"
+        )
+        assert '"data_parallel": 2' in answer["stages"] and "\n" not in answer["stages"]
+        assert len(answer["advised"]) == 1 and len(answer["auto"]) == 2

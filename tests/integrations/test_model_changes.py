@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +44,22 @@ def test_what_is_written_to_parameters_in_parts_is_taken_or_refused_by_name() ->
     for told in (first["told"], second["told"]):
         for name in ("head.weight", "tower.0.bias"):
             assert f"{name} was written to" in told[name], told[name]
+        assert "was written to" in told["one element"]
     expected = 0.5 * first["before"]["head.weight"]
     assert torch.equal(first["told"]["head.weight as advised"]["head.weight"], expected)
+
+
+def test_what_is_written_before_a_checkpoint_is_in_it(tmp_path: Path) -> None:
+    first, _ = run_kept_ranks(change_jobs.save_what_is_written, 2, str(tmp_path))
+    assert float(first["saved"]["logit_scale"]) <= 0.9 and float(first["saved"]["weight"]) == 2.0
+    for name, tensor in first["saved"].items():
+        assert torch.equal(first["loaded"][name], tensor), name
+
+
+def test_a_hook_on_a_parameter_in_parts_trains_as_its_refusal_says() -> None:
+    for told in run_kept_ranks(change_jobs.hook_as_advised, 2):
+        assert "set zero_optimization.stage to 0" in told["ZeRO 2"]
+        assert isinstance(told["ZeRO 0"], float)
 
 
 def test_modes_that_were_set_before_the_start_stay() -> None:
@@ -60,6 +75,9 @@ def test_what_cannot_be_followed_is_refused_by_name_until_it_is_undone() -> None
         assert "beta is 5.0, and was 1.0" in told["attribute"]
         assert "tower.2.p is 0.5, and was 0.0" in told["dropout"]
         assert "tower.1 is in eval mode" in told["mode"] and "tower.1.train()" in told["mode"]
+        assert "the model is in eval mode" in told["all modes"] and "train()" in told["all modes"]
+        assert "Changed.forward is" in told["class"]
+        assert "hooks on all modules were registered" in told["hook of all"]
         assert "hooks on tower.0" in told["hook"] and "handle.remove()" in told["hook"]
         thawed = (
             "head.bias takes a gradient now" if "rank" in told else "rank 1 could not take its mini-batch"

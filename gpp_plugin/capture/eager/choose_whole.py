@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -27,8 +28,26 @@ HOOK_OPTIONS = (
     "_forward_hooks_always_called",
 )
 """Tables that say how hooks are called."""
+GLOBAL_HOOKS: Mapping[str, Any] = {
+    name: getattr(nn.modules.module, name)
+    for name in (
+        "_global_forward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_backward_hooks",
+    )
+}
+"""Tables of the hooks that torch calls for every module."""
 TRACED_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "gpp_plugin")
 """Packages whose own hooks compute (weight norms, inputs that take a gradient), which a trace has as operators."""
+
+
+READS, DEPENDS, TAKEN = (
+    "the Python code depends on tensor values",
+    "depends on values",
+    "taken from a tensor",
+)
+"""Words that say that values are what an export lacks (`lacks_values`)."""
 
 
 class Untraceable(CaptureError):
@@ -37,12 +56,21 @@ class Untraceable(CaptureError):
     Args:
         culprit: its path; "" where that is the whole model.
         lacks_records: it reads a list of dicts, which no values of the batch help with.
+        is_of_state: it keeps for the next forward what only Python has.
     """
 
-    def __init__(self, message: str, culprit: str, *, lacks_records: bool = False) -> None:
+    def __init__(
+        self, message: str, culprit: str, *, lacks_records: bool = False, is_of_state: bool = False
+    ) -> None:
         super().__init__(message)
         self.culprit = culprit
         self.lacks_records = lacks_records
+        self.is_of_state = is_of_state
+
+
+def lacks_values(error: CaptureError) -> bool:
+    """Return whether a capture failed for want of values."""
+    return any(words in str(error) for words in (READS, DEPENDS, TAKEN))
 
 
 def find_asked(
@@ -93,8 +121,10 @@ def with_culprit(model: nn.Module, whole: Sequence[str], culprit: str) -> tuple[
     The modules of its class in its place in the other layers fail as it did: ``layers.0.router`` stands for
     ``layers.*.router``. Where one of its class failed in another place before, all modules of the class do.
     """
-    if not culprit or culprit in whole:
+    if culprit in whole:
         return None
+    if not culprit:
+        return ("",)
     modules = dict(model.named_modules())
     alike = [culprit]
     if culprit in modules:
@@ -111,7 +141,16 @@ def with_culprit(model: nn.Module, whole: Sequence[str], culprit: str) -> tuple[
 def without_inner(paths: Iterable[str]) -> tuple[str, ...]:
     """Return paths once each, without those inside another one."""
     unique = list(dict.fromkeys(paths))
-    return tuple(p for p in unique if not any(p.startswith(f"{other}.") for other in unique))
+    return tuple(p for p in unique if not any(p != other and is_within(p, other) for other in unique))
+
+
+def is_within(name: str, path: str) -> bool:
+    """Return whether a name is that of a module, or of something in it; all are in the model itself, "".
+
+    >>> is_within("tower.norm.weight", "tower"), is_within("towers.norm", "tower")
+    (True, False)
+    """
+    return path in ("", name) or name.startswith(f"{path}.")
 
 
 def _place(path: str) -> str:

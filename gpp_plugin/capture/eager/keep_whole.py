@@ -35,10 +35,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
-from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks
+from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks, is_within
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.eager.trial_run import CPU, CheckedOnCpu, made_up, observe
-from gpp_plugin.capture.tracing.carried_state import TORCHS_OWN, described, initial_values
+from gpp_plugin.capture.tracing.carried_state import TORCHS_OWN, class_values, described, initial_values
 from gpp_plugin.capture.tracing.devices import on_device
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.analysis import CarriedState
@@ -102,6 +102,8 @@ class WholeCalls:
         self._inputs: dict[fx.Node, Tensor] = {}
         self._is_trying = False
         self._gives_modules = False
+        self.left_by_hooks: set[tuple[str, str]] = set()
+        """Module and attribute that hooks of modules kept whole have left something in, outside of these."""
         # weights by the shadow's modules: the same path in both
         self._weights = {
             (path, name): tensor
@@ -119,7 +121,7 @@ class WholeCalls:
         inside = [
             state
             for state in states
-            if state.structure and any(state.name.startswith(f"{path}.") for path in self._paths)
+            if state.structure and any(is_within(state.name, path) for path in self._paths)
         ]
         return [state for state in states if state not in inside], inside
 
@@ -164,7 +166,7 @@ class WholeCalls:
     def _replace(self, path: str, stack: ExitStack) -> None:
         owner_path, _, name = path.rpartition(".")
         owner = self._model.get_submodule(owner_path)
-        target: Any = getattr(owner, name)
+        target: Any = getattr(owner, name) if path else owner
         if not isinstance(target, nn.Module):
             stand_in = self._stand_in(path, Callee(target), [])
             held = vars(owner).get(f"_{name}", target)
@@ -183,7 +185,7 @@ class WholeCalls:
         states = [
             (target.get_submodule(state.name.removeprefix(path).lstrip(".").rpartition(".")[0]), state)
             for state in self._states
-            if state.name.startswith(f"{path}.")
+            if is_within(state.name, path)
         ]
         function: Callable[..., Any] = target.forward
         if has_hooks(original := self._original.get_submodule(path)):
@@ -194,7 +196,7 @@ class WholeCalls:
 
     def _stand_in(self, path: str, callee: Callee, names: Sequence[tuple[str, str]]) -> Callable[..., Any]:
         where = (
-            f"{path} ({type(self._model.get_submodule(path)).__name__})"
+            f"{path or 'the model itself'} ({type(self._model.get_submodule(path)).__name__})"
             if names or isinstance(callee, ModuleCallee)
             else path
         )
@@ -238,9 +240,19 @@ class WholeCalls:
                 f"custom autograd function {name} is given more than tensors and numbers, and loses its backward alone"
             )
         where = f"custom autograd function {name}"
-        return self._record(
+        before = class_values(function)
+        made = self._record(
             f"function {name}", where, Callee(function.apply), [], [], (args, kwargs), is_function=True
         )
+        changed = [own for own, value in class_values(function).items() if before.get(own) != value]
+        for own in changed:
+            setattr(function, own, before.get(own))
+        if changed:
+            raise CaptureError(
+                f"{where} keeps {changed[0]} on its class, which no stage and no checkpoint would have; keep it in a "
+                "buffer, and pass that to apply"
+            )
+        return made
 
     def _takes_gradient(self, traced: Tensor) -> bool:
         may = self._receives and traced.is_floating_point() and not isinstance(traced, nn.Parameter)
@@ -323,6 +335,7 @@ class WholeCalls:
             call.callee.function = function
             self._is_trying = False
             written = [] if left is None else left.undone()
+            self.left_by_hooks |= set() if left is None else left.attributes
         if written:
             raise CaptureError(
                 f"a hook on {call.where} writes into {written[0]}, which is not that module's, so that no stage would "
@@ -368,7 +381,7 @@ class _LeftByHooks:
         outside = {
             name: tensor
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            if not name.startswith(f"{path}.")
+            if not is_within(name, path)
         }
         # A version tells that a tensor was written to. Parameters are not cloned, as they may be large: a write to one
         # is refused, and none is put back.
@@ -378,6 +391,8 @@ class _LeftByHooks:
             for name, tensor in outside.items()
             if not isinstance(tensor, nn.Parameter)
         }
+        self.attributes: set[tuple[str, str]] = set()
+        self._paths = {id(vars(module)): path for path, module in model.named_modules()}
         self._modules = [(vars(module), vars(module).keys() - ()) for module in model.modules()]
         # containers by their contents: a hook that appends to a list leaves the list itself in place
         self._attributes = [
@@ -396,8 +411,11 @@ class _LeftByHooks:
         """Put back what was left, and return the names of tensors that were written."""
         for attributes, names in self._modules:
             for name in attributes.keys() - names:
+                self.attributes.add((self._paths[id(attributes)], name))
                 del attributes[name]
         for attributes, name, value, content in self._attributes:
+            if attributes.get(name) is not value or not _holds_the_same(content, value):
+                self.attributes.add((self._paths[id(attributes)], name))
             attributes[name] = value
             if content is not None:
                 value.clear()
@@ -408,6 +426,16 @@ class _LeftByHooks:
                 if name in self._values:
                     self._tensors[name][0].copy_(self._values[name])
         return written
+
+
+def _holds_the_same(one: Any, other: Any) -> bool:
+    """Return whether two containers hold the same objects; what is no container does."""
+    if one is None:
+        return True
+    parts = [
+        list(map(id, (*each, *each.values()) if isinstance(each, dict) else each)) for each in (one, other)
+    ]
+    return parts[0] == parts[1]
 
 
 _AT_REST: ContextVar[bool] = ContextVar("_AT_REST", default=False)

@@ -112,6 +112,7 @@ class ModuleCallee(Callee):
     def bound(self, tensors: Sequence[Tensor]) -> Any:
         """Let the module's parameters and buffers be these; what it puts in their place is written into them."""
         before = self._set(tensors)
+        homes = [tensor.data for tensor in tensors]
         kept = [dict(vars(module)) for module, _ in self.states]
         try:
             for module, state in self.states:
@@ -119,7 +120,10 @@ class ModuleCallee(Callee):
             yield
             for module, state in self.states:
                 self._write(module, state)
-            for places, tensor in zip(self.places, tensors, strict=True):
+            for places, tensor, home in zip(self.places, tensors, homes, strict=True):
+                if tensor.data_ptr() != home.data_ptr():  # ``weight.data = ...``
+                    home.copy_(tensor.data)
+                    tensor.data = home
                 for module, name in places:
                     found = module._buffers.get(name, tensor)
                     if found is not tensor and found is not None:

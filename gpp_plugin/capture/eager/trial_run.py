@@ -14,7 +14,7 @@ Tests: tests/capture/test_eager.py
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,7 +125,6 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
         else a.detach().requires_grad_(takes).clone()
         for position, (a, takes) in enumerate(zip(arguments, requires_grad, strict=True))
     ]
-    versions = [tensor._version for tensor in given]
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -138,10 +137,12 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         watched_generators() as drawn,
+        undone_writes(dict(enumerate(given))) as writes,
         FlopCount() as costs,
         saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
-        results, values = call.run(given)
+        with writes:
+            results, values = call.run(given)
     return Observed(
         results=tuple(
             ResultSpec(
@@ -151,11 +152,50 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
         ),
         values=values,
         keeps=_kept(kept, given, results),
-        written=tuple(i for i, t in enumerate(given) if t._version != versions[i]),
+        written=tuple(sorted(writes.before)),
         flops=costs.flops,
         is_random=TORCH in drawn,
         draws_outside=bool(drawn.keys() - {TORCH}),
     )
+
+
+class NotedWrites(TorchDispatchMode):
+    """Notes which tensors are written into, through views and `.data` as well, with what they held before."""
+
+    def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of = {t.untyped_storage().data_ptr(): (key, t) for key, t in tensors.items() if _has_memory(t)}
+        self.before: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        if func._schema.is_mutable:
+            for leaf in tree_leaves((args, kwargs)):
+                known = self._of.get(leaf.untyped_storage().data_ptr()) if _has_memory(leaf) else None
+                if known is not None and known[0] not in self.before:
+                    self.before[known[0]] = known[1], known[1].clone()
+        return func(*args, **(kwargs or {}))
+
+    def values(self) -> dict[Any, Tensor]:
+        """Return what those hold now that were changed."""
+        return {key: t.clone() for key, (t, old) in self.before.items() if not torch.equal(t, old)}
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
+
+
+@contextlib.contextmanager
+def undone_writes(tensors: Mapping[Any, Tensor]) -> Iterator[NotedWrites]:
+    """Put back what is written into tensors while the mode that this yields is on: others have their memory too."""
+    writes = NotedWrites({key: tensor.detach() for key, tensor in tensors.items()})
+    try:
+        yield writes
+    finally:
+        for tensor, old in writes.before.values():
+            tensor.copy_(old)
 
 
 def _kept(

@@ -11,8 +11,11 @@ Each is a buffer of the traced copy. The forward reads a clone, and what it leav
 so that stages write, save and move it as they do running statistics. Where there was nothing before the first forward
 (``self.h = None``), the state begins with zeros; whether that is the model is for `model.verify` to find out.
 
-Not state: what is written before it is read (a loss kept for its reader), and what is the same whatever the batch (a
-table of positions).
+Not state: what is written before it is read (a loss kept for its reader; entries of a dict, a list that is cleared
+first), and what is the same whatever the batch (a table of positions).
+
+A tensor that is written in place, and no buffer, is found in the graph, as a constant that some operator writes into
+(`kept_tensors`).
 
 Source: this project
 Tests: tests/capture/test_carried_state.py
@@ -35,6 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
+from gpp_plugin.capture.eager.choose_whole import TAKEN, Untraceable
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState, StateTensor
 from gpp_plugin.ir.op_graph import CARRIED, Parameter, is_carried
@@ -77,6 +81,8 @@ def held_by(model: nn.Module, keep: Callable[[Tensor], Any] = lambda tensor: ten
         for name, value in vars(module).items():
             if name not in TORCHS_OWN:
                 _note(found, _joined(path, name), value, keep, met)
+        for name, value in class_values(type(module)).items():
+            found.setdefault(_joined(path, name), value)
         found[_joined(path, "training")] = module.training
     return found
 
@@ -107,13 +113,41 @@ def _note(
             _note(found, f"{name}[{key!r}]", part, keep, met, depth + 1)
     elif isinstance(value, (nn.Module, type)) or callable(value) or depth > MAX_DEPTH or id(value) in met:
         found[name] = id(value)
-    elif hasattr(value, "__dict__"):
+    elif attributes := attributes_of(value):
         met.add(id(value))
         found[name] = id(value)
-        for key, part in list(vars(value).items()):
+        for key, part in attributes.items():
             _note(found, f"{name}.{key}", part, keep, met, depth + 1)
+    elif isinstance(value, Iterator):  # where it is: ``itertools.count(3)``
+        found[name] = repr(value)
     else:
         found[name] = id(value)
+
+
+def is_users(kind: type) -> bool:
+    """Return whether a class is none of a library's, so that its attributes are its user's to change."""
+    return kind.__module__.partition(".")[0] not in ("torch", "transformers", "builtins", "typing", "abc")
+
+
+def class_values(kind: type) -> dict[str, Any]:
+    """Return the numbers and texts that a user's class of modules has itself, for all of its modules."""
+    return {
+        name: value
+        for each in filter(is_users, reversed(kind.__mro__))
+        for name, value in vars(each).items()
+        if not name.startswith("__") and isinstance(value, _PLAIN) and value is not None
+    }
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object's attributes are, those in slots included."""
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names = vars(kind).get("__slots__", ())
+    return tuple(n for n in ((names,) if isinstance(names, str) else names) if not n.startswith("__"))
 
 
 def without_history(model: nn.Module) -> dict[int, Tensor]:
@@ -152,8 +186,87 @@ def attribute_of(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     return modules[owner], owner, leaf.partition(".")[0]
 
 
+class _NotedDict(dict[Any, Any]):
+    """A module's dict for one forward: notes whether an entry is read that this forward has not put there."""
+
+    def __init__(self, items: Mapping[Any, Any]) -> None:
+        super().__init__(items)
+        self._own: set[Any] = set()
+        self.is_read = False
+
+    def look(self, keys: Iterable[Any]) -> None:
+        """Note that entries are read."""
+        self.is_read |= any(key not in self._own for key in keys)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._own.add(key)
+        super().__setitem__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Put entries there."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def clear(self) -> None:
+        """Begin anew: whatever is found from now on is of this forward."""
+        super().clear()
+        self._own = set()
+
+
+class _NotedList(list[Any]):
+    """The same of a list: all of it is old until it is cleared."""
+
+    is_read = True
+
+    def clear(self) -> None:
+        """Begin anew."""
+        super().clear()
+        self.is_read = False
+
+
+def _looking(name: str, keys_of: Callable[..., Iterable[Any]]) -> Any:
+    original = getattr(dict, name)
+
+    def method(self: _NotedDict, *args: Any) -> Any:
+        self.look(keys_of(self, *args))
+        return original(self, *args)
+
+    return method
+
+
+for _name in ("__getitem__", "__contains__", "get", "pop", "setdefault", "__delitem__"):
+    setattr(_NotedDict, _name, _looking(_name, lambda held, key, *default: [key]))
+for _name in ("__iter__", "__len__", "keys", "values", "items", "copy", "__eq__", "__or__", "popitem"):
+    setattr(_NotedDict, _name, _looking(_name, lambda held, *args: list(dict.keys(held))))
+
+
 @contextmanager
-def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
+def _noted_containers(model: nn.Module, first: dict[tuple[int, str], bool]) -> Iterator[None]:
+    """Let a dict, or a list, count as written where a forward reads of it only what it has put there itself."""
+    held: list[tuple[dict[str, Any], str, Any, Any]] = []
+    for module in model.modules():
+        if not type(module).__module__.startswith("torch."):
+            for name, value in list(vars(module).items()):
+                if name not in TORCHS_OWN and type(value) in (dict, list):
+                    noted = _NotedDict(value) if type(value) is dict else _NotedList(value)
+                    held.append((vars(module), name, value, noted))
+                    vars(module)[name] = noted
+    try:
+        yield
+    finally:
+        for attributes, name, value, noted in held:
+            if attributes.get(name) is noted:
+                attributes[name] = value
+            value.clear()
+            (value.update if isinstance(value, dict) else value.extend)(
+                dict.items(noted) if isinstance(noted, dict) else noted
+            )
+            if not noted.is_read:
+                first[id(attributes), name] = False
+
+
+@contextmanager
+def noted_accesses(model: nn.Module) -> Iterator[dict[tuple[int, str], bool]]:
     """Note whether each attribute was read before it was written, by the id of the module's ``__dict__``."""
     first: dict[tuple[int, str], bool] = {}
     own, put = object.__getattribute__, nn.Module.__setattr__
@@ -168,7 +281,7 @@ def noted_accesses() -> Iterator[dict[tuple[int, str], bool]]:
 
     setattr(nn.Module, "__setattr__", write)  # noqa: B010
     try:
-        with noted_reads(read):
+        with noted_reads(read), _noted_containers(model, first):
             yield first
     finally:
         setattr(nn.Module, "__setattr__", put)  # noqa: B010
@@ -386,7 +499,7 @@ class StateFinder:
             if name in fixed:
                 found.append(CarriedState(name=name))
             else:
-                found.append(self._as_state(name, names[name][1], left[name]))
+                found.append(self.as_state(name, names[name][1], left[name]))
         return found
 
     def _assigned_buffers(self) -> list[CarriedState]:
@@ -428,7 +541,12 @@ class StateFinder:
                 module._buffers[leaf] = before
         return found
 
-    def _as_state(self, name: str, leaf: str, value: Any) -> CarriedState:
+    def as_state(self, name: str, leaf: str, value: Any) -> CarriedState:
+        """Return what carries an attribute that a forward has left so; refuse what cannot be carried."""
+        if value is _ABSENT or value is None:
+            raise refused(
+                self._model, name, "is of its class, for all modules of it", "keep it on the module: self."
+            )
         before = {
             n: v for n, v in self._before.items() if n == name or n.startswith((f"{name}[", f"{name}."))
         }
@@ -453,13 +571,45 @@ class StateFinder:
                 tensors.append(
                     StateTensor(name=own, shape=(), dtype=str(_NUMBERS[kind])[6:], number=kind.__name__)
                 )
+            elif isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                reads = f"is a number {TAKEN}, which only a module that runs as it is may have"
+                raise Untraceable(str(refused(self._model, name, reads)), path, is_of_state=True)
             else:
-                raise refused(self._model, name, f"holds a {type(part).__name__}")
+                fix = "register it, in a list as nn.ModuleList" if isinstance(part, nn.Module) else ""
+                raise refused(self._model, name, f"holds a {type(part).__name__}", fix)
         num_before = len([v for v in before.values() if isinstance(v, Tensor) or type(v) in _NUMBERS])
         begins_empty = not before or set(before.values()) == {None}
         if not leaves or (num_before != len(leaves) and not begins_empty):
             raise refused(self._model, name, "holds more, or less, after each forward")
         return CarriedState(name=name, tensors=tuple(tensors), structure=structure)
+
+
+def kept_tensors(model: nn.Module, written: Sequence[Tensor]) -> list[CarriedState]:
+    """Return the state that tensors are which a forward writes in place: attributes of modules that are no buffers.
+
+    Raises:
+        CaptureError: one is held elsewhere.
+    """
+    places = {tensor.untyped_storage().data_ptr() for tensor in written}
+    held = [
+        name
+        for name, value in held_by(model).items()
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        if value.layout is torch.strided and value.untyped_storage().data_ptr() in places
+    ]
+    if not held:
+        raise CaptureError(
+            f"{type(model).__name__}: the forward writes into a tensor {list(written[0].shape)} that none of its "
+            "modules holds (a global one, or of a function's closure), so that no stage would have it; register it as "
+            "a buffer, and a module as a submodule"
+        )
+    finder = StateFinder(model, ())
+    found = {}
+    for name in held:
+        module, path, leaf = attribute_of(model, name)
+        own = _joined(path, leaf)
+        found[own] = finder.as_state(own, leaf, vars(module).get(leaf))
+    return list(found.values())
 
 
 def begins_empty(model: nn.Module, state: CarriedState) -> bool:

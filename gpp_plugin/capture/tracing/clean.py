@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -268,12 +268,13 @@ def _inline_regions(graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph, operands: list[Any], *, detaches: bool) -> None:
     values: dict[fx.Node, Any] = {}
+    given: dict[fx.Node, Any] = {}
     remaining = iter(operands)
     results: Any = ()
     with graph.inserting_before(node):
         for inner in body.nodes:
             if inner.op == "placeholder":
-                value = next(remaining)
+                value = given[inner] = next(remaining)
                 values[inner] = _detached(graph, value, inner) if detaches else value
             elif inner.op == "output":
                 results = inner.args[0]
@@ -282,9 +283,20 @@ def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph, operands: list[Any],
     # The call returned a tuple, which ``getitem`` nodes took apart: these are the bodies' results themselves now.
     for user in list(node.users):
         assert user.target is operator.getitem, f"{node.name} is read by {user.name}, not taken apart"
-        user.replace_all_uses_with(values[results[user.args[1]]])
+        result = results[user.args[1]]
+        # ``with torch.no_grad(): scale.clamp_(max=4)``: what is read behind it is scale itself, which takes a gradient
+        written = _written_operand(result)
+        user.replace_all_uses_with(given[written] if detaches and written in given else values[result])
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def _written_operand(result: fx.Node) -> fx.Node:
+    """Return the tensor that operators in place have written into and returned."""
+    while result.op == "call_function" and result.args and result.args[0] in written_arguments(result):
+        source: Any = result.args[0]
+        result = source
+    return result
 
 
 def _detached(graph: fx.Graph, value: Any, inner: fx.Node) -> Any:
@@ -335,6 +347,76 @@ def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
             )
         copy.meta = {"val": node.meta["val"].clone(), "nn_module_stack": first.meta.get("nn_module_stack")}
         node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+
+def copy_read_state(graph: fx.Graph, parameters: Collection[str], takes_gradient: Collection[str]) -> None:
+    """Let what autograd may save of a tensor that forward has written be a copy: the next forward writes it again.
+
+    In one process the backward has come by then; in a pipeline the next micro-batch's forward may be first.
+
+    Args:
+        parameters: names of the placeholders of parameters and buffers; ``takes_gradient``: of those, and of what is
+            received, which take a gradient.
+    """
+    #     scale ─► clamp_ ─► mul ─► loss     becomes     scale ─► clamp_ ─► clone ─► mul ─► loss
+    writers = {node: found for node in graph.nodes if (found := written_arguments(node))}
+    roots = _roots([node for found in writers.values() for node in found], parameters)
+    if not roots:
+        return
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    graded = {node for node in graph.nodes if node.name in takes_gradient}
+    for node in graph.nodes:
+        if node.target is not aten.detach.default and not graded.isdisjoint(node.all_input_nodes):
+            graded.add(node)
+    for root in roots:
+        alike = _views_of(root)
+        last = max(order[writer] for writer, found in writers.items() if not alike.isdisjoint(found))
+        for part in alike:
+            readers = [
+                user
+                for user in part.users
+                if user in graded and user.op == "call_function" and user not in alike
+                if order[user] > last and part not in writers.get(user, ())
+            ]
+            if not readers:
+                continue
+            first = min(readers, key=order.__getitem__)
+            with graph.inserting_before(first):
+                copy = graph.create_node(
+                    "call_function", aten.clone.default, (part,), name=f"{part.name}_read"
+                )
+            stack = first.meta.get("nn_module_stack")
+            copy.meta = {"val": part.meta["val"].clone(), "nn_module_stack": stack}
+            for reader in readers:
+                reader.replace_input_with(part, copy)
+
+
+def _roots(written: Iterable[fx.Node], parameters: Collection[str]) -> list[fx.Node]:
+    """Return the placeholders of parameters that these nodes are, or are views of."""
+    found: dict[fx.Node, None] = {}
+    for node in written:
+        while node.op == "call_function" and _returns_first(node):
+            source: Any = node.args[0]
+            node = source
+        if node.op == "placeholder" and node.name in parameters:
+            found[node] = None
+    return list(found)
+
+
+def _views_of(root: fx.Node) -> set[fx.Node]:
+    """Return a tensor, its views, and what operators in place return of them."""
+    found, pending = {root}, [root]
+    while pending:
+        node = pending.pop()
+        views = [u for u in node.users if u not in found and _returns_first(u) and u.args[0] is node]
+        found.update(views)
+        pending += views
+    return found
+
+
+def _returns_first(node: fx.Node) -> bool:
+    has_operand = bool(node.args) and isinstance(node.args[0], fx.Node)
+    return has_operand and hasattr(node.target, "_schema") and may_alias(node)
 
 
 def may_alias(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,11 +108,7 @@ def make_shadow(
             f"{type(model).__name__} cannot be copied for tracing ({type(error).__name__}: {error}); "
             "remove attributes that copy.deepcopy refuses (open files, locks, process groups) before capture"
         ) from error
-    copies = {id(own): copied for own, copied in zip(model.modules(), twin.modules(), strict=True)}
-    for table in (getattr(part, name) for part in twin.modules() for name in MODULE_HOOKS):
-        for key, hook in table.items():
-            if isinstance(hook, types.MethodType) and id(hook.__self__) in copies:
-                table[key] = types.MethodType(hook.__func__, copies[id(hook.__self__)])
+    rebind_hooks(twin, memo)
     with mode:
         register_states(twin, carried, functools.partial(_empty, where))
     set_modes(twin, training=training)
@@ -127,6 +124,33 @@ def make_shadow(
         first_names=first_names,
         carried=tuple(carried),
     )
+
+
+def rebind_hooks(twin: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Let hooks of a copy see the copy where they saw the model: as methods of its modules, or in their closure.
+
+    Args:
+        memo: of `copy.deepcopy`: the copy of each object, by its id.
+    """
+
+    def rebound(hook: Any) -> Any:
+        if isinstance(hook, types.MethodType):
+            return types.MethodType(hook.__func__, memo.get(id(hook.__self__), hook.__self__))
+        if isinstance(hook, functools.partial):
+            args = [memo.get(id(arg), arg) for arg in hook.args]
+            return functools.partial(rebound(hook.func), *args, **hook.keywords)
+        if isinstance(hook, types.FunctionType) and hook.__closure__:
+            held = [cell.cell_contents for cell in hook.__closure__]
+            cells = tuple(types.CellType(memo.get(id(each), each)) for each in held)
+            copied = types.FunctionType(
+                hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells
+            )
+            copied.__kwdefaults__, copied.__module__ = hook.__kwdefaults__, hook.__module__
+            return copied
+        return hook
+
+    for table in (getattr(part, name) for part in twin.modules() for name in MODULE_HOOKS):
+        table.update({key: rebound(hook) for key, hook in table.items()})
 
 
 def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -243,6 +267,21 @@ def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[P
     return tuple(described)
 
 
+def overlapping(model: nn.Module) -> list[tuple[str, str]]:
+    """Return pairs of parameters and buffers, each an object of its own, that have memory in common."""
+    spans: dict[int, tuple[int, int, str]] = {}
+    tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and tensor.numel():
+            reach = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            first = tensor.data_ptr()
+            spans[id(tensor)] = first, first + (reach + 1) * tensor.element_size(), name
+    ordered = sorted(spans.values())
+    return [(one, other) for (_, end, one), (begin, _, other) in itertools.pairwise(ordered) if begin < end]
+
+
 def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Refuse tensors of kinds that stages do not train, before anything is done with them.
 
@@ -273,6 +312,11 @@ def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:
             doubles if is_mixed else [],  # a whole model in double precision becomes one of the job's
             f"this job has {dtype_name(dtype or torch.float32)} for all of them: convert the model, model.float(), "
             "and let its forward cast by x.to(weight.dtype)",
+        ),
+        "sparse": (
+            [name for name, tensor in everything.items() if tensor.layout is not torch.strided],
+            "register it dense, .to_dense(), and multiply by @; or keep its indices and values as two buffers, for "
+            "index_add in forward",
         ),
         "quantized": (
             [name for name, tensor in everything.items() if tensor.is_quantized],

@@ -17,12 +17,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch._export.utils import _compiling_state_context
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from gpp_plugin.capture.eager.choose_whole import Untraceable
+from gpp_plugin.capture.eager.choose_whole import READS, Untraceable
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.tracing.carried_state import (
+    TORCHS_OWN,
     LeavesState,
     StateFinder,
     carried_in,
@@ -47,12 +49,6 @@ TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_sh
 """What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
 ASKS_OF_OVERFLOW = "asks of overflow"
 """Noticed of a shadow: its Python asks whether an activation is finite."""
-READS, DEPENDS, TAKEN = (
-    "the Python code depends on tensor values",
-    "depends on values",
-    "taken from a tensor",
-)
-"""Words that say that values are what an export lacks (`lacks_values`)."""
 
 
 Call: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Any]
@@ -106,6 +102,7 @@ class LossWrapper(nn.Module):
         reads: Reads | None = None,
         states: Sequence[CarriedState] = (),
         inside: Sequence[CarriedState] = (),
+        left_by_hooks: Collection[tuple[str, str]] = (),
     ) -> None:
         super().__init__()
         self.model = model
@@ -113,6 +110,7 @@ class LossWrapper(nn.Module):
         self._call = call
         self._reads = reads
         self._states, self._inside = tuple(states), tuple(inside)
+        self._left_by_hooks = left_by_hooks
         self._constants = dict(constants)
         self._outputs = tuple(outputs)
         self._needs_loss = needs_loss
@@ -130,8 +128,9 @@ class LossWrapper(nn.Module):
             reading or nullcontext(),
             _AssignmentMode(keeps_numbers=any(t.number for state in self._states for t in state.tensors)),
         ):
-            with carried_in(self.model, self._states), noted_accesses() as first:
+            with carried_in(self.model, self._states), noted_accesses(self.model) as first:
                 result = self._call(self.model, {**inputs, **self._constants})
+            self._check_hooks(first)
             self.seen.left = finder.find(
                 first, again=lambda: self._call(self.model, {**inputs, **self._constants})
             )
@@ -140,6 +139,14 @@ class LossWrapper(nn.Module):
         if overflow is not None:
             overflow.close()
         return self.results(result, inputs)
+
+    def _check_hooks(self, first: Mapping[tuple[int, str], bool]) -> None:
+        """Refuse to run modules as they are whose hooks leave what the forward reads: their calls are one operator."""
+        for path, name in self._left_by_hooks:
+            if (id(vars(self.model.get_submodule(path))), name) in first:
+                raise Untraceable(
+                    f"the forward reads {name}, which a hook has left in {path or 'the model'}", ""
+                )
 
     def results(self, result: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the loss, if any, and the named outputs of what the model returned."""
@@ -184,6 +191,11 @@ class _AssignmentMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch."""
+        if func == torch.Tensor.register_hook and isinstance(args[0], FakeTensor):
+            raise NeedsWholeModule(
+                "the forward registers a hook on a tensor's gradient, which no graph holds; write a custom "
+                "autograd.Function, or move that part into a module of its own, which then runs as it is"
+            )
         if func == _DATA:
             return args[0].detach()
         if func == _PUT_DATA and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype:
@@ -191,7 +203,15 @@ class _AssignmentMode(TorchFunctionMode):
             return None
         if self._keeps_numbers and is_number(args[0] if args else None):
             func = getattr(torch.Tensor, _OUT_OF_PLACE.get(getattr(func, "__name__", ""), ""), func)
+        if self._keeps_numbers and func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            place = torch.utils._pytree.tree_map(_as_index, args[1])
+            args = (args[0], place, *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def _as_index(place: Any) -> Any:
+    """Return a number that stands for one of Python's, and is a place in a tensor, as a whole number."""
+    return place.long() if is_number(place) else place
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -218,11 +238,6 @@ def _find_output(result: Any, name: str, model: str) -> torch.Tensor:
             f"output {name!r} of {model} is {type(found).__name__}, not a tensor; its fields are {fields}"
         )
     return found
-
-
-def lacks_values(error: CaptureError) -> bool:
-    """Return whether a capture failed for want of values."""
-    return any(words in str(error) for words in (READS, DEPENDS, TAKEN))
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -280,7 +295,16 @@ def export_model(
     needs_loss = training and not outputs
     states, inside = whole.states_around(shadow.carried)
     wrapper = LossWrapper(
-        shadow.model, constants, outputs, needs_loss, call, whole.note_inputs, reads, states, inside
+        shadow.model,
+        constants,
+        outputs,
+        needs_loss,
+        call,
+        whole.note_inputs,
+        reads,
+        states,
+        inside,
+        whole.left_by_hooks,
     )
     wrapper.training = training
     wrapper.seen.asks_of_overflow = ASKS_OF_OVERFLOW in shadow.noticed
@@ -390,9 +414,18 @@ def _surroundings() -> Iterator[None]:
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo what a forward keeps of tensors in its modules (a cache of positions): export refuses what it finds."""
     before = [(module, dict(vars(module)), set(module._buffers)) for module in model.modules()]
+    own = [
+        (value, value.copy())
+        for _, attributes, _ in before
+        for name, value in attributes.items()
+        if name not in TORCHS_OWN and type(value) in (dict, list)
+    ]
     try:
         yield
     finally:
+        for container, content in own:
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(content)
         for module, attributes, buffers in before:
             for name in module._buffers.keys() - buffers:
                 del module._buffers[name]
@@ -542,6 +575,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
     # torch has no error codes: its classes' names and the words of the first line are all there is to go by
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     kind = type(error).__name__
+    if isinstance(error, NeedsWholeModule):
+        return f"{type(model).__name__} cannot be captured at {where}: {text[:300]}"
     if any(
         word in kind + text for word in ("DataDependent", "data-dependent", "Could not guard", "is_nonzero")
     ):

@@ -18,16 +18,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from gpp_plugin.capture.annotate import module_path
-from gpp_plugin.capture.eager.choose_whole import Untraceable
+from gpp_plugin.capture.eager.choose_whole import DEPENDS, TAKEN, Untraceable
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
-from gpp_plugin.capture.tracing.clean import clean_graph, copy_written_inputs, written_storages
+from gpp_plugin.capture.tracing.clean import (
+    clean_graph,
+    copy_read_state,
+    copy_written_inputs,
+    written_storages,
+)
 from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
 from gpp_plugin.capture.tracing.symbolic_sizes import has_shape_of
 from gpp_plugin.capture.tracing.torch_export import (
-    DEPENDS,
-    TAKEN,
     WRAPPED,
     Call,
     Reads,
@@ -167,6 +170,9 @@ def trace(
     known = _name_placeholders(program, graph, shadow, keys, takes)
     _drop_unused_constants(graph, known.constants, known.fakes)
     copy_written_inputs(graph, known.inputs)
+    if training:
+        graded = [name for name, fake in known.fakes.items() if fake.requires_grad]
+        copy_read_state(graph, known.parameters, graded)
     return Traced(
         num_samples=count_samples(batch),
         graph=graph,
@@ -242,7 +248,9 @@ def _name_placeholders(
             found.fakes[name] = placeholders[name].meta["val"]
         else:
             raise CaptureError(
-                f"model input {name} of kind {spec.kind.name} is not supported; remove {target}"
+                f"{type(shadow.original).__name__} holds an object that no graph has ({spec.kind.name}, "
+                f"{target.removeprefix(f'{WRAPPED}.')}: a torch.Generator of its own, for instance); draw from torch's "
+                "default generator, or move that part into a module of its own, which then runs as it is"
             )
     return found
 

@@ -8,11 +8,12 @@ Stages run what was captured. A look at the modules before each mini-batch finds
     requires_grad_(False), and True again     the parameter stays as it is meanwhile: no momentum, no decay, no norm
     hooks on parameters (`register_hook`)     called once a step, with the whole gradient; one that makes something else
                                               of a sum than of its parts is refused where a step has several units
-    attributes, modes                         the model is traced with the old and the new ones: where the traces are
+    attributes (of classes too), modes        the model is traced with the old and the new ones: where the traces are
                                               the same, training goes on; else the change is refused
     other modules or parameters, hooks of     refused
-    modules, a parameter that is in no
-    optimizer group and takes a gradient
+    one module or of all, a model in eval
+    mode as a whole, a parameter that is in
+    no optimizer group and takes a gradient
 
 The look compares what Python holds by identity: no value of a tensor is read. What it cannot see are changes inside
 objects that have no attributes of their own (a numpy array, an object of C), in containers of more than `MAX_ENTRIES`,
@@ -39,7 +40,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS
+from gpp_plugin.capture.eager.choose_whole import GLOBAL_HOOKS, MODULE_HOOKS, is_within
+from gpp_plugin.capture.tracing.carried_state import is_users
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import WatchedModule
 from gpp_plugin.engine.stage_engine import StageEngine
@@ -62,6 +64,7 @@ class _Table:
         path: of the module; ``name`` of the attribute that it is, "" of the module's own attributes.
         items: it; ``known``: its keys and values, of a list its positions.
         is_shared: other attributes are, or hold, the same object: code may come to it by any of them.
+        kind: the class whose attributes these are.
     """
 
     path: str
@@ -69,10 +72,13 @@ class _Table:
     items: Any
     known: dict[Any, Any]
     is_shared: bool = False
+    kind: type | None = None
 
     def now(self) -> dict[Any, Any]:
         """Return its keys and values."""
-        return dict(self.items) if isinstance(self.items, dict) else dict(enumerate(self.items))
+        if isinstance(self.items, (list, deque)):
+            return dict(enumerate(self.items))
+        return dict(self.items)
 
     def read_name(self, key: Any) -> str:
         """Return the attribute by which code comes to an entry."""
@@ -80,10 +86,18 @@ class _Table:
 
     def told(self, key: Any) -> str:
         """Return what an error calls an entry."""
-        return ".".join(part for part in (self.path, self.name, str(key)) if part)
+        owner = self.path if self.kind is None else self.kind.__name__
+        return ".".join(part for part in (owner, self.name, str(key)) if part)
 
     def put(self, values: Mapping[Any, Any]) -> None:
         """Put entries in."""
+        if self.kind is not None:
+            for key in self.items.keys() - values.keys():
+                delattr(self.kind, key)
+            for key, value in values.items():
+                if self.items.get(key, _ABSENT) is not value:
+                    setattr(self.kind, key, value)
+            return
         self.items.clear()
         if isinstance(self.items, dict):
             self.items.update(values)
@@ -175,7 +189,9 @@ class ModelWatch:
 
     def _held_now(self) -> tuple[list[int], list[Any]]:
         """Return how many entries each table has, and all of them: about half a microsecond a module."""
-        filled = [items.values() if isinstance(items, dict) else items for items in self._items if items]
+        filled = [
+            items if isinstance(items, (list, deque)) else items.values() for items in self._items if items
+        ]
         return list(map(len, self._items)), list(itertools.chain.from_iterable(filled))
 
     def look(self, *, is_training: bool = True) -> None:
@@ -199,6 +215,21 @@ class ModelWatch:
                 self._settle(watched, tables, is_training=is_training)
             if is_training:  # an evaluation leaves modes that training would mind
                 self._known = self._held_now()
+        self._look_at_parameters()
+
+    def take_written(self) -> None:
+        """Let the stages have what was written to parameters and buffers: a checkpoint is next.
+
+        Raises:
+            ConfigError: something cannot be honoured; names it.
+        """
+        for watched, tables in self._tables:
+            for table in tables:
+                for change in _changes_in(table) if table.name == "_buffers" else ():
+                    self._take_buffer(watched, change)
+        self._look_at_parameters()
+
+    def _look_at_parameters(self) -> None:
         parameters = [parameter for _, _, parameter in self._parameters]
         flags = list(map(_FLAGS, parameters))
         if (
@@ -323,11 +354,14 @@ class ModelWatch:
             table, key = change.table, change.key
             if table.name == "_buffers":
                 self._take_buffer(watched, change)
-            elif table.name in MODULE_HOOKS:
-                if table.path in watched.eager:  # it runs with the hooks that it has
+            elif table.name in (*MODULE_HOOKS, *GLOBAL_HOOKS):
+                if (
+                    table.name in MODULE_HOOKS and table.path in watched.eager
+                ):  # it runs with the hooks that it has
                     continue
+                where = "all modules" if table.name in GLOBAL_HOOKS else table.path or "the model"
                 raise ConfigError(
-                    f"hooks on {table.path or 'the model'} were registered or removed after deepspeed.initialize, and "
+                    f"hooks on {where} were registered or removed after deepspeed.initialize, and "
                     "stages run what was captured: remove new ones (handle.remove()), and register hooks before "
                     "deepspeed.initialize"
                 )
@@ -349,6 +383,12 @@ class ModelWatch:
 
     def _told(self, watched: WatchedModule, changes: Sequence[_Change]) -> ConfigError | None:
         """Return the error of attributes that change what is computed; None where they do not."""
+        modes = [change for change in changes if change.key == "training" and not change.table.name]
+        if modes and not any(module.training for module in watched.module.modules()):
+            return ConfigError(
+                "the model is in eval mode, and was captured in train mode, which stages run: call its train() before "
+                "the next mini-batch, or engine.eval_batch for an evaluation"
+            )
         reads = self._reads.get(watched.prefix)
         if reads is not None and not any(_is_read(change, reads) for change in changes):
             return None
@@ -360,17 +400,17 @@ class ModelWatch:
             return None
         # what runs as it is does so on a copy, whose attributes no trace shows
         paths = [change.table.path for change in changes]
-        is_inside = any(f"{path}.".startswith(f"{eager}.") for path in paths for eager in watched.eager)
+        is_inside = any(is_within(path, eager) for path in paths for eager in watched.eager)
         if new is not None and not is_inside and new == self._trace_of_old(watched, changes):
             return None
         first = changes[0]
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
         if first.key == "training" and not first.table.name:
             where = first.table.path or "the model"
-            modes = {True: "train", False: "eval"}
+            now, then = ("train" if mode else "eval" for mode in (first.new, first.old))
             return ConfigError(
-                f"{where} is in {modes[bool(first.new)]} mode{more}, and was in {modes[bool(first.old)]} mode when the "
-                f"model was captured, which stages run: call {where}.{modes[bool(first.old)]}(), or {ANEW}"
+                f"{where} is in {now} mode{more}, and was in {then} mode when the "
+                f"model was captured, which stages run: call {where}.{then}(), or {ANEW}"
             )
         return ConfigError(
             f"{first.table.told(first.key)} is {_short(first.new)}{more}, and was {_short(first.old)} when the model "
@@ -469,6 +509,9 @@ def _tables_of(model: nn.Module) -> list[_Table]:
                 tables.append(_Table(path, name, value, dict(value)))
             elif not name.startswith("_") or not isinstance(value, dict):
                 add(path, name, value, 1)
+    tables += [_Table("", name, table, dict(table)) for name, table in GLOBAL_HOOKS.items()]
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if is_users(kind)}
+    tables += [_Table("", "", vars(kind), dict(vars(kind)), kind=kind) for kind in sorted(kinds, key=str)]
     return tables
 
 
@@ -503,6 +546,8 @@ def _changes_in(table: _Table) -> list[_Change]:
 
 def _is_read(change: _Change, reads: frozenset[tuple[str, str]]) -> bool:
     table = change.table
+    if table.kind is not None:
+        return any(name == change.key for _, name in reads)
     return table.is_shared or (table.path, table.read_name(change.key)) in reads
 
 

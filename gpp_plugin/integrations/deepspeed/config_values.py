@@ -62,6 +62,11 @@ _VALUES: dict[tuple[str, ...], Any] = {
     ("gradient_clipping",): _Magnitude,
     ("steps_per_print",): Annotated[int, Range(low=0, high=2**31)],
     ("wall_clock_breakdown",): bool,
+    ("dump_state",): bool,
+    ("disable_python_gc",): bool,
+    ("memory_breakdown",): bool,
+    ("zero_force_ds_cpu_optimizer",): bool,
+    ("log_level",): str,
     ("prescale_gradients",): bool,
     ("gradient_predivide_factor",): Annotated[float, Range(low=1e-30, high=1e30)],
     ("zero_allow_untested_optimizer",): bool,
@@ -158,7 +163,16 @@ def check_values(config: Mapping[str, Any]) -> None:
         if line is not None:
             lines.append(line)
     for block in ("optimizer", "scheduler"):
-        params = (config.get(block) or {}).get("params") if isinstance(config.get(block), Mapping) else None
+        given = config.get(block) if isinstance(config.get(block), Mapping) else None
+        lines += [
+            f"{block}.{key}: no key of {block}; write it in {block}.params"
+            for key in given or {}
+            if key not in names_in(block)
+            and not difflib.get_close_matches(key, names_in(block), 1, _LIKENESS)
+        ]
+        if given and given.get("type") is None and not any(line.startswith(f"{block}.") for line in lines):
+            lines.append(f"{block}.type: missing; name the class that {block}.params are of")
+        params = (given or {}).get("params")
         lines += [
             f'{block}.params.{key}: "auto" is filled in by HuggingFace\'s Trainer alone; give a value, leave the key '
             "out, or train with gpp_plugin.GraphPipelineTrainer"

@@ -11,6 +11,7 @@ has one group, number 1 of the mirror's two, and takes that one's rate.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.ir.typed_leaves import nearest_key
 
 OptimizerFactory = Callable[[Any], Optimizer]
 SchedulerFactory = Callable[[Optimizer], Any]
@@ -314,6 +316,13 @@ def _mirror_optimizer(
             f"optimizer.type: {kind!r} is neither one of DeepSpeed's nor one of torch.optim's"
             f"{_nearest(kind, [*_DEEPSPEED_NAMES, *_subclasses(torch.optim, Optimizer)])}"
         )
+    # DeepSpeed's own classes take more; of torch's it is known what they take
+    takes = [*inspect.signature(cls).parameters, *(params if kind.lower() in _MIRROR_CLASSES else ())]
+    for key in params:
+        if key not in takes:
+            raise ConfigError(
+                f"optimizer.params.{key}: unknown to torch.optim.{kind}; {nearest_key(key, takes[1:])}"
+            )
     known = {key: params[key] for key in ("lr", "betas", "momentum", "weight_decay", "eps") if key in params}
     try:
         return cls(placeholders, **{"lr": 1e-3, **known})

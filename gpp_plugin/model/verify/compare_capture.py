@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.eager.trial_run import NotedWrites, undone_writes
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.carried_state import (
     attribute_of,
@@ -34,7 +35,7 @@ from gpp_plugin.capture.tracing.carried_state import (
     without_history,
 )
 from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
-from gpp_plugin.capture.tracing.shadow import set_modes, switch_off_caches
+from gpp_plugin.capture.tracing.shadow import rebind_hooks, set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
 from gpp_plugin.ir.op_graph import CARRIED, is_carried
 from gpp_plugin.model.weights.materialize import materialize_parameters
@@ -136,6 +137,7 @@ def make_twin(model: nn.Module, *, device: torch.device, dtype: torch.dtype | No
         kept = torch.float32 if dtype is not None and buffer.dtype in HALF else buffer.dtype
         memo[id(buffer)] = made.get(name, buffer).detach().to(device, kept).clone()
     twin = copy.deepcopy(model, memo)
+    rebind_hooks(twin, memo)
     # as for tracing: with a cache, which no training reads, transformers' masks would mix samples that lie in one row
     switch_off_caches(twin)
     return twin
@@ -199,11 +201,11 @@ def compare_capture(
     state |= {name: value.to(captured.device) for name, value in initial_values(twin, carried).items()}
 
     def run_graph(rows: Mapping[str, Any]) -> _Outcome:
-        with alike(), _unwritten(twin) as writes, torch.enable_grad():
+        with alike(), undone_writes(dict(twin.named_parameters())) as writes, torch.enable_grad():
             return _run_graph(captured, twin, rows, state, writes)
 
     def run_module(copied: nn.Module, rows: Mapping[str, Any]) -> _Outcome:
-        with alike(), _unwritten(twin) as writes, torch.enable_grad():
+        with alike(), undone_writes(dict(twin.named_parameters())) as writes, torch.enable_grad():
             return _run_module(captured, copied, rows, call, writes)
 
     own = make_twin(twin, device=captured.device)
@@ -238,7 +240,7 @@ def _run_graph(
     twin: nn.Module,
     arguments: Mapping[str, Any],
     state: dict[str, Tensor],
-    writes: _Writes,
+    writes: NotedWrites,
 ) -> _Outcome:
     """Run all of the graph as the code of one stage: that is what generates code in training."""
     op_graph = captured.op_graph
@@ -268,7 +270,7 @@ def _run_module(
     twin: nn.Module,
     arguments: Mapping[str, Any],
     call: Call,
-    writes: _Writes,
+    writes: NotedWrites,
 ) -> _Outcome:
     op_graph = captured.op_graph
     keys, constants = split_batch(arguments)
@@ -281,7 +283,7 @@ def _run_module(
     at = {name: p.data for name, p in twin.named_parameters()}
     before = held_by(twin, keep=_cloned)
     with writes:
-        with noted_accesses() as first:
+        with noted_accesses(twin) as first:
             result = call(twin, {**given, **constants})
         results = wrapper.results(result, given)
     after = held_by(twin, keep=_cloned)
@@ -309,7 +311,10 @@ def _run_module(
         for tensor, value in zip(state.tensors, leaves, strict=False):
             dtype = getattr(torch, tensor.dtype)
             left[tensor.name] = torch.as_tensor(value, dtype=dtype, device=captured.device).detach().clone()
+    versions = {name: buffer._version for name, buffer in twin.named_buffers()}
     found = _outcome(dict(zip(names, results, strict=True)), trained | received, left)
+    # a hook, or a custom function, that writes when the backward comes: in a pipeline another forward may come before
+    kept.update(dict.fromkeys(n for n, b in twin.named_buffers() if b._version != versions.get(n)))
     return dataclasses.replace(found, kept=tuple(kept))
 
 
@@ -330,45 +335,6 @@ def _other_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[key] = value
     return found
-
-
-class _Writes(TorchDispatchMode):
-    """Notes the parameters that a forward writes into, with what they held before.
-
-    Args:
-        parameters: whose memory a user's module has too.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._of = {p.untyped_storage().data_ptr(): (name, p) for name, p in parameters.items()}
-        self.before: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an operator."""
-        if func._schema.is_mutable:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                known = self._of.get(leaf.untyped_storage().data_ptr()) if isinstance(leaf, Tensor) else None
-                if known is not None and known[0] not in self.before:
-                    self.before[known[0]] = known[1], _cloned(known[1])
-        return func(*args, **(kwargs or {}))
-
-    def values(self) -> dict[str, Tensor]:
-        """Return what the parameters hold now that were changed."""
-        return {n: _cloned(p) for n, (p, old) in self.before.items() if not torch.equal(p, old)}
-
-
-@contextmanager
-def _unwritten(twin: nn.Module) -> Iterator[_Writes]:
-    """Put back what is written into parameters, which a twin shares with the user's module."""
-    writes = _Writes({name: p.detach() for name, p in twin.named_parameters() if p.numel()})
-    try:
-        yield writes
-    finally:
-        for parameter, old in writes.before.values():
-            parameter.copy_(old)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

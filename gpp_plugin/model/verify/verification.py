@@ -109,6 +109,7 @@ def verify_part(
     allowed = max(SHARE * (time.monotonic() - start_up.began), LEAST_S)
     free = _free_bytes(place.device)
     reasons: list[str] = []
+    is_on_meta = any(p.is_meta for p in part.model.parameters())
     for size in _sizes(unit, part, analysis.layer_lists):
         seconds, needed = _seconds(size, part, costs, start_up), _bytes(size, part, costs)
         if seconds > allowed or needed > free:
@@ -134,7 +135,7 @@ def verify_part(
         return True, (
             f"verified: the capture's results and {found.num_gradients} gradients are those of "
             f"{type(part.model).__name__} (off by {found.loss_error:.1e} and {found.gradient_error:.1e} at most; {size}"
-            f"), {now - began:.2f} s of {now - start_up.began:.2f} s"
+            f"{', on made-up weights' if is_on_meta else ''}), {now - began:.2f} s of {now - start_up.began:.2f} s"
         )
     empty = [state.name for state in analysis.carried if begins_empty(part.model, state)]
     if empty:
@@ -144,7 +145,8 @@ def verify_part(
         )
     return (
         False,
-        f"not verified: {type(part.model).__name__} was not compared with its capture ({'; '.join(reasons)})",
+        f"not verified: {type(part.model).__name__} was not compared with its capture ({'; '.join(reasons)}); of what "
+        "its forward leaves behind attributes and gradient flags were looked at, and no values",
     )
 
 

@@ -81,20 +81,6 @@ def test_case_study_of_the_paper():
     assert estimate_plan_us(chained, costs) > linear.iteration_us > plan.iteration_us * 0.999
 
 
-def test_a_join_of_its_own_would_cost_a_third_more():
-    """With the join forced into its own stage, 7 stages hold 24 blocks: 4 a stage (ALGORITHMS: 4.016)."""
-    graph, profile = two_branch()
-    plan = make_plan("graphpipe", make_request(graph, profile, ranks=7, **FREE))
-    assert bottleneck(plan) >= 3.018
-
-
-def test_grouping_branches_beats_first_and_rest():
-    """CANDLE-Uno's shape at 4 devices: 7 branches of 4; two whole branches a device is t = 8, not 12."""
-    plan = make_plan("graphpipe", make_request(branches(7, 4), ranks=4, **FREE))
-    assert bottleneck(plan) == 300.0 * 8
-    assert plan.depth == 2
-
-
 def test_clip_encoders_are_parallel_stages_that_meet_in_the_loss():
     plan = make_plan("graphpipe", make_request(clip(), ranks=3, num_stages=3, **{**FREE, "mini_batch": 16}))
     names = [stage.name for stage in plan.stages]

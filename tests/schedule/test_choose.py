@@ -103,13 +103,6 @@ def test_the_best_schedule_is_sliced():
     assert [(s.schedule, s.num_sliced) for s in again.stages] == [("1f1b", 0)] * 4
 
 
-def test_unknown_schedules():
-    with pytest.raises(ValueError, match=r"schedules \['zb'\] are not among"):
-        choose_schedule(chain_plan(2, 4), schedules=["1f1b", "zb"])
-    with pytest.raises(ValueError, match="give at least one"):
-        choose_schedule(chain_plan(2, 4), schedules=[])
-
-
 def test_the_best_of_all_is_no_longer_than_one_alone():
     plan = simple_plan(
         [2] * 8,

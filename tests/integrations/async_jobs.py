@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from tests.integrations.engine_jobs import make_engine
@@ -177,52 +175,3 @@ def fail() -> list[str]:
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
-
-
-def train_with_memory(blocks: dict[str, dict[str, Any]], num_batches: int) -> dict[str, dict[str, Any]]:
-    """Train llava with dropout under each block, a micro-batch a call; what happened to swapped storages beside it."""
-    import torch
-
-    from gpp_plugin.runtime.compute import AutogradCompute
-    from gpp_plugin.runtime.memory.keeper import StageKeeper
-    from gpp_plugin.runtime.memory.swap import SwappedStorage
-
-    notable = {"bring": SwappedStorage, "backward": AutogradCompute, "end_backward": StageKeeper}
-    answers = {}
-    for key, block in blocks.items():
-        model, make_batch = build("llava", dropout=0.1)
-        batches = [make_batch(2, seed) for seed in range(num_batches)]
-        engine = make_engine(model, batches[0], async_config(mini_batch=2, unit=2, block=block))
-        torch.manual_seed(7 + engine.global_rank)
-        happened: list[str] = []
-        with contextlib.ExitStack() as stack:
-            for name, owner in notable.items():
-                stack.enter_context(noted(owner, name, happened))
-            losses = [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches]
-            losses.append(float(engine.flush()))
-        answers[key] = {
-            "losses": losses,
-            "happened": happened,
-            "parameters": {n: p.detach().clone() for n, p in engine.module.named_parameters()},
-            "plan": engine.plan,
-            "report": engine.memory_report(),
-            "versions": next(iter(engine._lane.lanes[0]._executors.values())).versions.most_held,
-        }
-        engine.destroy()
-    return answers
-
-
-@contextlib.contextmanager
-def noted(owner: type, name: str, into: list[str]) -> Iterator[None]:
-    """Append a method's name whenever it is called, before it does anything."""
-    plain = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        into.append(name)
-        return plain(*args, **kwargs)
-
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, plain)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gpp_benchmarks import _length_memory
-from gpp_plugin.report.memory_text import format_memory_report
-from tests.integrations import length_memory_jobs
 from tests.ranks import run_kept_ranks
 
 SETTINGS = {"layers": 1, "width": 16, "length": 64, "stages": 2}
@@ -30,21 +28,3 @@ def test_what_is_predicted_at_four_lengths_is_counted(model: str, recompute: str
     assert "is 64 long, and graph_pipeline.lengths.max is 48" in first["refused"] == second["refused"]
     assert first["steps_after"] == 1, "and the next mini-batch trains"
     assert first["byte_error"] == pytest.approx(0.0, abs=1e-6)
-
-
-def test_units_that_do_not_fit_are_refused_on_every_rank_before_they_run() -> None:
-    first, second = run_kept_ranks(length_memory_jobs.train_units, 2, timeout_s=120)
-    assert first["refused"] == second["refused"] and first["report"] == second["report"]
-    assert first["steps"] == 3
-    refused = first["refused"]
-    assert list(refused) == ["more samples", "longer"]
-    line = refused["more samples"]
-    assert "\n" not in line and "input_ids 16 stage" in line and "bytes are missing; shorten it" in line
-    missing = int(line.split(" bytes are missing")[0].rpartition(" ")[2])
-    needed = int(line.split(" needs ")[1].split()[0])
-    assert needed - missing in first["planned"], "what the stage may use"
-    assert "input_ids is 17 long, and graph_pipeline.lengths.max is 16" in refused["longer"]
-    text = format_memory_report(first["report"])
-    assert (
-        "predicted for input_ids 16; planned for input_ids 8 and input_ids 12, at most input_ids 16" in text
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from gpp_plugin.engine.loading.mini_batch_loader import make_loader
 from tests.integrations import whole_unit_jobs
-from tests.integrations.unit_jobs import losses_of, one_process, with_weights
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, loss_of
 
@@ -105,51 +103,3 @@ def test_in_mode_async_every_unit_is_a_step() -> None:
     assert answer["last"] is None
     wanted = [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
     assert answer["losses"] == pytest.approx(wanted, rel=1e-5)
-
-
-@functools.cache
-def plain_family(name: str, loss_mean: str) -> tuple[Any, ...]:
-    """Return the losses and first gradients of one process, and its evaluation of the second step's units."""
-    model, steps = whole_unit_jobs.family(name), [whole_unit_jobs.family_units(name, s) for s in (0, 1)]
-    losses, gradients = one_process(model, steps, loss_mean=loss_mean)
-    after = with_weights(model, steps, loss_mean=loss_mean)
-    with torch.no_grad():
-        total = sum(float(part) for part in losses_of(after, steps[1], loss_mean))
-        logits = [after(**unit).logits for unit in steps[1]]
-    return losses, gradients, total, logits
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "block", "loss_mean"),
-    [
-        ("llava_next", 3, {"stages": 3}, "tokens"),
-        ("qwen2_5_vl", 1, {}, "units"),
-        ("qwen2_5_vl", 3, {"stages": 3}, "units"),
-        ("llava_next", 1, {}, "tokens"),
-    ],
-)
-def test_families_train_on_unlike_images_and_lengths(
-    name: str, ranks: int, block: dict[str, Any], loss_mean: str
-) -> None:
-    losses, gradients, total, logits = plain_family(name, loss_mean)
-    covered: set[str] = set()
-    for answer in run_kept_ranks(whole_unit_jobs.train_family, ranks, name, block, loss_mean, timeout_s=200):
-        assert answer["losses"] == pytest.approx(losses, rel=1e-6)
-        assert max(gradient_errors(answer["gradients"], gradients).values()) < 2e-6
-        covered |= set(answer["gradients"])
-        assert answer["evaluated"] == pytest.approx(total, rel=2e-6)
-        assert len(answer["logits"]) == len(logits)
-        for found, wanted in zip(answer["logits"], logits, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert covered == set(gradients)
-
-
-def test_a_frozen_tower_runs_the_next_units_ahead() -> None:
-    within, ahead = (run_kept_ranks(whole_unit_jobs.train_frozen, 2, look, timeout_s=200) for look in (0, 1))
-    for one, other in zip(within, ahead, strict=True):
-        # the second mini-batch has a text-only unit: nothing of it runs ahead, and beside it nothing of the third
-        assert one["looked"] == [False] * 5 and other["looked"] == [False, False, True, True, False]
-        assert one["losses"] == other["losses"]
-        for mine, theirs in zip(one["gradients"], other["gradients"], strict=True):
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[key], theirs[key]) for key in mine)

@@ -205,47 +205,6 @@ def unlike_units(name: str, count: int, seed: int) -> list[dict[str, Any]]:
     return units
 
 
-def train_units(
-    name: str, zero: int, block: dict[str, Any], loss_mean: str = "units", count: int = 4
-) -> dict[str, Any]:
-    """Train three steps on units of their own shapes, and evaluate; compare with one process."""
-    torch.manual_seed(0)
-    model, make_batch = build(name)
-    plain = copy.deepcopy(model)
-    config = config_of(
-        block={"units": count, "loss_mean": loss_mean, **block},
-        zero_optimization={"stage": zero},
-        train_batch_size="auto",
-    )
-    steps = [unlike_units(name, count, seed) for seed in range(3)]
-    engine = make_engine(model, make_batch(4, 9), config)
-    engine.retain_gradients()
-    stream = iter([unit for units in (*steps, steps[0], steps[1]) for unit in units])
-    losses = [float(engine.train_batch(stream))]
-    gradients = dict(engine.gradients)
-    losses += [float(engine.train_batch(stream)) for _ in steps[1:]]
-    evaluated = float(engine.eval_batch(stream))
-    _, logits = engine.eval_batch(stream, return_logits=True)
-    reference, first = one_process(plain, steps, loss_mean=loss_mean)
-    trained = with_weights(plain, steps, loss_mean=loss_mean)
-    with torch.no_grad():
-        wanted = sum(float(part) for part in losses_of(trained, steps[0], loss_mean))
-        last = [trained(**unit).logits for unit in steps[1]]
-    return {
-        "losses": losses,
-        "wanted": reference,
-        "errors": gradient_errors(gradients, first),
-        "evaluated": evaluated,
-        "wanted_evaluated": wanted,
-        "logits": [float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)],
-        "degrees": [stage.degree for stage in engine.plan.stages],
-        "schedules": [stage.schedule for stage in engine.plan.stages],
-        "recomputed": [bool(stage.memory and stage.memory.recomputed) for stage in engine.plan.stages],
-        "left": len(list(stream)),
-        "orders": [engine._feed.take(iter(units)).given for units in steps],
-    }
-
-
 def train_counts(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Train on a mini-batch for each list of numbers of samples, of other lengths each; compare with one process."""
     torch.manual_seed(0)
@@ -298,75 +257,6 @@ class Lines:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = self.rows[index]
         return {"input_ids": ids, "labels": ids.clone()}  # no mask: a stage in the middle reads nothing
-
-
-def train_packed(block: dict[str, Any], workers: int, loss_mean: str) -> dict[str, Any]:
-    """Train on units that `pack` made, loaded by the engine; compare with one process."""
-    import deepspeed
-
-    from gpp_plugin.data import pack
-
-    torch.manual_seed(0)
-    model, _ = build("gpt2", layers=1)
-    plain = copy.deepcopy(model)
-    data = Lines(37)
-
-    def packing() -> Any:
-        return pack(data, cost="input_ids", budget=20, units=4, seed=1)
-
-    config = config_of(block={"loader_workers": workers, "loss_mean": loss_mean, **block})
-    del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
-    engine = deepspeed.initialize(
-        model=model, config=config, training_data=packing(), collate_fn=collate_padded
-    )[0]
-    engine.retain_gradients()
-    count = len(packing()) // 4 + 1  # into the second epoch
-    losses = [float(engine.train_batch())]
-    gradients = dict(engine.gradients)
-    losses += [float(engine.train_batch()) for _ in range(count - 1)]
-    units = [unit for epoch in range(2) for unit in packing().epoch_units(epoch)]
-    collated = [collate_padded([data[i] for i in unit]) for unit in units[: 4 * count]]
-    steps = [collated[i : i + 4] for i in range(0, 4 * count, 4)]
-    reference, first = one_process(plain, steps, loss_mean=loss_mean)
-    return {
-        "losses": losses,
-        "wanted": reference,
-        "errors": gradient_errors(gradients, first),
-        "reads": engine._feed.reads_inputs,
-        "shapes": len({tuple(unit["input_ids"].shape) for unit in collated}),
-    }
-
-
-def resume_units(directory: str, block: dict[str, Any]) -> dict[str, Any]:
-    """Save after one step of three on the engine's own units, and go on in another engine."""
-    import deepspeed
-
-    from gpp_plugin.data import pack
-
-    model, _ = build("gpt2")
-    start = copy.deepcopy(model.state_dict())
-    data = Lines(37)
-
-    def make(block: dict[str, Any]) -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        again, _ = build("gpt2")
-        again.load_state_dict(start)
-        packing = pack(data, cost="input_ids", budget=20, units=4, seed=1)
-        config = config_of(block={"loss_mean": "tokens", **block}, zero_optimization={"stage": 1})
-        del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
-        engine = deepspeed.initialize(
-            model=again, config=config, training_data=packing, collate_fn=collate_padded
-        )[0]
-        return engine, packing
-
-    first, packing = make(block)
-    losses = [float(first.train_batch())]
-    first.save_checkpoint(directory, client_state={"data": packing.state_dict(mini_batches=1)})
-    losses += [float(first.train_batch()) for _ in range(2)]
-    second, packing = make({"plan": f"{directory}/global_step1/plan.json"})
-    _, client = second.load_checkpoint(directory)
-    packing.load_state_dict(client["data"])
-    return {"losses": losses, "resumed": [float(second.train_batch()) for _ in range(2)]}
 
 
 def refuse_units() -> dict[str, str]:

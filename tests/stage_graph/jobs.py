@@ -362,45 +362,6 @@ def train_given_modules() -> dict[str, Any]:
     }
 
 
-def train_mixed_variants() -> list[dict[str, Any]]:
-    """The tower frozen, and on data-parallel ranks; its number of stages left to the planner."""
-    from tests.stage_graph.mixed import build_mixed, mixed_batch
-
-    return [
-        run_in_double(build_mixed(stages=stages, is_frozen=is_frozen), mixed_batch(), 8, {})
-        for stages, is_frozen in ((1, False), ("auto", True))
-    ]
-
-
-def train_tensor_ranks(directory: str) -> dict[str, Any]:
-    """Three steps of a stage of two tensor ranks; a reload; files of its shards."""
-    from gpp_plugin.errors import ConfigError
-
-    config = config_of("two_tensor_ranks", gradient_clipping=0.05)
-    batches = [batch_of("two_tensor_ranks", seed=seed) for seed in range(3)]
-    engine = make_engine("two_tensor_ranks", config)
-    losses = steps(engine, batches[:2])
-    engine.save_checkpoint(directory)
-    losses += steps(engine, batches[2:])
-    engine.save_pretrained(f"{directory}/export")
-    again = make_engine("two_tensor_ranks", config)
-    again.load_checkpoint(directory)
-    refusal = ""
-    try:
-        engine.gather_state_dict()
-    except ConfigError as error:
-        refusal = str(error)
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    return {
-        "losses": losses,
-        "norm": engine.get_global_grad_norm(),
-        "reloaded": steps(again, batches[2:]),
-        "refusal": refusal,
-        "weights": weights,
-        "evaluated": float(engine.eval_batch(iter([batches[0]]))),
-    }
-
-
 def train_asynchronously(memory: dict[str, dict[str, Any]], num_batches: int) -> dict[str, dict[str, Any]]:
     """Mini-batches of graphs whose stages step after every micro-batch, with these ``memory`` blocks."""
     answers = {}

@@ -129,27 +129,3 @@ def test_given_modules_with_a_dataset_and_parameter_groups() -> None:
     )
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(answers[0]["state"][name], parameter.detach(), rtol=1e-4, atol=1e-6)
-
-
-def test_a_stage_of_two_tensor_ranks(tmp_path: Path) -> None:
-    answers = run_kept_ranks(jobs.train_tensor_ranks, 3, str(tmp_path))
-    batches = [batch_of("two_tensor_ranks", seed=seed) for seed in range(3)]
-    losses, norms = reference_steps("two_tensor_ranks", batches, clip=0.05)
-    for answer in answers:
-        assert answer["losses"] == pytest.approx(losses, rel=NEAR)
-        assert answer["norm"] == pytest.approx(norms[-1], rel=NEAR), (
-            "what tensor ranks hold alike counts once"
-        )
-        assert answer["reloaded"] == answer["losses"][2:]
-        assert answer["evaluated"] == answers[0]["evaluated"] < losses[0]
-        assert "tensor ranks of stage 'b' hold shards" in answer["refusal"]
-    exported = tmp_path / "export"
-    assert {path.name for path in exported.iterdir()} == {
-        "b-tensor-0.safetensors",
-        "b-tensor-1.safetensors",
-        "end.safetensors",
-    }
-    for rank in (0, 1):
-        shards = load_file(exported / f"b-tensor-{rank}.safetensors")
-        assert all(torch.equal(answers[rank]["weights"][f"b.{name}"], t) for name, t in shards.items())
-    assert not torch.equal(answers[0]["weights"]["b.first"], answers[1]["weights"]["b.first"])

@@ -28,13 +28,6 @@ def answers(directory: Path) -> Answers:
     return run_kept_ranks(one_capture_jobs.train_both, NUM_RANKS, str(directory), timeout_s=300.0)
 
 
-def test_the_demo_s_model_as_one_captured_part_trains_as_it_does_by_itself(tmp_path: Path) -> None:
-    (plain,) = run_kept_ranks(one_capture_jobs.train_demo, 1, "plain", str(tmp_path))
-    (captured,) = run_kept_ranks(one_capture_jobs.train_demo, 1, "captured", str(tmp_path))
-    assert captured == plain
-    assert len(list(tmp_path.glob("*.json"))) == 1, "they share their profile"
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_plan_programs_losses_gradients_and_weights_are_equal(answers: Answers, way: str) -> None:
     for answer in answers:

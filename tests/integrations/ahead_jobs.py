@@ -191,23 +191,6 @@ def make(kind: str, stages: str) -> tuple[Any, Any]:
     return make_engine(model, make_batch(B, 0), config), make_batch
 
 
-def resume(kind: str, stages: str, directory: str) -> dict[str, Any]:
-    """Train six steps with a checkpoint after three; go on from there with another engine and its own iterator."""
-    engine, make_batch = make(kind, stages)
-    batches = [make_batch(B, seed) for seed in range(6)]
-    iterator, through = iter(batches), []
-    for step in range(6):
-        through.append(float(engine.train_batch(data_iter=iterator)))
-        if step == 2:
-            engine.save_checkpoint(directory)
-    engine.flush()
-    other, _ = make(kind, stages)
-    other.load_checkpoint(directory)
-    iterator = iter(batches[other.global_steps :])
-    resumed = [float(other.train_batch(data_iter=iterator)) for _ in range(3)]
-    return {"through": through, "resumed": resumed, "steps": other.global_steps}
-
-
 def meet_trouble(kind: str, stages: str) -> dict[str, Any]:
     """Train on an iterator that fails at its fourth mini-batch, and then on another one."""
     engine, make_batch = make(kind, stages)

@@ -101,6 +101,23 @@ def train_in_precision(precision: str) -> dict[str, Any]:
     return answers
 
 
+def evaluate() -> dict[str, Any]:
+    """Evaluation of batches of any size, with and without labels, with dropout in training."""
+    model, make_batch = build("gpt2", dropout=0.3)
+    engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 2, "data_parallel": 2}))
+    answers: dict[str, Any] = {"losses": {}}
+    groups = len(_world.pg_map)
+    for size in (16, 5, 1):
+        loss, logits = engine.eval_batch(iter([make_batch(size, size)]), return_logits=True)
+        answers["losses"][size] = (float(loss), logits)
+    answers["plain"] = float(engine.eval_batch(iter([make_batch(16, 16)])))
+    unlabelled = {k: v for k, v in make_batch(6, 6).items() if k != "labels"}
+    answers["unlabelled"] = engine.eval_batch(iter([unlabelled]), compute_loss=False)
+    answers["after"] = steps(engine, [make_batch(B, 0)])[0]
+    answers["groups made"] = len(_world.pg_map) - groups
+    return answers
+
+
 def export(directory: str) -> dict[str, Any]:
     """Train, then write HuggingFace files; rank 0 also returns the gathered state."""
     answers = {}

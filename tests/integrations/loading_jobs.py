@@ -209,38 +209,3 @@ def fail_in_a_worker(bad_rank: int) -> dict[str, Any]:
         "seconds": time.perf_counter() - start,
         "children": len(multiprocessing.active_children()),
     }
-
-
-def fail_in_a_step() -> dict[str, Any]:
-    """A label that no class has, far into training: the engine is at its end, and so are its workers."""
-    dataset = Samples()
-    engine = make(dataset, workers=2, stages=2)
-    _ = engine.train_batch()
-    before = len(multiprocessing.active_children())
-
-    def fail(batch: Any, **options: Any) -> Any:
-        raise RuntimeError("a kernel failed")
-
-    engine._lane.run = fail
-    said = ""
-    try:
-        engine.train_batch()
-    except RuntimeError as error:
-        said = str(error)
-    return {"said": said, "before": before, "after": len(multiprocessing.active_children())}
-
-
-def resume_mid_epoch(directory: str) -> dict[str, list[Any]]:
-    """Three steps of an epoch of two, saved after the first; then loaded by an engine that loads otherwise."""
-    answers = {}
-    for saver, loader in ((0, 2), (2, 0)):
-        engine = make(Samples(), workers=saver, stages=1)
-        losses = run(engine, 1)
-        engine.save_checkpoint(f"{directory}/{saver}")
-        losses += run(engine, 2)
-        other = make(Samples(), workers=loader, stages=1)
-        other.load_checkpoint(f"{directory}/{saver}")
-        answers[f"{saver} {loader}"] = [losses, run(other, 2)]
-        engine.destroy()
-        other.destroy()
-    return answers

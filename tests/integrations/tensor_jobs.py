@@ -465,24 +465,6 @@ def train(
     return answers
 
 
-def overflow(case: str, name: str, zero: int) -> dict[str, Any]:
-    """Return the step after an infinite gradient of ``name``, on the tensor ranks that hold a part of it."""
-    rank = Rank(case, torch.float32, lambda r: _Recorded(r, make_config(zero)))
-    engine: StageEngine = rank.hooks.engine  # type: ignore[attr-defined]
-    before = [p.detach().clone() for p in rank.module.parameters()]
-    for own, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.ones_like(parameter)
-            if own == name and engine.tensor_position == rank.stage.tensor - 1:
-                parameter.grad.fill_(float("inf"))
-    engine.accumulate()
-    engine.reduce_data()
-    result = engine.step()
-    rank.transport.close()
-    same = all(torch.equal(p, q) for p, q in zip(rank.module.parameters(), before, strict=True))
-    return {"overflow": result.overflow, "is_unchanged": same}
-
-
 def stage_norm(case: str) -> float:
     """Return the norm of this rank's stage as an asynchronous stage finds it, every gradient 1 on every rank."""
     rank = Rank(case, torch.float32, lambda r: _Recorded(r, make_config(0), steps_alone=True))

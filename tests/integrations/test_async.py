@@ -12,7 +12,7 @@ from gpp_plugin.ir.memory_report import MemoryReport
 from tests.integrations import async_jobs as jobs
 from tests.integrations.pipedream import Emulation, PlainStage, reported
 from tests.models import build
-from tests.ranks import run_kept_ranks, run_ranks
+from tests.ranks import run_kept_ranks
 
 TOWERS = {
     "stages": [
@@ -206,15 +206,3 @@ def test_what_cannot_step_alone_is_refused_with_one_line() -> None:
         assert "asynch" in said["mode"]
         assert "stock_1f1b" in said["stock"]
         assert "same number of samples" in said["coupled"] and "mix samples compute 2" in said["coupled"]
-
-
-def test_the_engines_own_loader_is_read_ahead_in_its_order() -> None:
-    config = jobs.async_config(mini_batch=8, unit=2, block={"stages": 2})
-    for own, given in run_kept_ranks(jobs.train_from_dataset, 2, config, timeout_s=300):
-        assert own == given and len(set(own)) == 7
-
-
-def test_a_failure_within_a_window_ends_the_job_on_every_rank() -> None:
-    for first, *later in run_ranks(jobs.fail, 2):
-        assert "rank" in first and "stage" in first
-        assert all("cannot go on" in line for line in later)

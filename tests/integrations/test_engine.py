@@ -56,6 +56,25 @@ def test_bf16_trains_within_its_rounding() -> None:
             assert answer[name]["says"] == (1, 0.0, True)
 
 
+def test_evaluation_equals_the_plain_model() -> None:
+    answers = run_kept_ranks(jobs.evaluate, 4)
+    model, make_batch = build("gpt2", dropout=0.3)
+    model.eval()
+    with torch.no_grad():
+        for size, (loss, logits) in answers[0]["losses"].items():
+            batch = make_batch(size, size)
+            parts = units_of(batch, jobs.U)
+            expected = sum(float(loss_of(model(**p))) * p["input_ids"].shape[0] for p in parts) / size
+            assert loss == pytest.approx(expected, rel=1e-6), size
+            assert torch.allclose(logits, model(**batch).logits, rtol=1e-5, atol=1e-6), size
+        unlabelled = {k: v for k, v in make_batch(6, 6).items() if k != "labels"}
+        assert torch.allclose(answers[0]["unlabelled"], model(**unlabelled).logits, rtol=1e-5, atol=1e-6)
+    assert answers[0]["plain"] == answers[0]["losses"][16][0]
+    assert all(answer["losses"][5][0] == answers[0]["losses"][5][0] for answer in answers)
+    assert len({answer["after"] for answer in answers}) == 1
+    assert [answer["groups made"] for answer in answers] == [0] * 4, "all lanes share the messages' groups"
+
+
 def test_exports_reload_bit_equal(tmp_path: Path) -> None:
     answers = run_kept_ranks(jobs.export, 3, str(tmp_path))
     for name in ("t5", "clip"):

@@ -113,23 +113,6 @@ def test_padding_is_that_of_the_whole_mini_batch() -> None:
         assert [rows.held["x"].shape[1] for rows in own] == longest
 
 
-def test_samples_of_one_shape_are_fetched_by_who_reads_them() -> None:
-    dataset = Samples()
-    loader = loader_of(dataset, part=PARTS[0])
-    counts = []
-    for _ in range(4):
-        dataset.fetched.clear()
-        next(loader)
-        counts.append(len(dataset.fetched))
-    assert counts == [6, 2, 2, 2], "the first mini-batch is whole, to be compared with the other ranks'"
-    for other, collate_fn in ((Samples(extra=lambda index: {"extra": "a name"}), None), (Lengths(), pad)):
-        loader = loader_of(other, part=PARTS[0], collate_fn=collate_fn)
-        next(loader)
-        other.fetched.clear()
-        next(loader)
-        assert len(other.fetched) == 6 == len(set(other.fetched))
-
-
 def test_samples_are_fetched_together_where_a_dataset_can() -> None:
     class Together(Samples):
         def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
@@ -255,19 +238,6 @@ def test_a_worker_that_fails_ends_the_job_on_all_ranks(bad_rank: int) -> None:
         first[1 - bad_rank] == f"RuntimeFailure: rank {bad_rank} could not load its mini-batch; see its error"
     )
     assert all(answer["children"] == 0 for answer in answers)
-
-
-def test_workers_end_with_a_failed_step() -> None:
-    for answer in run_kept_ranks(jobs.fail_in_a_step, 2):
-        assert answer["said"] == "a kernel failed" and answer["before"] == 2 and answer["after"] == 0
-
-
-def test_resuming_mid_epoch_does_not_depend_on_workers(tmp_path: Any) -> None:
-    """A checkpoint has no place in the data: a new engine begins the order anew, whoever loads."""
-    for answers in run_kept_ranks(jobs.resume_mid_epoch, 2, str(tmp_path)):
-        (full, resumed), (full_2, resumed_2) = answers["0 2"], answers["2 0"]
-        assert [loss for loss, _ in full] == [loss for loss, _ in full_2]
-        assert [loss for loss, _ in resumed] == [loss for loss, _ in resumed_2]
 
 
 # ---- what is taken ahead of callers' iterators -------------------------------------------------------------

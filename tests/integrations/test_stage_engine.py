@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.engine.stage_engine import StageEngine
-from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from tests.integrations import toy
 from tests.ranks import run_kept_ranks
@@ -212,43 +210,6 @@ def train_with_reduce_scatter(zero_stage: int) -> list[dict[str, Tensor]]:
 def test_both_ways_to_reduce_to_partitions_are_the_same(zero_stage: int) -> None:
     for gloo, nccl in run_kept_ranks(train_with_reduce_scatter, toy.NUM_RANKS, zero_stage):
         assert all(torch.equal(value, nccl[name]) for name, value in gloo.items())
-
-
-def hold_gradients(zero_stages: tuple[int, ...], precision: str) -> dict[int, dict[str, int]]:
-    """Return the bytes of gradients held between micro-batches, as a backward ends, and before the step."""
-    report = {}
-    for zero_stage in zero_stages:
-        engine = toy.make_engine(dist.get_rank(), make_config(zero_stage, precision))
-        held = {"between": 0, "backward": 0}
-        for micro_batch in range(MICRO_BATCHES):
-            held["between"] = max(held["between"], engine.gradients.held_bytes())
-            for name, parameter in engine.module.named_parameters():
-                if parameter.requires_grad:
-                    value = toy.gradient(name, 0, engine.rank, micro_batch).to(parameter.dtype)
-                    toy.add_gradient(parameter, value)
-            held["backward"] = max(held["backward"], engine.gradients.held_bytes())
-            engine.accumulate()
-            if zero_stage == 2:
-                engine.reduce_data()
-        engine.reduce_data()
-        held["step"] = engine.gradients.held_bytes()
-        report[zero_stage] = held
-    return report
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16+fp32"])
-def test_zero_2_holds_partitions_between_micro_batches(precision: str) -> None:
-    """As the table in `partitioned_gradients` says; the front has 66 elements on two ranks, padded to 68."""
-    elements = sum(math.prod(toy.SHAPES[n]) for n in toy.STAGE_NAMES[0] if "frozen" not in n)
-    grad = torch.finfo(DTYPES[precision.partition("+")[0]]).bits // 8
-    total = 4 if "+" in precision else grad
-    whole = elements * total
-    part = (elements + elements % 4) // 2 * total
-    for held in run_kept_ranks(hold_gradients, toy.NUM_RANKS, (0, 1, 2), precision)[:2]:
-        beside = elements * grad if total != grad else 0
-        assert held[0] == {"between": whole, "backward": whole + beside, "step": whole}
-        assert held[1] == {"between": whole, "backward": whole + beside, "step": whole}
-        assert held[2] == {"between": part, "backward": part + elements * grad, "step": part}
 
 
 # ---- overflow --------------------------------------------------------------------------------------------
@@ -477,45 +438,6 @@ def test_fp16_is_refused_where_deepspeed_refuses_it() -> None:
     assert set(run_kept_ranks(construct_fp16, toy.NUM_RANKS)) == {
         "fp16.enabled: this device (cpu) computes no fp16; use bf16"
     }
-
-
-def construct_untested() -> str:
-    rank = dist.get_rank()
-    config = make_config(1)
-    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
-    with pytest.raises(ConfigError) as caught:
-        toy.make_engine(rank, config)
-    return str(caught.value)
-
-
-def test_deepspeeds_refusals_are_config_errors_on_every_rank() -> None:
-    for text in run_kept_ranks(construct_untested, toy.NUM_RANKS):
-        assert "zero_allow_untested_optimizer" in text
-
-
-def train_with_everything_on(directory: str) -> list[StepResult]:
-    rank = dist.get_rank()
-    config = make_config(
-        1,
-        wall_clock_breakdown=True,
-        memory_breakdown=False,
-        steps_per_print=1,
-        comms_logger={"enabled": True, "verbose": False, "prof_all": True, "debug": False},
-        flops_profiler={"enabled": True, "profile_step": 1, "output_file": f"{directory}/flops"},
-        csv_monitor={"enabled": True, "output_path": directory, "job_name": "job"},
-    )
-    engine = toy.make_engine(rank, config)
-    steps = []
-    for step in range(3):
-        toy.feed(engine, step, 1)
-        steps.append(engine.step())
-    return steps
-
-
-def test_timers_profilers_and_monitors_neither_crash_nor_write(tmp_path: Path) -> None:
-    found = run_kept_ranks(train_with_everything_on, toy.NUM_RANKS, str(tmp_path))
-    assert all(len(steps) == 3 and not any(s.overflow for s in steps) for steps in found)
-    assert list(tmp_path.iterdir()) == []
 
 
 def write_from_outside() -> dict[str, Tensor]:

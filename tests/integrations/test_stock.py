@@ -62,14 +62,6 @@ def test_graphs_that_are_no_chains() -> None:
         assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5), name
 
 
-def test_mixed_precision() -> None:
-    one = job("t5", zero=1, config={"bf16": {"enabled": True}})
-    answer = run_kept_ranks(stock_jobs.train, 2, [one])[0][0]
-    model, make_batch = jobs.build_model(one)
-    reference = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"])
-    assert answer["losses"] == pytest.approx(reference.losses, rel=2e-2)
-
-
 def test_lengths_schedule_clipping_evaluation_timeline_and_export(tmp_path: Path) -> None:
     answers, graph = (
         run_kept_ranks(stock_jobs.train_with_everything, 3, name, str(tmp_path / name), timeout_s=180)

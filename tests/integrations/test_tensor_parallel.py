@@ -102,12 +102,6 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(trained, case, zero):
     assert len(models) == len(jobs.CASES[case]) + len(sharded)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_an_overflow_of_one_rank_s_shard_skips_the_step_of_all(zero):
-    answers = run_kept_ranks(jobs.overflow, jobs.NUM_RANKS, "grid", "block.up.weight", zero)
-    assert all(answer == {"overflow": True, "is_unchanged": True} for answer in answers)
-
-
 def test_an_asynchronous_stage_counts_what_its_grid_holds_once():
     norms = run_kept_ranks(jobs.stage_norm, jobs.NUM_RANKS, "grid")
     for stage, module in zip(jobs.make_plan("grid").stages, jobs.alone("grid", torch.float32), strict=True):

@@ -270,13 +270,6 @@ def build_wrongly(names: list[str]) -> dict[str, str]:
     return said
 
 
-def train_mixed(block: dict[str, Any]) -> dict[str, Any]:
-    """A captured vision tower in two stages, a captured layer that reads it, and a loss stage of its own."""
-    from tests.stage_graph.mixed import build_mixed, mixed_batch
-
-    return run_in_double(build_mixed(), mixed_batch(), 8, block)
-
-
 def train_mixed_by_engine(directory: str) -> dict[str, Any]:
     """Three steps of the same, evaluation, and a reload."""
     import deepspeed

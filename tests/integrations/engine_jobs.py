@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import _world
 
 from tests.models import build
 from tests.runtime.odd_models import build_odd

@@ -11,7 +11,6 @@ from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.reader import check_ranks, read_config
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import PLANNERS
-from gpp_plugin.schedule.names import schedule_names
 
 PLANNER_NAMES = ", ".join(PLANNERS.names())
 
@@ -37,12 +36,6 @@ def lines_of(config):
 def test_the_documented_block_is_the_default():
     assert read_config({"graph_pipeline": DESIGN_BLOCK}) == read_config({"graph_pipeline": {}})
     assert read_config({"graph_pipeline": {}}) == GraphPipelineConfig()
-
-
-@pytest.mark.parametrize("planner", PLANNERS.names())
-def test_every_registered_planner_can_be_named(planner):
-    config = read_config(block_of(planner=planner))
-    assert config is not None and config.planner == planner
 
 
 @pytest.mark.parametrize("config", [{}, {"pipeline": {"stages": 2}}, {"graph_pipeline": {"enabled": False}}])
@@ -117,23 +110,6 @@ def test_memory_says_what_a_planner_may_use(memory, ways):
 def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularity):
     config = read_config(block_of(**keys))
     assert config is not None and config.granularity == granularity
-
-
-@pytest.mark.parametrize("word", ["auto", "search"])
-def test_micro_batch_sizes_left_to_the_planner(word):
-    config = read_config(block_of(micro_batch_sizes=word))
-    assert config is not None and config.micro_batch_sizes == word
-
-
-def test_one_micro_batch_size_is_for_all_stages():
-    config = read_config(block_of(micro_batch_sizes=4))
-    assert config is not None and config.micro_batch_sizes == 4
-
-
-@pytest.mark.parametrize("name", [*schedule_names(), "3f3b"])
-def test_every_schedule_has_its_name(name):
-    config = read_config(block_of(schedule=name))
-    assert config is not None and config.schedule == name
 
 
 @pytest.mark.parametrize(
@@ -424,11 +400,6 @@ class TestCheckRanks:
         with pytest.raises(ConfigError) as raised:
             check_ranks(GraphPipelineConfig(**keys), 4)
         assert str(raised.value) == line
-
-
-@pytest.mark.parametrize("backends", ["off", "auto", ["openvino", "torch"], {"vision_model": "inductor"}])
-def test_backends_are_kept(backends):
-    assert read_config(block_of(backends=backends)).backends == backends
 
 
 @pytest.mark.parametrize(

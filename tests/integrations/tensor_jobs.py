@@ -19,9 +19,8 @@ from torch.nn import functional
 
 from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
 from gpp_plugin.engine.checkpoints.save_checkpoint import save_checkpoint
-from gpp_plugin.engine.gradients.gradient_store import GradientStore
 from gpp_plugin.engine.stage_engine import StageEngine
-from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, sequence_parallel
+from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
@@ -342,52 +341,6 @@ class Rank:
         )
         dist.all_reduce(total)
         return float(total), result.step_result
-
-
-class SumHooks:
-    """Sums gradients of any precision and keeps them."""
-
-    loss_scale = 1.0
-
-    def __init__(self, rank: Rank) -> None:
-        self._parameters = {n: p for n, p in rank.module.named_parameters() if p.requires_grad}
-        data_position, _ = rank.stage.position(rank.rank)
-        self._tensor_group = rank.groups.tensor[rank.index] if rank.stage.tensor > 1 else None
-        self.store = GradientStore(
-            self._parameters,
-            dtype=None,
-            bucket_elements=1000,
-            group=rank.groups.data[rank.index],
-            position=data_position,
-            degree=rank.stage.degree,
-        )
-
-    def accumulate(self) -> None:
-        self.store.accumulate()
-
-    def reduce_data(self) -> None:
-        self.store.reduce_data()
-
-    def reduce_tied(self) -> None:
-        raise AssertionError("nothing is tied")
-
-    def step(self) -> dict[str, Tensor]:
-        if self._tensor_group is not None:
-            self.store.sum_tensor(sequence_parallel(self._parameters), group=self._tensor_group)
-        gradients = {name: p.grad.clone() for name, p in self._parameters.items() if p.grad is not None}
-        self.store.clear()
-        return gradients
-
-
-def exact_gradients(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the loss and this rank's gradients of one mini-batch in double precision, by case and schedule."""
-    answers = {}
-    for case, schedule in cases:
-        rank = Rank(case, torch.float64, SumHooks, schedule=schedule)
-        loss, gradients = rank.run(make_batch(0, torch.float64))
-        answers[case, schedule] = {"loss": loss, "gradients": gradients, "stage": rank.index}
-        rank.transport.close()
-    return answers
 
 
 def make_config(zero: int, **more: Any) -> dict[str, Any]:

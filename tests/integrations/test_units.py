@@ -48,10 +48,3 @@ def test_mistakes_are_refused_in_one_line_and_training_goes_on() -> None:
             "trains": "nothing",
         }.items():
             assert words in said[case], (case, said[case])
-
-
-def test_a_unit_that_one_rank_has_no_code_for_is_refused_by_all_before_it_runs() -> None:
-    answers = run_kept_ranks(jobs.refuse_a_shape, 2)
-    assert answers[0] == answers[1]
-    assert len(answers[0]["said"]) == 2
-    assert all("the graph changed with the input shapes" in line for line in answers[0]["said"])

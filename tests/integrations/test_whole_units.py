@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.engine.loading.mini_batch_loader import make_loader
 from tests.integrations import whole_unit_jobs
 from tests.ranks import run_kept_ranks
-from tests.reference import gradient_errors, loss_of
+from tests.reference import loss_of
 
 
 def trained(
@@ -36,54 +35,6 @@ def trained(
         losses.append(total)
         optimizer.step()
     return losses, gradients, model
-
-
-def job(model: str, *, mini_batch: int = 8, loads: bool = False, **block: Any) -> dict[str, Any]:
-    return {"model": model, "mini_batch": mini_batch, "unit": 2, "block": block, "loads": loads}
-
-
-JOBS = {
-    3: [job("reader", stages=3), job("reader", stages=2, mini_batch=12), job("reader", stages=3, loads=True)],
-    2: [
-        job("reader", stages=2, mini_batch=2),
-        job("one_by_one", stages=2),
-        job("reader", stages=2, loads=True),
-    ],
-}
-
-
-@pytest.mark.parametrize("num_ranks", sorted(JOBS))
-def test_units_train_as_in_one_process(num_ranks: int) -> None:
-    tasks = JOBS[num_ranks]
-    per_rank = run_kept_ranks(whole_unit_jobs.train, num_ranks, tasks, timeout_s=150)
-    for index, one in enumerate(tasks):
-        answers = [of_rank[index] for of_rank in per_rank]
-        num_units = one["mini_batch"] // 2
-        steps = whole_unit_jobs.units_of_steps(one["model"], num_units)
-        if one["loads"]:
-            loader = make_loader(
-                whole_unit_jobs.Pairs(), mini_batch=one["mini_batch"], collate_fn=lambda items: items, seed=0
-            )
-            batches = [items for _ in range(4) for items in loader][: len(steps)]
-            steps_seen = [
-                [whole_unit_jobs.join(items[i : i + 2]) for i in range(0, len(items), 2)] for items in batches
-            ]
-        else:
-            steps_seen = steps
-        losses, gradients, model = trained(whole_unit_jobs.build(one["model"]), steps_seen)
-        found = answers[0]
-        assert found["stages"] == one["block"]["stages"]
-        assert all(answer["losses"] == found["losses"] for answer in answers)
-        assert found["losses"][0] == pytest.approx(losses[0], rel=1e-6)
-        assert found["losses"] == pytest.approx(losses, rel=1e-5)
-        covered: set[str] = set()
-        for answer in answers:
-            covered |= set(answer["gradients"])
-            assert max(gradient_errors(answer["gradients"], gradients).values()) < 2e-6
-        assert covered == set(gradients)
-        model.eval()
-        expected = [float(loss_of(model(**unit)).detach()) for unit in steps[1]]
-        assert found["evaluated"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_units_that_do_not_fit_are_refused_and_unlike_ones_train() -> None:

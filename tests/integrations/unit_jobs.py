@@ -316,23 +316,6 @@ class Branching(nn.Module):
         return {"loss": self.second(hidden).square().mean()}
 
 
-def refuse_a_shape() -> dict[str, Any]:
-    """Give one of two data-parallel ranks a unit that it has no code for, and go on."""
-    from gpp_plugin.errors import CaptureError
-
-    torch.manual_seed(0)
-    config = config_of(block={"units": 2, "data_parallel": 2}, train_batch_size=None)
-    engine = make_engine(Branching(), {"x": torch.randn(2, 4, 8)}, config)
-    said = []
-    for _ in range(2):  # the second time nothing is new about the shape
-        try:
-            engine.train_batch(iter([{"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 7, 8)}]))
-        except CaptureError as error:
-            said.append(str(error))
-    loss = float(engine.train_batch(iter([{"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 6, 8)}])))
-    return {"said": said, "loss": loss}
-
-
 # ---- samples in one row -------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
 from gpp_benchmarks.zoo._entries import IMAGE, IMAGE_END, IMAGE_START, build_model
 from gpp_benchmarks.zoo._vision_language import MODELS
@@ -34,57 +33,6 @@ def units_of_steps(name: str, num_units: int) -> list[list[dict[str, Any]]]:
         [reader_batch(sizes, seed=10 * step + unit, padded=padded) for unit in range(num_units)]
         for step, (sizes, padded) in enumerate(STEPS)
     ]
-
-
-class Pairs(Dataset[dict[str, Any]]):
-    """Samples whose images a collator puts into one list."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return reader_batch(
-            [[2, 1]] if index % 3 else [[1, 1, 1], [3], [1]][index // 3 % 3 :][:1], seed=index
-        )
-
-
-def join(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate samples: tensors end to end, patches of all images in one list."""
-    return {key: torch.cat([item[key] for item in items]) for key in items[0]}
-
-
-def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train each job on this rank; return losses, this stage's first gradients, and evaluations."""
-    import deepspeed
-
-    import gpp_plugin
-
-    use_device("cpu")
-    answers = []
-    for job in jobs:
-        model, steps = build(job["model"]), units_of_steps(job["model"], job["mini_batch"] // job["unit"])
-        wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=steps[0][0])
-        data = {"training_data": Pairs(), "collate_fn": join} if job.get("loads") else {}
-        engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job), **data)
-        engine.retain_gradients()
-        losses: list[float] = []
-        gradients: dict[str, torch.Tensor] = {}
-        for units in steps:
-            given = () if job.get("loads") else (iter(units),)
-            losses.append(float(engine.train_batch(*given)))
-            gradients = gradients or {name: g.clone() for name, g in engine.gradients.items()}
-        evaluated = [float(engine.eval_batch(iter([unit]))) for unit in steps[1]]
-        answers.append(
-            {
-                "losses": losses,
-                "gradients": gradients,
-                "evaluated": evaluated,
-                "stages": len(engine.plan.stages),
-                "means": engine._reference.analysis.means,
-            }
-        )
-        engine.destroy()
-    return answers
 
 
 def refused() -> list[str]:

@@ -58,31 +58,6 @@ def test_a_tensor_comes_to_its_readers_and_nobody_else_waits() -> None:
     assert [answer["has_failed"] for answer in answers] == [True, True, False]
 
 
-def hang_up() -> tuple[float, str]:
-    """One rank gives up while the others wait for it, and one has sent it something."""
-    from gpp_plugin.errors import CommTimeout
-
-    wire = make_wire()
-    if wire.position == 1:
-        wire.tell(torch.ones(64), source=1, readers=(0,), has_failed=False)
-    dist.barrier()
-    start, said = time.monotonic(), ""
-    if wire.position == 0:
-        wire.hang_up()
-    else:
-        try:
-            wire.tell(torch.empty(3, device="meta"), source=0, readers=(1, 2), has_failed=False)
-        except CommTimeout as error:
-            said = str(error)
-    return time.monotonic() - start, said
-
-
-def test_a_rank_that_gives_up_ends_the_waits_of_the_others() -> None:
-    for seconds, said in run_kept_ranks(hang_up, 3):
-        assert seconds < LIMIT_S / 2
-        assert not said or "the next tensor of a generation" in said
-
-
 def wait_past_the_limit(is_at_work: bool) -> tuple[float, str]:
     """One rank tells something three times later than silent ranks are waited for, at work or outside of any call."""
     from gpp_plugin.errors import CommTimeout

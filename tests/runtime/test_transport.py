@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.runtime.messages.mailbox import Mailbox
@@ -113,29 +112,6 @@ def test_messages_of_several_tensors_arrive_both_ways(size: int) -> None:
 
 def test_ranks_of_a_large_job_connect_before_the_first_message() -> None:
     assert run_kept_ranks(exchange_unmeshed, 2, 8, timeout_s=60) == [True, True]
-
-
-def wait_in_vain() -> str:
-    """Wait on rank 1 for a message that rank 0 does not send; return what the error says."""
-    transport = make(timeout_s=0.5)
-    said = ""
-    if dist.get_rank() == 1:
-        buffers = [torch.empty(2)]
-        pending = transport.bind_receive(message(0, edge=1), wires_for(buffers), NAMES[1])(buffers)
-        try:
-            pending.wait()
-        except CommTimeout as error:
-            said = str(error)
-    dist.barrier()
-    transport.close()
-    return said
-
-
-def test_a_wait_in_vain_names_rank_edge_and_micro_batch() -> None:
-    assert run_kept_ranks(wait_in_vain, 2, timeout_s=60)[1] == (
-        "receive of activation from rank 0 on rank 1, edge text -> loss, micro-batch 3, samples 4..5: nothing came "
-        "within 0.5 s; look for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
-    )
 
 
 class Work:

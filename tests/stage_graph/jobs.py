@@ -322,39 +322,6 @@ def report() -> dict[str, Any]:
     }
 
 
-def train_given_modules() -> dict[str, Any]:
-    """Modules, not factories, with a dataset and groups of their parameters."""
-    import deepspeed
-
-    import gpp_plugin
-    from gpp_plugin.model.weights.materialize import resident_bytes
-    from tests.stage_graph.graphs import GRAPHS, make
-
-    modules = {given.name: make(given.kind, given.name) for given in GRAPHS["chain"]}
-    graph = gpp_plugin.StageGraph("chain")
-    for given in GRAPHS["chain"]:
-        graph.stage(
-            given.name, modules[given.name], inputs=given.inputs, outputs=given.outputs, ranks=given.ranks
-        )
-    named = list(graph.named_parameters())
-    groups = [
-        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.5},
-        {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    batch = batch_of("chain")
-    data = [{key: rows[i] for key, rows in batch.items()} for i in range(len(batch["x"]))]
-    engine, _, loader, _ = deepspeed.initialize(
-        model=graph, config=config_of("chain"), training_data=data, model_parameters=groups
-    )
-    losses = [float(engine.train_batch()) for _ in range(3)]
-    return {
-        "losses": losses,
-        "loader": len(loader),
-        "held": [name for name, module in modules.items() if resident_bytes(module)],
-        "state": engine.gather_state_dict(),
-    }
-
-
 def train_asynchronously(memory: dict[str, dict[str, Any]], num_batches: int) -> dict[str, dict[str, Any]]:
     """Mini-batches of graphs whose stages step after every micro-batch, with these ``memory`` blocks."""
     answers = {}

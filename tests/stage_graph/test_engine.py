@@ -104,28 +104,3 @@ def test_timeline_and_memory_of_a_step() -> None:
     assert answer["depth"] == 3
     assert answer["is_same_plan"], "a saved plan is taken as it is"
     assert answer["loss"] == pytest.approx(reference_steps("diamond", [batch_of("diamond")])[0][0], rel=NEAR)
-
-
-def test_given_modules_with_a_dataset_and_parameter_groups() -> None:
-    answers = run_kept_ranks(jobs.train_given_modules, 3)
-    model = Whole("chain").float()
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    losses = []
-    for _ in range(3):  # the mean over all samples, whatever their order
-        optimizer.zero_grad()
-        loss = model(**in_single(batch_of("chain")))["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    for answer in answers:
-        assert answer["losses"] == pytest.approx(losses, rel=NEAR)
-        assert answer["loader"] == 1
-    assert [answer["held"] for answer in answers] == [["a"], ["b"], ["end"]], (
-        "a rank holds its own stage only"
-    )
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(answers[0]["state"][name], parameter.detach(), rtol=1e-4, atol=1e-6)

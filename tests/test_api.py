@@ -115,28 +115,6 @@ def test_a_module_is_planned_with_a_batch() -> None:
         api.plan(model, num_devices=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"model": "mmtt"}, ConfigError, "no such file, configuration or library model; did you mean 'mmt'"),
-        ({"model": "gpt2-345m", "sizes": {"layers": 2}}, ConfigError, "sizes: is for library models"),
-        ({"model": 3}, ConfigError, "model: a int is neither a module nor the name or path of a model"),
-        (
-            {"model": "mmt", "mini_batch": 0},
-            ConfigError,
-            "mini_batch 0, loss_unit None: give at least 1 sample",
-        ),
-        ({"model": "mmt", "schedule": "1f2b"}, PlanError, "no schedule '1f2b'; did you mean '2f2b'"),
-        ({"model": "mmt", "planner": "autos", "num_devices": 1}, PlanError, "did you mean 'auto'"),
-        ({"model": "mmt", "cluster": "sumit"}, ConfigError, "did you mean 'summit'"),
-    ],
-)
-def test_a_wrong_argument_gets_one_line(arguments, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words) as raised:
-        api.plan(**arguments)
-    assert "\n" not in str(raised.value)
-
-
 CALLS = """
 import importlib, pathlib, sys, tempfile
 

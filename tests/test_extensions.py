@@ -20,7 +20,6 @@ from gpp_plugin.extensions import (
     find_schedule,
     find_transport,
     look_again,
-    planner_granularity,
 )
 from gpp_plugin.schedule.names import is_schedule_name, may_split_backward, planning_schedule, schedule_names
 
@@ -168,13 +167,6 @@ def test_two_packages_with_one_name_are_both_named(install) -> None:
         find_planner("halves")
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(
-        ExtensionError, match="no transport 'nativ'; did you mean 'native'.; give one of native, megatron"
-    ):
-        find_transport("nativ")
-
-
 def test_what_is_lent_is_there_for_a_while() -> None:
     class Own(Schedule):
         splits_backward = True
@@ -195,10 +187,3 @@ def test_what_is_lent_is_there_for_a_while() -> None:
     with pytest.raises(ExtensionError, match="is an object of type TransportFactory|without"):
         with TRANSPORTS.lent("own", type("Empty", (TransportFactory,), {})()):
             pass
-
-
-@pytest.mark.parametrize(
-    ("planner", "granularity"), [("dawnpiper", "node"), ("auto", "layer"), ("no such", "layer")]
-)
-def test_planners_say_which_blocks_they_work_with(planner: str, granularity: str) -> None:
-    assert planner_granularity(planner) == granularity

@@ -255,11 +255,6 @@ def test_half_precision_and_other_devices_are_refused_by_inference_backends(towe
         assert find_backend(name).refusal(tower) == ""
 
 
-def test_an_absent_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert find_backend("openvino").missing() == "needs openvino: pip install 'gpp_plugin[openvino]'"
-
-
 # ---- measured once, chosen, mixed ----------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode, compile_with_inductor
+from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
 from gpp_plugin.backends.compiled_stage import (
     MOST_VERSIONS,
     CompiledStages,
@@ -330,11 +330,6 @@ def test_a_path_of_nothing_is_one_line() -> None:
         r"'language'\?; blocks are vision\.0, language\.0, \.\.\.",
     ):
         check_paths({"langauge": True}, ["vision.0", "language.0"])
-
-
-def test_inductor_is_what_compiles_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpp_plugin.backends.compiled_blocks.compile_with_inductor", compile_plainly)
-    assert BlockCompiler()._compile is compile_plainly is not compile_with_inductor
 
 
 def test_the_function_of_a_stage_is_kept() -> None:

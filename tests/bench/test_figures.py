@@ -40,16 +40,6 @@ def rows_of(paper, name, monkeypatch, result, **options):
     return list(figure.rows(Options(**options)))
 
 
-def test_every_figure_of_the_issue_has_a_name():
-    assert {figure.name for figure in _graphpipe.figures()} == {
-        "6", "7-left", "7-right", "9", "A.3", "table-1", "table-2",
-    }  # fmt: skip
-    assert {figure.name for figure in _autopipe.figures()} == {
-        "table-II", "table-III", "table-IV", "9", "10", "12", "13", "14",
-    }  # fmt: skip
-    assert {figure.name for figure in _dawnpiper.figures()} == {"table-1", "table-2", "balance"}
-
-
 def test_table_2_is_printed_and_drawn(tmp_path, capsys):
     result = figures.run(arguments(tmp_path, "graphpipe", ["table-2"]))
     shown = capsys.readouterr().out

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
-from gpp_benchmarks import published
-from gpp_benchmarks.published import run
 from gpp_benchmarks.published._interleaved import interleaved_orders
 from gpp_benchmarks.published._optimus import LARGE, Setting, Tower
 from gpp_benchmarks.published._plans import chain, longest_span_us, most_held, schedules_of, stage_of
@@ -121,22 +117,3 @@ def test_counts_leave_fitted_rows_out():
     assert count_within(rows) == {"a: c": "1 of 2"}
     assert [each.is_within for each in rows] == [True, False, True, None]
     assert [each.error for each in rows[:2]] == pytest.approx([0.05, 0.2])
-
-
-def test_the_table_is_printed_and_the_rows_returned(capsys, monkeypatch):
-    monkeypatch.setitem(published.SOURCES, "optimus", lambda: iter([row(HELD_OUT, 1.2, 0.08)]))
-    result = run(argparse.Namespace(sources=["models", "optimus"]))
-    shown = capsys.readouterr().out
-    assert "published" in shown and "+20.0% !" in shown and "[1] so" in shown
-    assert result["within"]["MT-NLG: step"] == "2 of 2"
-    llama = [each for each in result["rows"] if each["source"] == "torchtitan"]
-    # 15 / 8 over (8 + 7 / 2) / 8; what is assumed decides, so no row counts as within
-    assert llama[0]["ours"] == pytest.approx(15 / 11.5) and len({each["ours"] for each in llama}) == 6
-    assert {each["known"] for each in llama} == {"assumed"} and {each["is_within"] for each in llama} == {
-        None
-    }
-    assert not any(name.startswith("torchtitan") for name in result["within"])
-    assert result["held_out_error"]["rows"] == 3 and result["held_out_error"]["worst"] == pytest.approx(0.2)
-    assert "held-out steps: 3 rows" in shown and "Charon 5.35%" in shown
-    assert result["outside"] == ["a: b: c"]
-    assert {"source", "case", "quantity", "published", "ours", "error"} <= set(result["rows"][0])

@@ -32,14 +32,6 @@ def outputs():
     return found
 
 
-def test_a_table_is_printed_for_people(outputs):
-    header, line = outputs[0][:2]
-    for column in ("over baseline", "over chain", "over one size"):
-        assert column in header
-    assert line.startswith("6       two_branch")
-    assert outputs[1][: len(outputs[0])] == outputs[0]
-
-
 def test_ours_is_compared_with_the_best_of_each(outputs):
     result = json.loads(outputs[1][-1])
     by_planner = {row["planner"]: row for row in result["rows"]}

@@ -335,25 +335,6 @@ def test_a_backward_that_cannot_be_split_costs_too_much_to_be_chosen(monkeypatch
     assert all(c.split_factor == 1.0 for name, c in costs.items() if name.startswith("left"))
 
 
-def test_times_follow_the_work() -> None:
-    """Not a benchmark: a matrix product 64 times as large must not look cheaper."""
-
-    class Uneven(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(32, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 32)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x.square().mean()
-
-    batch = {"x": torch.randn(256, 32)}
-    profile = measured(Uneven(), batch, repeats=5).by_block()
-    assert profile["layers.1"].forward_us[0] > 2 * profile["layers.0"].forward_us[0]
-    assert profile["layers.1"].backward_us[0] > 2 * profile["layers.2"].backward_us[0]
-
-
 def test_several_sample_counts_fit_fixed_and_per_sample_bytes() -> None:
     model, make_batch = build("t5")
     batch = make_batch(8, 0)
@@ -539,14 +520,6 @@ def test_a_block_in_another_type_says_so_and_the_advice_works() -> None:
             profile_blocks(captured, coarsen(captured), **given)
         assert "branch.weight is bfloat16 in the model and float32 in this job" in str(told.value)
         assert "x.to(weight.dtype)" in str(told.value) and "memory" not in str(told.value)
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int, str]] = []
-    profile = measured(*prepared("two_branch"), progress=lambda *args: told.append(args))
-    assert [done for done, _, _ in told] == list(range(len(profile.costs)))
-    assert all(total == len(profile.costs) for _, total, _ in told)
-    assert "at 4 samples" in told[0][2]
 
 
 def test_slow_code_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

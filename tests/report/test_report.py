@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.report.chrome_trace import chrome_trace
 from gpp_plugin.report.plan_text import format_plan, format_saved_in_flight
@@ -122,11 +121,6 @@ def test_summary(plan, timeline):
     assert summary.same_micro_batch_overlap_us == 100
     assert forward_overlaps_us(timeline, [0, 1]) == {0: 50, 1: 50}
     assert forward_overlaps_us(timeline, [0, 2]) == {0: 0, 1: 0}
-
-
-def test_summary_of_an_unknown_stage(plan, timeline):
-    with pytest.raises(PlanError, match="no stage 'audio'"):
-        summarize_timeline(timeline, plan, overlapping=("audio",))
 
 
 def test_trace(plan, timeline):

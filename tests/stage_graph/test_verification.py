@@ -171,13 +171,6 @@ def test_the_time_is_said_and_a_second_start_traces_no_more_for_it(
     assert loss < 1e-6 and gradient < 2e-6 and 0 < seconds < total
 
 
-def test_ranks_refuse_alike() -> None:
-    answers = run_kept_ranks(untrue_jobs.start_untrue, 2, timeout_s=90)
-    assert answers[0] == answers[1]
-    assert "gradient of layers.0.weight" in answers[0]["refused"]
-    assert answers[0]["trained"] > 0
-
-
 # ---- how much is compared -----------------------------------------------------------------------------------
 
 

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import carried_models
 from tests.carried_models import make_batch
 from tests.integrations import carried_jobs
 from tests.ranks import run_kept_ranks
+from tests.reference import train_reference
 
 BATCH, UNIT, STEPS = 4, 2, 5
-
-
-def train_alone(name: str, batches: list[dict[str, Any]]) -> tuple[list[float], dict[str, Tensor]]:
-    """Train in one process, a loss unit after the other."""
-    torch.manual_seed(0)
-    model = getattr(carried_models, name)()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        units = [{key: value[i : i + UNIT] for key, value in batch.items()} for i in range(0, BATCH, UNIT)]
-        found = []
-        for unit in units:
-            loss = model(**unit)["loss"] / len(units)
-            loss.backward()
-            found.append(float(loss))
-        optimizer.step()
-        losses.append(sum(found))
-    return losses, model.state_dict()
 
 
 @pytest.mark.parametrize("recompute", ["off", "full"])
@@ -44,8 +24,15 @@ def test_two_stages_train_as_one_process_also_after_a_checkpoint(recompute: str,
     answers = run_kept_ranks(
         carried_jobs.train_carried, 2, "Everything", batches, directory, block, timeout_s=120
     )
-    losses, state = train_alone("Everything", batches)
-    assert answers[0]["losses"] == answers[1]["losses"] == pytest.approx(losses, rel=2e-6)
+    torch.manual_seed(0)
+    alone = train_reference(
+        carried_models.Everything(),
+        batches,
+        unit=UNIT,
+        make_optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
+    )
+    state = alone.model.state_dict()
+    assert answers[0]["losses"] == answers[1]["losses"] == pytest.approx(alone.losses, rel=2e-6)
     assert answers[0]["state"].keys() == state.keys() and len(answers[0]["stages"]) == 2
     for name, value in state.items():
         torch.testing.assert_close(answers[0]["state"][name], value, rtol=1e-5, atol=1e-6)

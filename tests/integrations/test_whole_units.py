@@ -2,39 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
-import torch
 
 from tests.integrations import whole_unit_jobs
 from tests.ranks import run_kept_ranks
-from tests.reference import loss_of
-
-
-def trained(
-    model: Any, steps: Sequence[Sequence[dict[str, Any]]]
-) -> tuple[list[float], dict[str, torch.Tensor], Any]:
-    """Return losses, the first step's gradients and the model after training on units in one process."""
-    model = copy.deepcopy(model).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    losses: list[float] = []
-    gradients: dict[str, torch.Tensor] = {}
-    for units in steps:
-        optimizer.zero_grad()
-        total = 0.0
-        for unit in units:
-            loss = loss_of(model(**unit)) / len(units)
-            loss.backward()
-            total += float(loss.detach())
-        gradients = gradients or {
-            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-        }
-        losses.append(total)
-        optimizer.step()
-    return losses, gradients, model
+from tests.reference import train_reference
 
 
 def test_units_that_do_not_fit_are_refused_and_unlike_ones_train() -> None:
@@ -48,9 +20,8 @@ def test_units_that_do_not_fit_are_refused_and_unlike_ones_train() -> None:
 def test_in_mode_async_every_unit_is_a_step() -> None:
     answer = run_kept_ranks(whole_unit_jobs.windows, 1, 1)[0]
     assert "units of one mini-batch differ in shapes or in values" in answer["said"]
-    losses, _, _ = trained(
-        whole_unit_jobs.build("reader"), [[unit] for units in answer["steps"] for unit in units]
-    )
+    units = [[unit] for units in answer["steps"] for unit in units]
+    losses = train_reference(whole_unit_jobs.build("reader"), units).losses
     assert answer["last"] is None
     wanted = [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
     assert answer["losses"] == pytest.approx(wanted, rel=1e-5)

@@ -1,7 +1,5 @@
 """Small models with parts that no tracing sees through: custom backwards, loops on values, lists of dicts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@
 Nothing of it is in the package: it watches the attributes by which a rank says where it is (`HERE`).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

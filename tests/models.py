@@ -3,8 +3,6 @@
 ``model, make_batch = build("clip")``; ``make_batch(num_samples, seed)`` returns a batch dict.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

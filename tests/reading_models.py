@@ -1,7 +1,5 @@
 """Tiny models whose Python reads values of the batch, or takes its samples one by one, and batches for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

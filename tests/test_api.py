@@ -1,7 +1,5 @@
 """The Python API: every function in a process without ranks, and none shadowed by a package or a module."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of planners, schedules and transports: what is found, what is refused, and in which words."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`gpp bench autopipe`: the paper's cases, so many samples a rank, with the rivals it names."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

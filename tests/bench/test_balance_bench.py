@@ -1,7 +1,5 @@
 """`gpp bench balance`: what order and packing gain in the simulator, and that rounds have times of their own."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from types import SimpleNamespace

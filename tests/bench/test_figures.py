@@ -1,7 +1,5 @@
 """Figures of papers: rows from benchmarks' rows, the text, the picture, and what is refused."""
 
-from __future__ import annotations
-
 import argparse
 from xml.etree import ElementTree
 

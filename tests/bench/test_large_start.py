@@ -1,7 +1,5 @@
 """`gpp bench large-start`: the model of a start agrees with what started ranks count, and grows no faster than it should."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

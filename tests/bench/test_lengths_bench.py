@@ -1,7 +1,5 @@
 """`gpp bench lengths`: lengths that are all new, texts of them, and what it says."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -1,7 +1,5 @@
 """Published runs: rows that are exact, orders that are right by themselves, and the table."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpp_benchmarks.published._interleaved import interleaved_orders

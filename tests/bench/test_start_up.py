@@ -1,7 +1,5 @@
 """`gpp bench start-up`: medians of what rounds saw, and which part of the work a stack belongs to."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """`gpp bench throughput`: its three columns, printed with and without --json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

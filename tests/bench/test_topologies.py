@@ -1,7 +1,5 @@
 """`gpp bench topologies`: its graphs, its comparison, and one cell for real."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -1,8 +1,6 @@
 """python -m tests.capture.placement_job LIBRARY: captures on fake CUDA devices, and runs every family's code there."""
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

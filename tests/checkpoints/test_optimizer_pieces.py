@@ -1,7 +1,5 @@
 """Optimizer state from masters of one layout to masters of another."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any

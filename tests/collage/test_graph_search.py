@@ -1,7 +1,5 @@
 """Graph-level search with times that are made up: never worse than any single backend, and better where a mix is."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

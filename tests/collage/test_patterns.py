@@ -1,7 +1,5 @@
 """Patterns, rules and the generator: what they match, what they refuse, and in which words."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

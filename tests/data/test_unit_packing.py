@@ -1,7 +1,5 @@
 """Units filled to a budget: every sample once, whole mini-batches, the same everywhere, resumable."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Datasets, and what ranks do with them, in the tests of loading."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import time

@@ -1,7 +1,5 @@
 """What an engine holds and remembers between calls, as ranks try it out."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that were not given the same job are refused before anything is captured, with key, values and ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Backends in training and evaluation through `deepspeed.initialize`: losses as on torch, and for weights that change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a forward leaves for the next one is trained with on two stages as in one process, and comes with checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

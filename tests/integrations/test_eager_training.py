@@ -1,7 +1,5 @@
 """Jobs with modules that run as they are equal one process: losses, gradients, weights after three AdamW steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

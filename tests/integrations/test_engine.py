@@ -1,7 +1,5 @@
 """The engine as a user has it: precision, clipping, groups, evaluation, checkpoints, exports, refusals."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

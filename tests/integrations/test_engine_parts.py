@@ -1,7 +1,5 @@
 """The engine is parts that know no framework: what they import, and training with another framework than DeepSpeed."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

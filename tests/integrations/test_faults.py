@@ -3,8 +3,6 @@
 The whole table (60 faults, 16 stops) is in `tests/soak`.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from pathlib import Path

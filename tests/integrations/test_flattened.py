@@ -1,7 +1,5 @@
 """Samples that lie in one row train as they do one by one in one process; models that would mix them are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Frozen parts: no backward tasks, no gradient messages, no optimizer memory, and the plan knows it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

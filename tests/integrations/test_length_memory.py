@@ -1,7 +1,5 @@
 """Memory at many lengths: what is predicted is counted, and what does not fit is refused before it runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpp_benchmarks import _length_memory

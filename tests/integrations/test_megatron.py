@@ -1,7 +1,5 @@
 """Chunks of megatron-core models: shared out over tensor ranks they compute what one rank does."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

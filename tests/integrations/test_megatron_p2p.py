@@ -1,7 +1,5 @@
 """``"p2p": "megatron"``: the same losses to the bit, over P2PCommunicator where it can, errors like native ones."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What users see of training: the step log with phases and messages, monitors, FLOPs."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 from pathlib import Path

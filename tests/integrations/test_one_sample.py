@@ -1,7 +1,5 @@
 """Training with one sample a loss unit, and evaluating one sample, against the plain model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

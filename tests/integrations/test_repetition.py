@@ -1,7 +1,5 @@
 """Steps that are run twice: the same bits where nothing is wrong, and the rank named where something is."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace

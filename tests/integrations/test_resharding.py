@@ -1,7 +1,5 @@
 """Checkpoints of four models on five plans each, and of one process: saved on one, loaded on the next, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """HuggingFace models on ranks that hold several stages, against one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What each rank runs in the tests of models that take whole loss units."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

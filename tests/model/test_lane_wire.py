@@ -1,7 +1,5 @@
 """Messages between the ranks of a lane: to their readers alone, with who failed, and an end of all waits."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every patch for megatron-core applies to the pinned release, fails before and passes after."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """DawnPiper's planner against the plain dynamic program, and its plans against the evaluator."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Polynomials in lengths: exact through bytes, without negative coefficients through times."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpp_plugin.ir.length_costs import products, terms_of, value_of

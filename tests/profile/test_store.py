@@ -1,7 +1,5 @@
 """The cost store: hits, misses, damage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A rehearsal's delays under programs of units that lack a branch: tasks that are there, no others, and less time."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Meetings of all ranks: what is told arrives, and where one rank misses the others say who waited for what."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

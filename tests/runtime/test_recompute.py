@@ -1,7 +1,5 @@
 """Segments that run again: gradients, random states and buffers are those of a stage that keeps everything."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

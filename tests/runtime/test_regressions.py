@@ -1,7 +1,5 @@
 """Edges and batches that broke other pipelines (see each test's name), against a single process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs of units that lack branches: proven on random plans and patterns, shorter in simulation, refused where wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Sequence

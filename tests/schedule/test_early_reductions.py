@@ -1,7 +1,5 @@
 """Which stages may begin their reduction in their last backward: those whose ranks come there without each other."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -1,7 +1,5 @@
 """Simulated decoding against small cases computed by hand, and what the figures say."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Before training, a capture is held against its module; one that is another model does not train."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import random

@@ -21,7 +21,6 @@ from gpp_plugin.backends.compiled_stage import (
 )
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import BackendRefused, ConfigError, PlanError
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
@@ -30,7 +29,7 @@ from gpp_plugin.runtime.memory.memory_policy import StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import StageCode
 from tests.compilers import compile_plainly
-from tests.models import build
+from tests.models import build, captured_once
 
 aten = torch.ops.aten
 
@@ -41,7 +40,7 @@ class Whole:
     def __init__(self, name: str, **options: Any) -> None:
         self.model, make_batch = build(name, **options)
         self.batch = make_batch(4, 0)
-        self.captured = capture_model(self.model, self.batch, training=True)
+        self.captured = captured_once(name, 4, device="cpu", **options)
         self.graph = coarsen(self.captured, granularity="layer")
         self.blocks = {block.name: block.nodes for block in self.graph.blocks}
         loss = self.captured.op_graph.loss

@@ -32,7 +32,7 @@ from gpp_plugin.profile.busy_stream import HeadStart, Lap
 from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.stage_module import build_stage_function
-from tests.models import MODELS, build
+from tests.models import MODELS, build, captured_once
 
 SAMPLES = 4
 
@@ -73,8 +73,7 @@ def graph_saved_bytes(model: nn.Module, batch: dict[str, Any], captured: Capture
 def prepared(name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any], CapturedGraph]:
     """Return a model, a batch of four samples and the capture of both; no test may change them."""
     model, make_batch = build(name, device=device)
-    batch = make_batch(SAMPLES, 0)
-    return model, batch, capture_model(model, batch)
+    return model, make_batch(SAMPLES, 0), captured_once(name, SAMPLES, device=device)
 
 
 def measured(

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,23 +186,3 @@ def refuse_other_data() -> str:
     except GppError as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def fail_in_a_worker(bad_rank: int) -> dict[str, Any]:
-    """A sample that cannot be read on one rank; say what this rank saw, and what is left of its workers."""
-    is_bad = dist.get_rank() == bad_rank
-    dataset = Samples()
-    engine = make(dataset, workers=2, stages=1)
-    dataset._broken = 7 if is_bad else None
-    start = time.perf_counter()
-    said = ""
-    try:
-        for _ in range(20):
-            engine.train_batch()
-    except GppError as error:
-        said = f"{type(error).__name__}: {error}"
-    return {
-        "said": said,
-        "seconds": time.perf_counter() - start,
-        "children": len(multiprocessing.active_children()),
-    }

@@ -224,20 +224,6 @@ def test_ranks_that_cannot_stack_or_read_other_data_are_told() -> None:
         assert said.startswith("RuntimeFailure: step 1: the ranks were given different mini-batches")
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_worker_that_fails_ends_the_job_on_all_ranks(bad_rank: int) -> None:
-    answers = run_kept_ranks(jobs.fail_in_a_worker, 2, bad_rank)
-    first = [answer["said"] for answer in answers]
-    line = (
-        f"RuntimeFailure: rank {bad_rank} could not load sample 7 of training_data: OSError: the disk is gone"
-    )
-    assert first[bad_rank] == line
-    assert (
-        first[1 - bad_rank] == f"RuntimeFailure: rank {bad_rank} could not load its mini-batch; see its error"
-    )
-    assert all(answer["children"] == 0 for answer in answers)
-
-
 # ---- what is taken ahead of callers' iterators -------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from tests.integrations import stock_jobs
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
 from tests.runtime import jobs
-from tests.runtime.test_regressions import by_hand
 
 
 def job(model: str, *, mini_batch: int = 8, unit: int = 2, zero: int = 0, **more: Any) -> jobs.Job:
@@ -41,23 +40,6 @@ def test_losses_equal_single_process(num_ranks: int) -> None:
         model, make_batch = jobs.build_model(one)
         reference = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"])
         assert mine[0]["losses"] == pytest.approx(reference.losses, rel=1e-5)
-
-
-ODD = {
-    "a tensor read by two stages, one a skip": by_hand("diamond", "stem", "up"),
-    "views, int64, bool, no-gradient and mixed dtypes": by_hand("odd_edges", "stem", "middle"),
-    "a stage without parameters": by_hand("no_parameters", "left+right", "interaction"),
-    "an edge without a batch axis": by_hand("shared_bias", "bias", "first"),
-    "a frozen stage": by_hand("frozen", "tower", "adapter"),
-}
-
-
-def test_graphs_that_are_no_chains() -> None:
-    answers = run_kept_ranks(stock_jobs.train, 3, list(ODD.values()), timeout_s=240)[0]
-    for (name, one), answer in zip(ODD.items(), answers, strict=True):
-        model, make_batch = jobs.build_model(one)
-        reference = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"])
-        assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5), name
 
 
 def test_lengths_schedule_clipping_evaluation_timeline_and_export(tmp_path: Path) -> None:

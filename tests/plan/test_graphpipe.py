@@ -47,12 +47,6 @@ def test_equal_branches_without_join_match_the_closed_form(num, length):
     assert (bottleneck(narrow), narrow.depth) == (300.0 * length, 1)
 
 
-@pytest.mark.parametrize(("blocks", "devices"), [(8, 2), (8, 4), (12, 6), (12, 12)])
-def test_a_chain_is_cut_evenly(blocks, devices):
-    plan = make_plan("graphpipe", make_request(chain(blocks), ranks=devices, **FREE))
-    assert (bottleneck(plan), plan.depth) == (300.0 * blocks / devices, devices)
-
-
 def two_branch():
     """GraphPipe, section 7.5: 4 x (attention, linear, linear) a branch and a light concatenation."""
     edges, names, times = [], [], {}

@@ -172,11 +172,6 @@ def test_a_spent_budget_is_not_told_as_missing_memory(monkeypatch: pytest.Monkey
         shared(interleaved(2, blocks=4))
 
 
-def test_the_same_request_gives_the_same_plan():
-    request = interleaved(2, blocks=5)
-    assert shared(request)[1] == shared(request)[1]
-
-
 # ---- parts -----------------------------------------------------------------------------------------------------
 
 

@@ -16,10 +16,6 @@ from gpp_plugin.plan.costs.unit_costs import UnitCosts, unit_costs
 from gpp_plugin.plan.unit_order import (
     MiniBatchTimes,
     UnitOrder,
-    _deal,
-    _pairs,
-    _peak,
-    _starts,
     order_units,
 )
 from gpp_plugin.simulate.predict import predict_iteration_us
@@ -110,27 +106,6 @@ def test_orders_are_hardly_longer_than_the_best_of_all(degrees: list[int]) -> No
     assert np.mean(gains) > 1.05 or degrees == [6], "one unit a rank leaves nothing to choose"
 
 
-def test_the_orders_that_are_tried() -> None:
-    weights = np.array([8.0, 1, 7, 1, 2, 5])
-    assert _deal(weights, 2) == [[0, 4, 1], [2, 5, 3]], (
-        "8 2 1 and 7 5 1: each to the rank that has least, and room"
-    )
-    assert _peak([9, 7, 4, 2, 1]) == [1, 4, 9, 7, 2] and _peak([3]) == [3]
-    assert _pairs(4).tolist() == [[0, 1], [1, 2], [2, 3], [0, 2], [1, 3], [0, 3]]
-    starts = _starts(MiniBatchTimes(chain([2], 6)), weights[:, None]).tolist()
-    assert starts == [
-        [0, 1, 2, 3, 4, 5],  # as given; then the costliest first, last and in the middle
-        [0, 2, 4, 5, 1, 3],
-        [1, 3, 4, 5, 0, 2],
-        [1, 3, 0, 2, 4, 5],
-    ]
-    # stages of 30 and 90 us a unit: a unit weighs what it takes on both
-    times = MiniBatchTimes(chain([1, 3], 3))
-    assert times.stage_us == pytest.approx([30.0, 90.0]) and times.degrees == (1, 3)
-    factors = np.array([[5.0, 1.0], [1.0, 2.0], [2.0, 2.5]])  # 240, 210, 285
-    assert _starts(times, factors)[1].tolist() == [2, 0, 1]
-
-
 def test_exchanges_end_where_none_is_shorter_and_equals_stay_as_given() -> None:
     times = MiniBatchTimes(chain([1, 1], 4))
     pairs = list(itertools.combinations(range(4), 2))
@@ -146,13 +121,6 @@ def test_exchanges_end_where_none_is_shorter_and_equals_stay_as_given() -> None:
         assert found[0] <= found.min() * (1 + 1e-6)
     alike = np.array([[1.0, 2.0]] * 3 + [[1.0, 2.0 + 1e-12]])
     assert order_units(times, alike) == (0, 1, 2, 3), "what wins less than a millionth is no exchange"
-
-
-def test_heavy_units_are_shared_out() -> None:
-    # two ranks, one stage: 8 and 7 beside each other, or one after the other on one rank
-    order = order_units(MiniBatchTimes(chain([2], 6)), np.array([[8.0], [1], [7], [1], [2], [5]]))
-    loads = [sum((8, 1, 7, 1, 2, 5)[unit] for unit in order[rank::2]) for rank in range(2)]
-    assert sorted(loads) == [11, 13]
 
 
 def test_equal_units_stay_in_order_and_sizes_alone_decide() -> None:

@@ -398,16 +398,7 @@ def test_plan_of_an_encoder_that_sees_and_a_decoder(tmp_path, capsys):
 def test_plan_with_memory_optimization(capsys, tmp_path):
     """Operators of a convolutional network, asynchronous: who swaps and recomputes is told stage by stage."""
     arguments = ["plan", "amoebanet", "--planner", "dawnpiper", "--devices", "4", "--cluster", "a100_pcie"]
-    arguments += [
-        "--mode",
-        "async",
-        "--memory",
-        "recompute,swap",
-        "--micro-batch",
-        "512",
-        "--loss-unit",
-        "1",
-    ]
+    arguments += ["--mode", "async", "--memory", "recompute,swap", "--micro-batch", "512", "--loss-unit", "1"]
     arguments += ["--out", str(tmp_path / "plan.json"), "--size", "layers=6", "--memory-report", "--json"]
     assert main([*arguments, "--mini-batch", "2048"]) == 0
     printed = capsys.readouterr().out

@@ -131,10 +131,7 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
         ),
         ({"stagess": 3}, "stagess: unknown key (value 3); did you mean 'stages'?"),
         ({"memory": {"limitgb": 3}}, "memory.limitgb: unknown key (value 3); did you mean 'limit_gb'?"),
-        (
-            {"memory": {"zzz": 3}},
-            "memory.zzz: unknown key (value 3); the keys are limit_gb, recompute, swap",
-        ),
+        ({"memory": {"zzz": 3}}, "memory.zzz: unknown key (value 3); the keys are limit_gb, recompute, swap"),
         ({"stages": 0}, 'stages: 0 is not valid; give "auto" or a whole number of at least 1'),
         ({"stages": True}, 'stages: true is not valid; give "auto" or a whole number of at least 1'),
         ({"stages": "3"}, 'stages: "3" is not valid; give "auto" or a whole number of at least 1'),
@@ -174,14 +171,8 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
             {"memory": {"limit_gb": -1}},
             'memory.limit_gb: -1 is not valid; give "auto" or a number of GB above 0',
         ),
-        (
-            {"memory": {"swap": "on"}},
-            'memory.swap: "on" is not valid; give one of auto, off',
-        ),
-        (
-            {"memory": {"swap": "full"}},
-            'memory.swap: "full" is not valid; give one of auto, off',
-        ),
+        ({"memory": {"swap": "on"}}, 'memory.swap: "on" is not valid; give one of auto, off'),
+        ({"memory": {"swap": "full"}}, 'memory.swap: "full" is not valid; give one of auto, off'),
         (
             {"memory": {"recompute": "ful"}},
             "memory.recompute: \"ful\" is not valid; give one of auto, off, full; did you mean 'full'?",
@@ -381,8 +372,7 @@ class TestBatchArithmetic:
 
 class TestCheckRanks:
     @pytest.mark.parametrize(
-        "keys",
-        [{}, {"stages": 4}, {"stages": 8}, {"stages": 3, "data_parallel": 2}, {"data_parallel": 4}],
+        "keys", [{}, {"stages": 4}, {"stages": 8}, {"stages": 3, "data_parallel": 2}, {"data_parallel": 4}]
     )
     def test_what_fits(self, keys):
         check_ranks(GraphPipelineConfig(**keys), 4)
@@ -393,7 +383,7 @@ class TestCheckRanks:
             (
                 {"data_parallel": 8},
                 "graph_pipeline.data_parallel: 8 ranks is more than the 4 there are; lower it or start more",
-            ),
+            )
         ],
     )
     def test_what_does_not(self, keys, line):

@@ -17,23 +17,6 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_loss_falls(name):
-    torch.manual_seed(0)
-    model = MODULES[name](**SMALL[name])
-    batch = make_batch(model, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for _ in range(5):
-        loss = model(**batch)["loss"]
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", MODULES)
 def test_parameters_are_those_of_the_analytic_graph(name):
     model, graph = MODULES[name](**SMALL[name]), build_model(name, **SMALL[name])
     count = sum(p.numel() for p in model.parameters())

@@ -109,29 +109,3 @@ def longer(batch: dict[str, Any], length: int) -> dict[str, Any]:
 
     keys = ("input_ids", "attention_mask", "labels")
     return {k: torch.cat([v, v[:, -length:]], dim=1) if k in keys and length else v for k, v in batch.items()}
-
-
-def refuse() -> dict[str, str]:
-    """Return what is said about configurations and models that mode async cannot run."""
-    from gpp_plugin.errors import GppError
-
-    cases: dict[str, tuple[str, dict[str, Any]]] = {
-        "tied": ("gpt2", {"block": {"stages": 2}}),
-        "fp16": ("two_branch", {"block": {"stages": 2}, "fp16": {"enabled": True}}),
-        "stock": ("two_branch", {"block": {"stages": 2, "planner": "stock_1f1b"}}),
-        "sizes": ("two_branch", {"block": {"stages": 2, "micro_batch_sizes": {"loss": 4, "*": 2}}}),
-        "schedule": ("two_branch", {"block": {"stages": 2, "schedule": "gpipe"}}),
-        "slicing": ("two_branch", {"block": {"stages": 2, "slicing": 2}}),
-        "vertical": ("two_branch", {"block": {"stages": 2, "mode": "sync", "vertical_sync": True}}),
-        "mode": ("two_branch", {"block": {"mode": "asynch"}}),
-        "coupled": ("clip", {"block": {"stages": 2, "planner": "uniform", "micro_batch_sizes": 4}}),
-    }
-    said = {}
-    for key, (name, changes) in cases.items():
-        block = changes.pop("block")
-        try:
-            make(name, 8, async_config(mini_batch=8, unit=2, block=block, **changes))
-            said[key] = ""
-        except GppError as error:
-            said[key] = str(error)
-    return said

@@ -117,18 +117,6 @@ def evaluate() -> dict[str, Any]:
     return answers
 
 
-def export(directory: str) -> dict[str, Any]:
-    """Train, then write HuggingFace files; rank 0 also returns the gathered state."""
-    answers = {}
-    for name in ("t5", "clip"):
-        model, make_batch = build(name)
-        engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 3}))
-        steps(engine, [make_batch(B, 0)])
-        engine.save_pretrained(f"{directory}/{name}")
-        answers[name] = engine.gather_state_dict()
-    return answers
-
-
 def refuse() -> dict[str, str]:
     """Each mistake and what it says."""
     import deepspeed

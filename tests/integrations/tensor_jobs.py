@@ -447,31 +447,6 @@ def forgotten(zero: int) -> str:
     return ""
 
 
-def unequal_start(case: str) -> dict[str, Tensor]:
-    """Return parameters of stages whose ranks began with values of their own."""
-
-    def make_hooks(rank: Rank) -> _Recorded:
-        with torch.no_grad():
-            for parameter in rank.module.parameters():
-                parameter.add_(rank.rank)
-        return _Recorded(rank, make_config(0))
-
-    rank = Rank(case, torch.float32, make_hooks)
-    rank.transport.close()
-    return {name: p.detach().clone() for name, p in rank.module.named_parameters()}
-
-
-def refused_tie() -> str:
-    """Return what is said of a tie between a tensor size of one and one of two."""
-    try:
-        StageGroups.create(
-            make_plan("grid"), (TiedParameter(name="w", stages=(0, 1), owner=0),), timeout_s=60
-        )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 # ---- one process -----------------------------------------------------------------------------------------
 
 

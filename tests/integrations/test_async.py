@@ -190,17 +190,3 @@ def test_two_stages_resumed_in_the_middle_equal_the_emulation(
             emulation.flush()
     for answer in answers:
         assert [*answer["losses"], *answer["found"]] == pytest.approx(losses, abs=1e-6)
-
-
-def test_what_cannot_step_alone_is_refused_with_one_line() -> None:
-    for said in run_kept_ranks(jobs.refuse, 2, timeout_s=300):
-        assert all(said.values()), [name for name, text in said.items() if not text]
-        assert all("\n" not in text for text in said.values()), said
-        assert "'transformer.wte.weight'" in said["tied"] and "untie" in said["tied"]
-        assert "loss scale" in said["fp16"]
-        assert "micro_batch_sizes" in said["sizes"]
-        assert "schedule" in said["schedule"] and "slicing" in said["slicing"]
-        assert "vertical_sync" in said["vertical"]
-        assert "asynch" in said["mode"]
-        assert "stock_1f1b" in said["stock"]
-        assert "same number of samples" in said["coupled"] and "mix samples compute 2" in said["coupled"]

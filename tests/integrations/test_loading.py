@@ -79,38 +79,6 @@ def test_the_order_is_that_of_a_loader_epoch_after_epoch(workers: int, dataset: 
             assert torch.equal(have.held[key], value) and have[key].shape == value.shape
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    ("dataset", "collate_fn"),
-    [
-        (Samples, None),
-        (Streamed, None),
-        (Lengths, pad),
-        (lambda: Samples(extra=lambda index: {"extra": "a name"}), None),
-    ],
-)
-def test_shares_are_parts_of_the_whole(workers: int, dataset: Any, collate_fn: Any) -> None:
-    whole = taken(loader_of(dataset(), collate_fn=collate_fn), 5)
-    for part in PARTS:
-        own = taken(loader_of(dataset(), workers=workers, part=part, collate_fn=collate_fn), 5)
-        rows = [n for first, count in part for n in range(first, first + count)]
-        for have, want in zip(own, whole, strict=True):
-            assert {k: getattr(v, "shape", v) for k, v in have.items()} == {
-                k: getattr(v, "shape", v) for k, v in want.items()
-            }
-            assert {k: v.dtype for k, v in have.held.items()} == {k: v.dtype for k, v in want.held.items()}
-            assert all(torch.equal(value, want.held[key][rows]) for key, value in have.held.items())
-            assert have.checksum == want.checksum
-
-
-def test_padding_is_that_of_the_whole_mini_batch() -> None:
-    longest = [batch["x"].shape[1] for batch in whole_batches(Lengths(), 6, pad)]
-    assert set(longest) == {2, 4}
-    for part in PARTS:
-        own = taken(loader_of(Lengths(), part=part, collate_fn=pad), 6)
-        assert [rows.held["x"].shape[1] for rows in own] == longest
-
-
 def test_samples_are_fetched_together_where_a_dataset_can() -> None:
     class Together(Samples):
         def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:

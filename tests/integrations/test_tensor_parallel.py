@@ -98,21 +98,3 @@ def test_a_duplicate_with_unlike_gradients_is_refused_on_every_rank_before_it_st
             "stage 'second': the gradient of 'norm.weight' differs between tensor ranks" in said
         )
         assert "sequence_parallel = True" in said and "\n" not in said
-
-
-def test_copies_start_equal_and_shards_do_not():
-    answers = run_kept_ranks(jobs.unequal_start, jobs.NUM_RANKS, "grid")
-    row_0, row_1 = answers[2:4], answers[4:6]
-    for name in answers[2]:
-        for position in range(2):
-            assert torch.equal(row_0[position][name], row_1[position][name])
-        is_shard = name in ("block.up.weight", "block.up.bias", "block.down.weight")
-        assert torch.equal(row_0[0][name], row_0[1][name]) != is_shard
-    assert all(torch.equal(answers[0][name], answers[1][name]) for name in answers[0])
-
-
-def test_a_tie_between_unlike_tensor_sizes_is_refused_on_every_rank():
-    for said in run_kept_ranks(jobs.refused_tie, jobs.NUM_RANKS):
-        assert said.startswith(
-            "PlanError: tied parameter 'w': its stages have the tensor sizes {'encoder': 1, 'loss': 2}"
-        )

@@ -23,39 +23,6 @@ def make_wire() -> Any:
     )
 
 
-def tell() -> dict[str, Any]:
-    """Position 0 tells all more than it waits for, position 1 hands over to 2, and says that it failed."""
-    wire = make_wire()
-    shape = torch.empty(3, device="meta")
-    is_first = wire.position == 0
-    told = [
-        wire.tell(
-            torch.full((3,), float(n)) if is_first else shape, source=0, readers=(1, 2), has_failed=False
-        )
-        for n in range(100)
-    ]
-    own = torch.ones(3) if wire.position == 1 else shape
-    handed = wire.tell(own, source=1, readers=(2,), has_failed=False)
-    failed = wire.tell(own, source=1, readers=(2,), has_failed=True)
-    wire.finish()
-    return {
-        "told": [float(each[0]) for each in told],
-        "handed": None if handed.is_meta else handed.tolist(),
-        "has_failed": failed is None,
-        "messages": wire.messages,
-        "sent": wire.sent_bytes,
-    }
-
-
-def test_a_tensor_comes_to_its_readers_and_nobody_else_waits() -> None:
-    answers = sorted(run_kept_ranks(tell, 3), key=lambda answer: answer["sent"])
-    assert all(answer["told"] == [float(n) for n in range(100)] for answer in answers)
-    assert all(answer["messages"] == 102 for answer in answers), "all ranks count alike"
-    assert [answer["sent"] for answer in answers] == [0, 2 * 12, 200 * 12]
-    assert [answer["handed"] for answer in answers] == [[1.0] * 3, [1.0] * 3, None]
-    assert [answer["has_failed"] for answer in answers] == [True, True, False]
-
-
 def wait_past_the_limit(is_at_work: bool) -> tuple[float, str]:
     """One rank tells something three times later than silent ranks are waited for, at work or outside of any call."""
     from gpp_plugin.errors import CommTimeout

@@ -227,14 +227,6 @@ def test_every_benchmark_prints_a_table_or_lines_of_its_own():
         assert prints or "TABLE" in names, f"gpp bench {module} prints nothing"
 
 
-def test_a_benchmark_whose_rows_have_no_table_gets_one(capsys):
-    arguments = ["--models", "dlrm", "--devices", "4", "--planners", "uniform", "--repeat", "1"]
-    assert main(["bench", "search-time", *arguments]) == 0
-    header, row = capsys.readouterr().out.splitlines()
-    assert header.split()[:3] == ["model", "planner", "status"]
-    assert row.split()[:3] == ["dlrm", "uniform", "ok"]
-
-
 def test_everything_fits_on_sixty_columns(plan_file, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "60")
     timeline = tmp_path / "timeline.json"
@@ -324,13 +316,6 @@ def test_without_links_a_message_takes_no_time(plan_file, capsys):
     assert main(["simulate", str(plan_file), "--json"]) == 0
     predicted = last_json(capsys.readouterr().out)["summary"]["iteration_us"]
     assert predicted == simulate_plan(load(PipelinePlan, plan_file)).iteration_us
-
-
-def test_report_of_a_plan(plan_file, capsys):
-    assert main(["report", str(plan_file), "--json"]) == 0
-    result = last_json(capsys.readouterr().out)
-    assert result["command"] == "report"
-    assert len(result["rows"]) == len(load(PipelinePlan, plan_file).stages)
 
 
 def test_report_of_a_timeline_needs_its_own_plan(plan_file, tmp_path, capsys):

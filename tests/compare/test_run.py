@@ -143,13 +143,3 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
         "4 ranks share the 2 cores of this machine: steps take turns on them, so times and bubbles are not those of as "
         "many devices (--emulate shows those)",
     ]
-
-
-def test_a_model_with_dropout_says_why_losses_differ():
-    rows = [
-        {"mode": mode, "ranks": 1, "notes": [], "losses": [1.0], "draws": draws}
-        for mode, draws in (("single", True), ("graph", False))
-    ]
-    (line,) = remarks(rows, cores=2)
-    assert line.startswith("loss difference: the model draws random numbers in training, each mode its own")
-    assert remarks([{**row, "draws": False} for row in rows], cores=2) == remarks(rows[:1], cores=2) == []

@@ -82,30 +82,3 @@ def resume(directory: str, config: dict[str, Any], name: str, mini_batch: int) -
         "losses": before,
         "stages": held_by_stages(engine),
     }
-
-
-def train_shapes(config: dict[str, Any], lengths: tuple[int, ...], mini_batch: int) -> dict[str, Any]:
-    """Train on batches whose texts have other lengths than those before, and evaluate in between."""
-    model, make_batch = build("llava")
-    batches = [longer(make_batch(mini_batch, seed), length) for seed, length in enumerate(lengths)]
-    engine = make_engine(model, batches[0], config)
-    losses, evaluated = [], []
-    for batch in batches:
-        losses.append(float(engine.train_batch(data_iter=iter([batch]))))
-    evaluated.append(float(engine.eval_batch(iter([batches[0]]))))
-    losses.append(float(engine.train_batch(data_iter=iter([batches[-1]]))))
-    last = engine.flush()
-    return {
-        "losses": losses,
-        "evaluated": evaluated,
-        "last": None if last is None else float(last),
-        "stages": held_by_stages(engine),
-    }
-
-
-def longer(batch: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return the batch with ``length`` more text tokens, the first ones again."""
-    import torch
-
-    keys = ("input_ids", "attention_mask", "labels")
-    return {k: torch.cat([v, v[:, -length:]], dim=1) if k in keys and length else v for k, v in batch.items()}

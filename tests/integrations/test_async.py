@@ -125,36 +125,6 @@ def test_replicated_stages_with_clipping_and_schedule_equal_the_emulation(
     assert answers[0]["memory"].differences == ()
 
 
-def test_other_shapes_and_evaluation_empty_the_pipeline() -> None:
-    lengths = (0, 0, 2, 2, 0)
-    config = jobs.async_config(mini_batch=4, unit=2, block={"stages": 2})
-    answers = run_kept_ranks(jobs.train_shapes, 2, config, lengths, 4, timeout_s=300)
-    emulation = emulate("llava", answers[0]["stages"], mini_batch=4, micro=2, unit=2)
-    batches = [jobs.longer(build("llava")[1](4, seed), length) for seed, length in enumerate(lengths)]
-    losses = []
-    for number, batch in enumerate([*batches, batches[-1]]):
-        losses += emulation.mini_batch(batch, 2)
-        if number in (1, 3, 4):
-            emulation.flush()
-        if number == 4:
-            emulation.model.eval()
-            with torch.no_grad():
-                parts = jobs_units(batches[0])
-                evaluated = sum(float(emulation.model(**part).loss) for part in parts) / len(parts)
-            emulation.model.train()
-    bounds = (0, 1, 3, 5, 7, 9, 11, 12)
-    wanted = [sum(losses[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
-    for answer in answers:
-        assert [*answer["losses"], answer["last"]] == pytest.approx(wanted, abs=1e-6)
-        assert answer["evaluated"] == [pytest.approx(evaluated, abs=1e-6)]
-
-
-def jobs_units(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    from tests.reference import units_of
-
-    return units_of(batch, 2)
-
-
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Where a checkpoint of two ranks is, and what each saw that trained on, and that went on from it."""

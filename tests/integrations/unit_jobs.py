@@ -257,49 +257,6 @@ class Lines:
         return {"input_ids": ids, "labels": ids.clone()}  # no mask: a stage in the middle reads nothing
 
 
-def refuse_units() -> dict[str, str]:
-    """Each mistake and what it says, on every rank alike."""
-    from torch.utils.data import DataLoader
-
-    from gpp_plugin.data import pack
-    from gpp_plugin.errors import GppError
-
-    said: dict[str, str] = {}
-
-    def attempt(case: str, action: Any) -> None:
-        try:
-            action()
-            said[case] = "nothing"
-        except GppError as error:
-            said[case] = str(error)
-
-    model, make_batch = build("gpt2")
-    for case, block, changes in (
-        ("sizes", {"micro_batch_sizes": 2}, {}),
-        ("slicing", {"slicing": "on"}, {}),
-        ("async", {"mode": "async"}, {}),
-        ("transport", {"p2p": "megatron"}, {}),
-        ("stock", {"planner": "stock_1f1b"}, {}),
-        ("batch size", {}, {"train_batch_size": 7}),
-        ("no size", {}, {"train_micro_batch_size_per_gpu": None}),
-    ):
-        config = config_of(block={"units": 4, **block}, **{"train_batch_size": None, **changes})
-        attempt(case, lambda config=config: make_engine(build("gpt2")[0], make_batch(2, 0), config))
-    config = config_of(block={"units": 4}, train_batch_size=None)
-    engine = make_engine(model, make_batch(2, 0), config)
-    units = unlike_units("gpt2", 4, 0)
-    without = [{k: v for k, v in unit.items() if k != "labels"} for unit in units]
-    three = make_batch(3, 0)
-    packing = pack(Lines(8), cost="input_ids", budget=20, units=2)
-    loader = DataLoader(packing.dataset, batch_sampler=packing, collate_fn=collate_padded)
-    attempt("early", lambda: engine.train_batch(iter(units[:3])))
-    attempt("keys", lambda: engine.train_batch(iter([*units[:3], without[3]])))
-    attempt("rows", lambda: engine.train_batch(iter([*units[:3], {**three, "labels": three["labels"][:2]}])))
-    attempt("packing", lambda: engine.set_dataloader(loader))
-    attempt("trains", lambda: engine.train_batch(iter(units)))
-    return said
-
-
 class Branching(nn.Module):
     """Its structure depends on the length of its input."""
 
@@ -381,30 +338,3 @@ def _alone(item: dict[str, Tensor]) -> dict[str, Tensor]:
     batch = {key: value[None].clone() for key, value in item.items()}
     batch["labels"][:, 0] = UNLABELLED
     return batch
-
-
-class Forgetful(nn.Module):
-    """Takes positions and makes nothing of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = causal_model("gpt2")
-
-    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
-        mask = torch.ones_like(position_ids)
-        return {"loss": self.model(input_ids=input_ids, labels=labels, attention_mask=mask).loss}
-
-
-def refuse_flattened() -> str:
-    """Give rows of several samples to a model that mixes them, and return what is said."""
-    from gpp_plugin.data import flatten
-    from gpp_plugin.errors import CaptureError
-
-    torch.manual_seed(0)
-    block = {"units": 2, "verify": True}
-    config = config_of(block=block, train_batch_size=None, train_micro_batch_size_per_gpu=1)
-    try:
-        make_engine(Forgetful(), flatten([Lines(2)[i] for i in range(2)]), config)
-    except CaptureError as error:
-        return str(error)
-    return "nothing"

@@ -17,12 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
 from gpp_plugin.plan.memory.stage_chain import StageChain
@@ -332,32 +330,6 @@ def test_a_backward_that_cannot_be_split_costs_too_much_to_be_chosen(monkeypatch
     costs = measured(*prepared("frozen_branch"), repeats=3, with_split=True, use_cache=False).by_block()
     assert all(c.split_factor > 1e3 for name, c in costs.items() if name.startswith("right"))
     assert all(c.split_factor == 1.0 for name, c in costs.items() if name.startswith("left"))
-
-
-def test_several_sample_counts_fit_fixed_and_per_sample_bytes() -> None:
-    model, make_batch = build("t5")
-    batch = make_batch(8, 0)
-    captured = capture_model(model, batch)
-    asked: list[int] = []
-
-    def capture_at(num_samples: int) -> CapturedGraph:
-        asked.append(num_samples)
-        return recapture(model, captured.analysis, resize_batch(batch, num_samples))
-
-    profile = profile_blocks(
-        captured, coarsen(captured), model_state=state_of(model), batch=batch, capture_at=capture_at,
-        sample_counts=(2, 4, 8), use_cache=False, repeats=1,
-    )  # fmt: skip
-    assert asked == [2, 4]
-    assert profile.graph == fingerprint(coarsen(captured))
-    assert all(c.samples == (2, 4, 8) and len(c.forward_us) == 3 for c in profile.costs)
-    for num_samples in (2, 4, 8):
-        predicted = sum(c.saved_bytes_per_sample * num_samples + c.saved_bytes_fixed for c in profile.costs)
-        eager = eager_saved_bytes(model, resize_batch(batch, num_samples))
-        assert predicted == pytest.approx(eager, rel=0.01)
-    assert (
-        sum(c.saved_bytes_fixed for c in profile.costs) > 0
-    )  # the position bias is the same for every sample
 
 
 def test_weights_on_the_meta_device_are_measured_with_random_ones() -> None:

@@ -142,15 +142,6 @@ def test_messages_have_the_sizes_the_simulator_knows(plan):
     assert sent(timelines[0]) == sent(simulated)
 
 
-def test_reductions_and_the_step_are_there():
-    timeline = run_kept_ranks(rehearse_here, 3, PLANS[2], RehearsalSettings(), timeout_s=60)[0]
-    kinds = [(e.rank, e.kind) for e in timeline.events if e.kind in (EventKind.REDUCE, EventKind.STEP)]
-    assert sorted(kinds, key=str) == sorted(
-        [(rank, EventKind.REDUCE) for rank in range(3)] + [(rank, EventKind.STEP) for rank in range(3)],
-        key=str,
-    )
-
-
 def test_programs_of_a_plan_are_those_the_engine_would_lower():
     for plan in PLANS:
         assert [program.rank for program in programs_of_plan(plan)] == [0, 1, 2]

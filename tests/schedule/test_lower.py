@@ -34,42 +34,6 @@ def messages(programs, direction):
     }  # fmt: skip
 
 
-def test_two_stages():
-    first, last = lower(chain_plan(2, 3))
-    assert lines(first) == [
-        "0F0",
-        "send(act e0 r0.0>r1.0 [0..0])",
-        "0F1",
-        "send(act e0 r0.1>r1.1 [1..1])",
-        "receive(grad e0 r1.0>r0.0 [0..0])",
-        "0B0",
-        "0F2",
-        "send(act e0 r0.2>r1.2 [2..2])",
-        "receive(grad e0 r1.1>r0.1 [1..1])",
-        "0B1",
-        "receive(grad e0 r1.2>r0.2 [2..2])",
-        "0B2",
-        "reduce_data",
-        "step",
-    ]
-    assert lines(last) == [
-        "receive(act e0 r0.0>r1.0 [0..0])",
-        "1F0",
-        "receive(act e0 r0.1>r1.1 [1..1])",
-        "1B0",
-        "send(grad e0 r1.0>r0.0 [0..0])",
-        "1F1",
-        "1B1",
-        "receive(act e0 r0.2>r1.2 [2..2])",
-        "send(grad e0 r1.1>r0.1 [1..1])",
-        "1F2",
-        "1B2",
-        "send(grad e0 r1.2>r0.2 [2..2])",
-        "reduce_data",
-        "step",
-    ]
-
-
 def two_stage_plan(edge, *, sizes=(6, 6), degrees=(2, 3), mini_batch=6):
     firsts = (0, degrees[0])
     stages = tuple(

@@ -123,6 +123,13 @@ def test_exchanges_end_where_none_is_shorter_and_equals_stay_as_given() -> None:
     assert order_units(times, alike) == (0, 1, 2, 3), "what wins less than a millionth is no exchange"
 
 
+def test_heavy_units_are_shared_out() -> None:
+    # two ranks, one stage: 8 and 7 beside each other, or one after the other on one rank
+    order = order_units(MiniBatchTimes(chain([2], 6)), np.array([[8.0], [1], [7], [1], [2], [5]]))
+    loads = [sum((8, 1, 7, 1, 2, 5)[unit] for unit in order[rank::2]) for rank in range(2)]
+    assert sorted(loads) == [11, 13]
+
+
 def test_equal_units_stay_in_order_and_sizes_alone_decide() -> None:
     costs = UnitCosts(stages=(((1.0, ("x",)),),), typical={"x": 4})
     sizes = [{"x": n} for n in (16, 1, 13, 2, 3, 9)]

@@ -52,6 +52,17 @@ def test_forward_only():
     assert text(forward_only_schedule(3, 2, num_in_flight=5)) == "3F0 3F1"
 
 
+def test_bad_counts():
+    with pytest.raises(ValueError, match="2 micro-batches in flight are too few"):
+        kfkb_schedule(0, 8, k=3, num_in_flight=2)
+    with pytest.raises(ValueError, match="0 micro-batches in flight are too few"):
+        one_f_one_b_schedule(0, 4, num_in_flight=0)
+    with pytest.raises(ValueError, match="at least one"):
+        gpipe_schedule(0, 0)
+    with pytest.raises(ValueError, match="at least 1"):
+        forward_only_schedule(0, 4, num_in_flight=0)
+
+
 def test_build_takes_schedule_k_and_in_flight_of_each_stage():
     plan = chain_plan(3, 4, schedule=["gpipe", "1f1b", "1f1b"], k=[1, 2, 1])
     assert [text(s) for s in build_schedules(plan)] == [

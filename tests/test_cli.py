@@ -16,7 +16,6 @@ from gpp_plugin.extras import EXTRAS
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.simulate.predict import simulate_plan
 from tests.waits import run_program
 
 BENCHES = Path(gpp_benchmarks.__file__).parent
@@ -310,12 +309,6 @@ def test_simulate_then_report(plan_file, tmp_path, capsys):
     assert printed.startswith("predicted: ")
     assert all(f"rank {rank} " in printed for rank in range(plan.num_ranks))
     assert json.loads(trace.read_text())["otherData"]["plan"] == fingerprint(plan)
-
-
-def test_without_links_a_message_takes_no_time(plan_file, capsys):
-    assert main(["simulate", str(plan_file), "--json"]) == 0
-    predicted = last_json(capsys.readouterr().out)["summary"]["iteration_us"]
-    assert predicted == simulate_plan(load(PipelinePlan, plan_file)).iteration_us
 
 
 def test_report_of_a_timeline_needs_its_own_plan(plan_file, tmp_path, capsys):

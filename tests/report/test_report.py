@@ -105,11 +105,6 @@ def test_a_column_shows_what_takes_most_of_it(plan):
     assert row == "rank 0 vision_model  03  100 %"
 
 
-def test_an_empty_timeline(plan):
-    empty = Timeline(source="measured", plan="", events=())
-    assert format_timeline(empty, plan) == "the timeline holds no events"
-
-
 def test_summary(plan, timeline):
     summary = summarize_timeline(timeline, plan, overlapping=("vision_model", "text_model"))
     assert summary.iteration_us == 600

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from gpp_plugin.engine.loading.mini_batch_loader import make_loader, repeat
-from gpp_plugin.errors import GppError
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build
 
@@ -134,26 +132,6 @@ def train_with_and_without_workers(stages: int, kind: str) -> dict[str, Any]:
     return answers
 
 
-def refuse_unlike_shapes() -> str:
-    """Samples that stack on each rank and not together, without a collator."""
-    engine = make(_AlikeOnARank(), workers=0, stages=1)
-    try:
-        for _ in range(2):
-            engine.train_batch()
-    except GppError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-class _AlikeOnARank(Samples):
-    """Samples that are longer on rank 1 after the first mini-batch."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item = super().__getitem__(index)
-        is_long = len(self.fetched) > 2 * B and dist.get_rank() == 1
-        return {**item, "x": item["x"].repeat(2)} if is_long else item
-
-
 def tell_of_ones() -> dict[str, Any]:
     """Masks of ones but for one row, which one rank loads; say what is so, what each rank is told, and what it has."""
     import deepspeed
@@ -174,15 +152,3 @@ def tell_of_ones() -> dict[str, Any]:
         "told": [own.ones == {"attention_mask"} for own in found],
         "own": [bool((own.held["attention_mask"] == 1).all()) for own in found],
     }
-
-
-def refuse_other_data() -> str:
-    """Ranks whose datasets have the same size and other samples."""
-    dataset = Samples()
-    dataset.x += dist.get_rank()
-    engine = make(dataset, workers=0, stages=1)
-    try:
-        engine.train_batch()
-    except GppError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

@@ -23,6 +23,77 @@ LLAVA = [
     ["model", "model.language_model.embed_tokens", "model.language_model.layers.0"],
     ["model.language_model.layers.1", "model.language_model.norm", "*"],
 ]
+T5 = [["encoder"], ["decoder.embed_tokens", "decoder.block.0"], ["*"]]
+
+PLACED: dict[str, tuple[str, list[list[str]], list[list[int]]]] = {
+    "gpt2, interleaved": ("gpt2", GPT2, [[0], [1], [0], [1]]),
+    "gpt2, in a V": ("gpt2", GPT2, [[0], [1], [1], [0]]),
+    "clip on two ranks": ("clip", CLIP, [[0, 1], [0], [1]]),
+    "t5, the encoder on the decoder's ranks": ("t5", T5, [[0, 1], [0], [1]]),
+    "clip on four ranks": ("clip", CLIP, [[0, 1, 2, 3], [0, 1], [2, 3]]),
+    "llava, the tower on all ranks": ("llava", LLAVA, [[0, 1, 2, 3], [0, 1], [2, 3]]),
+}
+"""Model, the modules of each stage, and the ranks of each."""
+LAYERS = {"gpt2": 4}
+
+
+def model_of(case: str, **given: Any) -> Any:
+    name = PLACED[case][0]
+    return build(name, layers=LAYERS.get(name, 2), **given)
+
+
+def config(
+    case: str, zero: int, *, clipping: float = 0.0, memory: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    _, modules, ranks = PLACED[case]
+    stages = [{"modules": m, "ranks": r} for m, r in zip(modules, ranks, strict=True)]
+    block: dict[str, Any] = {"plan": {"stages": stages}}
+    if memory:
+        block["memory"] = memory
+    return config_of(zero_optimization={"stage": zero}, gradient_clipping=clipping, block=block)
+
+
+def train(case: str, zero: int, options: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Train five steps, with a checkpoint on the way; go on from it anew; evaluate and export."""
+    model, make_batch = model_of(case)
+    batches = [make_batch(B, seed) for seed in range(STEPS)]
+    engine = make_engine(model, batches[0], config(case, zero, **options))
+    engine.retain_gradients()
+    losses = steps(engine, batches[:1])
+    gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
+    norm = engine.get_global_grad_norm()
+    losses += steps(engine, batches[1:SAVED_AFTER])
+    engine.save_checkpoint(f"{directory}/checkpoint", client_state={"epoch": 7})
+    losses += steps(engine, batches[SAVED_AFTER:])
+    evaluated = {n: float(engine.eval_batch(iter([make_batch(n, n)]))) for n in (B, 5)}
+    engine.save_pretrained(f"{directory}/export")
+    report = engine.memory_report().ranks[engine.global_rank]
+    answer = {
+        "losses": losses,
+        "gradients": gradients,
+        "norm": norm,
+        "evaluated": evaluated,
+        "stages": engine.rank_engine.indices,
+        "is": (engine.stage_name, engine.is_first_stage(), engine.is_last_stage()),
+        "names": sorted(dict(engine.module.named_parameters())),
+        "state": sorted(engine.module_state_dict()),
+        "rates": engine.get_lr(),
+        "groups": len(engine.optimizer.param_groups),
+        "memory": (report.stage, report.held.weights, report.measured_peak_bytes),
+        "steps": (engine.global_steps, engine.global_samples),
+        "gathered": engine.gather_state_dict(),
+    }
+    engine.destroy()
+    other = make_engine(model_of(case, seed=5)[0], batches[0], config(case, zero, **options))
+    _, client = other.load_checkpoint(f"{directory}/checkpoint")
+    answer["resumed"] = steps(other, batches[SAVED_AFTER:])
+    answer["client"] = client
+    resumed = other.gather_state_dict()
+    answer["is resumed bit for bit"] = resumed is None or all(
+        bool((value == resumed[name]).all()) for name, value in answer["gathered"].items()
+    )
+    other.destroy()
+    return answer
 
 
 def load() -> dict[str, list[float]]:

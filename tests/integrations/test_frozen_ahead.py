@@ -84,10 +84,3 @@ def test_a_branch_that_draws_random_numbers_stays_in_its_turn() -> None:
 
 def test_loading_that_draws_random_numbers_stays_in_its_turn() -> None:
     check(both(LLAVA, LLAVA, 2, own=True, draws=True), NEVER)
-
-
-def test_what_cannot_be_had_ahead_is_refused_in_its_turn() -> None:
-    for answer in run_kept_ranks(jobs.meet_trouble, 2, LLAVA, LLAVA, timeout_s=200):
-        assert answer["trained"] == 3, "the mini-batch before it is trained on all the same"
-        assert "the disk is gone" in answer["error"] and answer["batch_fn"].startswith("set_batch_fn")
-        assert answer["after"] > 0.0

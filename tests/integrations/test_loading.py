@@ -182,16 +182,6 @@ def test_all_ranks_know_which_masks_hide_nothing_in_the_whole_mini_batch() -> No
     assert {answer["own"][step] for answer in answers} == {True, False}, "one of them cannot see it"
 
 
-def test_ranks_that_cannot_stack_or_read_other_data_are_told() -> None:
-    for said in run_kept_ranks(jobs.refuse_unlike_shapes, 2):
-        assert (
-            said.startswith("ConfigError: samples of one mini-batch have unlike shapes")
-            and "collate_fn" in said
-        )
-    for said in run_kept_ranks(jobs.refuse_other_data, 2):
-        assert said.startswith("RuntimeFailure: step 1: the ranks were given different mini-batches")
-
-
 # ---- what is taken ahead of callers' iterators -------------------------------------------------------------
 
 

@@ -63,6 +63,22 @@ def test_losses_and_gradients_are_those_of_the_plain_plan(answers: Answers, name
         assert all(torch.equal(g, plain["gradients"][key]) for key, g in found["gradients"].items())
 
 
+def test_swapped_parts_of_weights_have_the_bits_of_zero_2() -> None:
+    """ZeRO 3 on the encoder's two ranks, which swap; the second stage's one has nothing to gather."""
+    placed = block(recompute="off")
+    placed["plan"] = {"stages": [{"modules": ["encoder"], "ranks": [0, 1]}, {"modules": ["*"], "ranks": [2]}]}
+    first, last = placed["cluster"]["devices"]
+    tight = {**first, "memory_gb": 190_000 / 1e9}  # less than the 198 kB without
+    placed["cluster"]["devices"] = [tight, tight, last]
+    placed["micro_batch_sizes"] = 2
+    two, three = (run_kept_ranks(memory_jobs.train_with, 3, "t5", [placed], 0.1, zero) for zero in (2, 3))
+    assert memory_of(three[0][0]["plan"])[0].swapped
+    assert three[0][0]["plan"].stages[0].sharded_bytes and not two[0][0]["plan"].stages[0].sharded_bytes
+    for (found,), (wanted,) in zip(three, two, strict=True):
+        assert found["losses"] == wanted["losses"] and found["gradients"].keys() == wanted["gradients"].keys()
+        assert all(torch.equal(g, wanted["gradients"][key]) for key, g in found["gradients"].items())
+
+
 def test_where_memory_is_ample_nothing_changes(answers: Answers) -> None:
     plan = answers["ample"][0]["plan"]
     assert memory_of(plan) == memory_of(answers["plain"][0]["plan"]) == [None, None]

@@ -39,14 +39,3 @@ def test_losses_and_gradients_equal_one_process(answers: list[dict[str, Any]]) -
 def test_evaluations_equal_one_process(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         assert answer["evaluated"] == pytest.approx(answer["wanted_evaluated"], rel=2e-6)
-
-
-def test_what_has_no_token_mean_is_refused_in_one_line() -> None:
-    (said,) = run_kept_ranks(jobs.refuse_token_means, 1)
-    assert not any("\n" in line for line in said.values())
-    assert "that of TwoBranch does not" in said["no way"]
-    assert "without dividing its loss by it" in said["not divided"]
-    assert "which a batch of ['attention_mask', 'input_ids'] lacks" in said["no labels"]
-    assert "are -100" in said["no targets"]
-    assert "takes the mean of losses" in said["stock"]
-    assert "each micro-batch is a step" in said["async"]

@@ -157,29 +157,6 @@ def with_weights(plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *,
     return model.eval()
 
 
-def refuse_token_means() -> dict[str, str]:
-    """Each way to have no token mean, and what is said."""
-    from gpp_plugin.errors import GppError
-
-    said: dict[str, str] = {}
-    for case, name, change, block in (
-        ("no way", "two_branch", {}, {}),
-        ("not divided", "t5", {}, {}),
-        ("no labels", "gpt2", {"labels": None}, {}),
-        ("no targets", "gpt2", {"labels": torch.full((8, 8), UNLABELLED)}, {}),
-        ("stock", "gpt2", {}, {"planner": "stock_1f1b"}),
-        ("async", "gpt2", {}, {"mode": "async"}),
-    ):
-        model, make_batch = build(name)
-        sample = {k: v for k, v in {**make_batch(8, 0), **change}.items() if v is not None}
-        try:
-            make_engine(model, sample, config_of(block={"loss_mean": "tokens", **block}))
-            said[case] = "nothing"
-        except GppError as error:
-            said[case] = str(error)
-    return said
-
-
 # ---- units --------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The Python API: every function in a process without ranks, and none shadowed by a package or a module."""
+"""The Python API: every function in a process without ranks."""
 
 import dataclasses
 from pathlib import Path

@@ -331,11 +331,6 @@ def test_a_plan_whose_values_have_the_wrong_form(plan_file, tmp_path, capsys):
     assert "form.json: value.stages: 3 is not valid; give a list\n" in error and error.count("\n") == 1
 
 
-def test_a_plan_has_no_trace(plan_file, tmp_path, capsys):
-    assert main(["report", str(plan_file), "--trace", str(tmp_path / "trace.json")]) == 1
-    assert "is a plan; gpp simulate" in capsys.readouterr().err
-
-
 def test_report_of_something_else(tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text('{"type": "Cluster"}')

@@ -1,4 +1,4 @@
-"""The import rule: pure layers need no torch, deepspeed, megatron or transformers, and load quickly."""
+"""The import rule: pure layers need no torch, deepspeed, megatron or transformers."""
 
 import ast
 import json

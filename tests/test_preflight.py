@@ -1,5 +1,6 @@
-"""`gpp doctor --gpus N --device cpu`: the whole way over gloo, alone and under a launcher; what it refuses."""
+"""`gpp doctor --gpus N --device cpu`: the whole way over gloo, and what it refuses."""
 
+import json
 import os
 import re
 import sys
@@ -13,9 +14,29 @@ from gpp_plugin.doctor.preflight import check_driver, check_ninja, check_nvcc, s
 from gpp_plugin.doctor.preflight_rank import preflight_plan
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.launch import reserved_port
+from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.rehearse.saved_programs import programs_of_plan
 from gpp_plugin.runtime.lane import channels_of
 from tests.waits import run_program
+
+
+def test_two_ranks_of_this_host(tmp_path, capsys):
+    output = tmp_path / "cluster.json"
+    assert main(["doctor", "--gpus", "--cpu", "--output", str(output), "--json"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("step of zeros") and "channels of 2 stages" in line for line in text)
+    assert text[-1].startswith("2 ranks are ready (a functional run on CPUs over gloo")
+    result = json.loads(last)
+    (pair,) = result["rows"]
+    assert (pair["first"], pair["second"], pair["link"]) == (0, 1, "host memory")
+    assert pair["bytes_per_s"] > 0 and pair["latency_us"] > 0 and result["device"] == "cpu"
+    assert any(line.startswith("speed of") and "fp32: " in line for line in text)
+    assert any(line.startswith("all-reduce") for line in text) and result["all_reduce_bytes_per_s"] > 0
+    cluster = read_cluster(output, num_devices=2)
+    assert {dtype for dtype, _ in cluster.devices[0].peaks} == {"fp32", "bf16"}
+    assert [(link.name, link.span) for link in cluster.links] == [("host memory", 2)]
+    assert main(["plan", "mmt", "--cluster", str(output), "--planner", "uniform"]) == 0
+
 
 SECONDS = 150
 

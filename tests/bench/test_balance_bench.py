@@ -1,4 +1,4 @@
-"""`gpp bench balance`: what order and packing gain in the simulator, and that rounds have times of their own."""
+"""`gpp bench balance`: what order and packing gain in the simulator."""
 
 import argparse
 from typing import Any

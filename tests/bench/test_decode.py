@@ -1,4 +1,4 @@
-"""`gpp bench decode`: what ranks send is what the formula says, and what it refuses."""
+"""`gpp bench decode`: what ranks send is what the formula says."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Figures of papers: rows from benchmarks' rows, the text, the picture, and what is refused."""
+"""Figures of papers: rows from benchmarks' rows."""
 
 import pytest
 

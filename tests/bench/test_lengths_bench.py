@@ -1,4 +1,4 @@
-"""`gpp bench lengths`: lengths that are all new, texts of them, and what it says."""
+"""`gpp bench lengths`: units of any length and number of images."""
 
 import pytest
 import torch

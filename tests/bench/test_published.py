@@ -1,4 +1,4 @@
-"""Published runs: rows that are exact, orders that are right by themselves, and the table."""
+"""Published runs: rows that are exact, and orders that are right by themselves."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`gpp bench start-up`: medians of what rounds saw, and which part of the work a stack belongs to."""
+"""`gpp bench start-up`: which part of the work a stack belongs to."""
 
 import types
 

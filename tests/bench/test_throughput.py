@@ -1,4 +1,4 @@
-"""`gpp bench throughput`: its three columns, printed with and without --json."""
+"""`gpp bench throughput`: its three columns."""
 
 import dataclasses
 import json

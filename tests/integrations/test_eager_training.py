@@ -1,4 +1,4 @@
-"""Jobs with modules that run as they are equal one process: losses, gradients, weights after three AdamW steps."""
+"""Jobs with modules that run as they are equal one process: losses and gradients of three AdamW steps."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The engine as a user has it: precision, clipping, groups, evaluation, checkpoints, exports, refusals."""
+"""The engine as a user has it: precision, clipping, groups, evaluation, refusals."""
 
 import csv
 from pathlib import Path

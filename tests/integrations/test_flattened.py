@@ -1,4 +1,4 @@
-"""Samples that lie in one row train as they do one by one in one process; models that would mix them are refused."""
+"""Samples that lie in one row train as they do one by one in one process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Frozen parts: no backward tasks, no gradient messages, no optimizer memory, and the plan knows it."""
+"""Frozen parts: no backward tasks, no gradient messages, no optimizer memory; the rest as in one process."""
 
 from typing import Any
 

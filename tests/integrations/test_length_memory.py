@@ -1,4 +1,4 @@
-"""Memory at many lengths: what is predicted is counted, and what does not fit is refused before it runs."""
+"""Memory at many lengths: what is predicted is counted, and what is too long is refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The papers' models train, and have the parameters and block names of their analytic graphs."""
+"""The papers' models have the parameters and block names of their analytic graphs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a lane: to their readers alone, with who failed, and an end of all waits."""
+"""Messages between the ranks of a lane: whom is waited for, and for how long."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Meetings of all ranks: what is told arrives, and where one rank misses the others say who waited for what."""
+"""Meetings of all ranks: what is told arrives."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Edges and batches that broke other pipelines (see each test's name), against a single process."""
+"""Edges that broke other pipelines, against a single process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Programs of units that lack branches: proven on random plans and patterns, shorter in simulation, refused where wrong."""
+"""Programs of units that lack branches: proven on random plans and patterns, refused where wrong."""
 
 import dataclasses
 import random

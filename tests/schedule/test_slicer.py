@@ -11,7 +11,7 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.durations import with_split_costs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.slicer import count_sliced, longest_start_up, slice_warm_up
+from gpp_plugin.schedule.orders.slicer import longest_start_up, slice_warm_up
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight, start_up_us
 from tests.schedule.plans import simple_plan
@@ -95,15 +95,6 @@ def test_start_up_and_iteration(num_stages, joined, backward_us):
         saved = (1.0 - ratio) * start_up_us(before)
         assert timeline.iteration_us == pytest.approx(before.iteration_us - saved)
         assert peak_in_flight(timeline) == peak_in_flight(before)
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "backward_us", "count"),
-    [(2, 2.0, 0), (3, 2.0, 1), (4, 2.0, 1), (4, 1.0, 2), (8, 2.0, 2), (8, 1.0, 4), (1, 1.0, 0)],
-)
-def test_algorithm_2(num_stages, backward_us, count):
-    times = [1.0] * num_stages, [backward_us] * num_stages, [0.0] * (num_stages - 1)
-    assert count_sliced(*times) == count
 
 
 def test_algorithm_2_against_every_count():

@@ -1,5 +1,7 @@
 """Small models as people write them whose forward leaves something behind for the next one."""
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from typing import Any

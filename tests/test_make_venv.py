@@ -1,5 +1,7 @@
 """`make` with a Python that has a torch for its GPU, in an environment of its own: the new environment sees it."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from pathlib import Path

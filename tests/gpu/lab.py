@@ -1,5 +1,7 @@
 """The devices of this machine as tests use them, and the numbers that tests found there."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform

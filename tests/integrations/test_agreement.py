@@ -1,5 +1,7 @@
 """Ranks that were not given the same job are refused before anything is captured, with key, values and ranks."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """The mean over labelled tokens equals one process with HuggingFace's `num_items_in_batch`, whatever the cut."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

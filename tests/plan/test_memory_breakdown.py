@@ -1,5 +1,7 @@
 """What fills a stage adds up to the memory its plan claims."""
 
+from __future__ import annotations
+
 import pytest
 
 from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown

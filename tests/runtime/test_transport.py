@@ -1,5 +1,7 @@
 """Messages over gloo: what arrives is what was sent, both ways at once, and a wait ends with where it was."""
 
+from __future__ import annotations
+
 import datetime
 import os
 import re

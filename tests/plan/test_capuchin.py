@@ -49,6 +49,12 @@ def test_swapping_hides_while_the_link_keeps_up():
     assert slow.memory.swap_us == pytest.approx(exposed + late)
 
 
+def test_free_time_is_what_lies_between_the_two_uses():
+    """After operator 3: six forwards of 10 us, six backwards of 20; two transfers of 100 us."""
+    o = optimizer(limit=800, ways=("swap",))
+    assert o.free_us(0, 0, 10, np.array([3])) == pytest.approx([6 * 10 + 6 * 20 - 2 * 100])
+
+
 def test_swaps_of_several_micro_batches_hide_behind_each_other():
     """Two in flight: transfers of 900 bytes each way have the whole 300 us of a micro-batch, both ways at once."""
     o = optimizer(limit=10_000, ways=("swap",), stages=2)

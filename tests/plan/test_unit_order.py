@@ -13,11 +13,7 @@ from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.plan.costs.unit_costs import UnitCosts, unit_costs
-from gpp_plugin.plan.unit_order import (
-    MiniBatchTimes,
-    UnitOrder,
-    order_units,
-)
+from gpp_plugin.plan.unit_order import MiniBatchTimes, UnitOrder, _deal, _pairs, _peak, _starts, order_units
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 
@@ -104,6 +100,27 @@ def test_orders_are_hardly_longer_than_the_best_of_all(degrees: list[int]) -> No
     assert max(ratios) < 1.06
     assert min(gains) >= 1 - 1e-12
     assert np.mean(gains) > 1.05 or degrees == [6], "one unit a rank leaves nothing to choose"
+
+
+def test_the_orders_that_are_tried() -> None:
+    weights = np.array([8.0, 1, 7, 1, 2, 5])
+    assert _deal(weights, 2) == [[0, 4, 1], [2, 5, 3]], (
+        "8 2 1 and 7 5 1: each to the rank that has least, and room"
+    )
+    assert _peak([9, 7, 4, 2, 1]) == [1, 4, 9, 7, 2] and _peak([3]) == [3]
+    assert _pairs(4).tolist() == [[0, 1], [1, 2], [2, 3], [0, 2], [1, 3], [0, 3]]
+    starts = _starts(MiniBatchTimes(chain([2], 6)), weights[:, None]).tolist()
+    assert starts == [
+        [0, 1, 2, 3, 4, 5],  # as given; then the costliest first, last and in the middle
+        [0, 2, 4, 5, 1, 3],
+        [1, 3, 4, 5, 0, 2],
+        [1, 3, 0, 2, 4, 5],
+    ]
+    # stages of 30 and 90 us a unit: a unit weighs what it takes on both
+    times = MiniBatchTimes(chain([1, 3], 3))
+    assert times.stage_us == pytest.approx([30.0, 90.0]) and times.degrees == (1, 3)
+    factors = np.array([[5.0, 1.0], [1.0, 2.0], [2.0, 2.5]])  # 240, 210, 285
+    assert _starts(times, factors)[1].tolist() == [2, 0, 1]
 
 
 def test_exchanges_end_where_none_is_shorter_and_equals_stay_as_given() -> None:

@@ -41,6 +41,15 @@ def reject(programs, match, *, plan=PLAN, schedules=SCHEDULES):
     return str(raised.value)
 
 
+def test_deleted_receive():
+    text = reject(
+        change(PROGRAMS, 1, lambda x: x.pop(first_of(x, RECEIVE))),
+        r"1F0 has received samples \[1..1\] over edge 0, it needs \[0..0\], \[1..1\]",
+    )
+    assert text.splitlines()[0].startswith("rank 1 (stage 's1'): ")
+    assert "[1F0]!" in text
+
+
 def test_every_single_deletion_is_found():
     for rank, program in enumerate(PROGRAMS):
         for at, instruction in enumerate(program.instructions):

@@ -1,5 +1,7 @@
 """Modes, writes, flags, attributes and hooks of the user's model: honoured as in one process, or refused by name."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """A compiler of blocks that takes no seconds: AOTAutograd's forward and backward, run operator by operator."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

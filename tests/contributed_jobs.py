@@ -1,5 +1,7 @@
 """What ranks run of a package that adds a planner, a schedule and a transport."""
 
+from __future__ import annotations
+
 import sys
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The files of a package that adds a planner, a schedule and a transport, as a stranger would write it."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

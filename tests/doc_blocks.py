@@ -10,6 +10,8 @@ which no reader sees, say what else there is to know::
     -->
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

@@ -1,5 +1,7 @@
 """Small models with parts that no tracing sees through: custom backwards, loops on values, lists of dicts."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A rank of a job that a fault happens to, as a user's script would be."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import time

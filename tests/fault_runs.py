@@ -1,5 +1,7 @@
 """Runs the ranks of a `fault_job` as a launcher would, and says how each of them ended, when, and what it said last."""
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import os

@@ -9,6 +9,8 @@
 Nothing of it is in the package: it watches the attributes by which a rank says where it is (`HERE`).
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import time

@@ -1,5 +1,7 @@
 """Notes where the host reads a tensor, which on a GPU means to wait for it."""
 
+from __future__ import annotations
+
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -3,6 +3,8 @@
 ``model, make_batch = build("clip")``; ``make_batch(num_samples, seed)`` returns a batch dict.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,6 +3,8 @@
 Nothing is computed here: a process with threads, or one that has run a backward, must not be forked.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import importlib

@@ -4,6 +4,8 @@ Of the process of the tests and all its descendants: ranks, those that are kept,
 parent is counted where it was seen before.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

@@ -1,5 +1,7 @@
 """Tiny models whose Python reads values of the batch, or takes its samples one by one, and batches for them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

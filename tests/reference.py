@@ -1,5 +1,7 @@
 """Plain single-process training over loss units: what every pipelined run must equal."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

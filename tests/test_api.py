@@ -1,5 +1,7 @@
 """The Python API: every function in a process without ranks."""
 
+from __future__ import annotations
+
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """docs/claims.toml: what it quotes stands in the pages, its checks are checks, and no number of the pages is without a command."""
 
+from __future__ import annotations
+
 import importlib.util
 import json
 import re

@@ -1,5 +1,7 @@
 """A package made here and installed with pip adds a planner, a schedule and a transport: each is named and trains."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -1,5 +1,7 @@
 """What any planner, schedule or transport must pass: one row for each that comes with the plugin, and bad ones."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,5 +1,7 @@
 """The counts that .ci/counts.py prints, on a small package and on this one."""
 
+from __future__ import annotations
+
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
 """README and docs: generated pages are up to date, code blocks run, names exist, links and pages are listed."""
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import importlib.util

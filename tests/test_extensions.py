@@ -1,5 +1,7 @@
 """The table of planners, schedules and transports: what is found, what is refused, and in which words."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """gpp doctor --patches: what it says of packages without patches, with all or one of them, and of other versions."""
 
+from __future__ import annotations
+
 import json
 import shlex
 import shutil

@@ -1,5 +1,7 @@
 """The one definition of a relative error, and that nothing divides by a norm beside it."""
 
+from __future__ import annotations
+
 import ast
 import math
 from pathlib import Path

@@ -4,6 +4,8 @@ A table inside of one test is thinned by `some`. All of both runs with `--tier a
 that is named on the command line (`pytest path::test`) runs whatever its tier.
 """
 
+from __future__ import annotations
+
 import re
 import tomllib
 from collections import Counter

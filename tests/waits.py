@@ -4,6 +4,8 @@ A limit counts the time in which processes stand still: as long as they use the 
 times the limit. A limit that the product promises is not waited for like this.
 """
 
+from __future__ import annotations
+
 import subprocess
 import time
 from collections.abc import Callable, Sequence

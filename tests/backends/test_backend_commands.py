@@ -1,5 +1,7 @@
 """`gpp backends`, `gpp bench backends` and the parts of models that they measure."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

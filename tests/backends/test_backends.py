@@ -1,5 +1,7 @@
 """Forwards on backends: equal to torch, refused in one line where they are not, measured once, mixed where asked."""
 
+from __future__ import annotations
+
 import logging
 import operator
 import re

@@ -1,5 +1,7 @@
 """Stages cut at block borders, each distinct block compiled once; what cannot be compiled says why in one line."""
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 import logging

@@ -1,5 +1,7 @@
 """`gpp bench frozen-ahead`: both kinds run on real processes, and a mini-batch ahead takes no longer than planned."""
 
+from __future__ import annotations
+
 import argparse
 
 import pytest

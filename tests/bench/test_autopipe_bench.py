@@ -1,5 +1,7 @@
 """`gpp bench autopipe`: the paper's cases, so many samples a rank, with the rivals it names."""
 
+from __future__ import annotations
+
 import argparse
 
 import pytest

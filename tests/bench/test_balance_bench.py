@@ -1,5 +1,7 @@
 """`gpp bench balance`: what order and packing gain in the simulator."""
 
+from __future__ import annotations
+
 import argparse
 from typing import Any
 

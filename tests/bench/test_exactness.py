@@ -1,5 +1,7 @@
 """A sample of `gpp bench exactness`: random plans and schedules give the gradients of one process, delays or not."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import pytest

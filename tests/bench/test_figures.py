@@ -1,5 +1,7 @@
 """Figures of papers: rows from benchmarks' rows."""
 
+from __future__ import annotations
+
 import pytest
 
 from gpp_benchmarks.figures import _autopipe, _dawnpiper, _graphpipe

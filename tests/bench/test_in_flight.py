@@ -1,5 +1,7 @@
 """No stage holds more than its plan says, and a short branch holds what its successors need."""
 
+from __future__ import annotations
+
 import argparse
 
 import pytest

@@ -1,5 +1,7 @@
 """`gpp bench large-start`: the model of a start agrees with what started ranks count, and grows no faster than it should."""
 
+from __future__ import annotations
+
 import argparse
 
 from gpp_benchmarks import large_start

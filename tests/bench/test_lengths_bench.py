@@ -1,5 +1,7 @@
 """`gpp bench lengths`: units of any length and number of images."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

@@ -1,5 +1,7 @@
 """`gpp bench loading`: no rank takes more memory than its share of the weights while a meta model is loaded."""
 
+from __future__ import annotations
+
 import argparse
 import json
 

@@ -1,5 +1,7 @@
 """The search for the largest batch, and a small table from end to end."""
 
+from __future__ import annotations
+
 import pytest
 
 from gpp_benchmarks._memory_models import MODELS, PAPER, paper_batch

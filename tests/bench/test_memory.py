@@ -1,5 +1,7 @@
 """What is counted on ranks is what was predicted; where there is no CUDA device one line says so."""
 
+from __future__ import annotations
+
 import argparse
 import json
 

@@ -1,5 +1,7 @@
 """The oracles share no formula with what they judge, and yet agree with it on every plan."""
 
+from __future__ import annotations
+
 import ast
 import dataclasses
 import random

@@ -1,5 +1,7 @@
 """Plans on fewer ranks than stages, and on devices of two speeds, beside brute force; the oracles beside the planner."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 

@@ -1,5 +1,7 @@
 """Published runs: rows that are exact, and orders that are right by themselves."""
 
+from __future__ import annotations
+
 import pytest
 
 from gpp_benchmarks.published._interleaved import interleaved_orders

@@ -1,5 +1,7 @@
 """`gpp bench start-up`: which part of the work a stack belongs to."""
 
+from __future__ import annotations
+
 import types
 
 import pytest

@@ -1,5 +1,7 @@
 """`gpp bench throughput`: its three columns."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 

@@ -1,5 +1,7 @@
 """`gpp bench topologies`: its graphs, its comparison, and one cell for real."""
 
+from __future__ import annotations
+
 import argparse
 
 import pytest

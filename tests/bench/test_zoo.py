@@ -1,5 +1,7 @@
 """The zoo's configurations build, and its command tells exact, refused, wrong and ended models apart."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math

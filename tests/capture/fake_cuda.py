@@ -6,6 +6,8 @@ eight devices: a library of a few lines registers it for CUDA and says that CUDA
 compute on nothing but fake tensors, so that it is a process of its own.
 """
 
+from __future__ import annotations
+
 import ctypes
 import importlib.util
 import shutil

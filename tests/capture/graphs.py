@@ -1,5 +1,7 @@
 """Captures of the tiny models, made once; running a captured graph, whole or by block; and holding it to its model."""
 
+from __future__ import annotations
+
 import copy
 import functools
 from typing import Any

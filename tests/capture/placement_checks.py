@@ -1,5 +1,7 @@
 """Runs a captured model stage by stage on fake tensors of one CUDA device, and notes every other device it meets."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 

@@ -1,6 +1,8 @@
 """python -m tests.capture.placement_job LIBRARY: captures on fake CUDA devices, and runs every family's code there."""
 
 # ruff: noqa: E402
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Captured attention is called as eager models call it, with and without padding, family by family."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import nn

@@ -1,5 +1,7 @@
 """Batches with other lengths: what goes together, what stays, and what is refused."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """What a forward leaves behind for the next one is part of the graph, or the model is refused by name."""
 
+from __future__ import annotations
+
 import copy
 import random
 from typing import Any

@@ -1,5 +1,7 @@
 """Blocks: a convex partition whose graph is acyclic, with the branches the model has."""
 
+from __future__ import annotations
+
 import sys
 
 import networkx as nx

@@ -4,6 +4,8 @@ Without a GPU: what code for ``cuda:0`` to ``cuda:7`` names is read; and capture
 process of its own, where a C++ compiler is at hand) it runs on fake tensors of each, forward and backward.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os

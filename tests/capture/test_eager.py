@@ -1,5 +1,7 @@
 """Modules that run as they are, custom autograd functions, losses on lists of dicts: the same numbers as eagerly."""
 
+from __future__ import annotations
+
 import copy
 import logging
 import random

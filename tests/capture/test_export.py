@@ -1,5 +1,7 @@
 """The captured graph is the model: same loss, same gradients, same names; the model stays as it was."""
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 import logging

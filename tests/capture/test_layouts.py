@@ -1,5 +1,7 @@
 """Layouts and couplings against brute force: blocks run on slices of samples give the slices."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

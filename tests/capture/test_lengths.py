@@ -1,5 +1,7 @@
 """One capture for many lengths: its code at each is that of a capture there, and what it cannot hold for is told."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """A batch of one sample is captured as any other: by samples, with the operators of two samples."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import nn

@@ -1,5 +1,7 @@
 """What lies outside the graph of a model: the process group, generators, a loss that nothing trains."""
 
+from __future__ import annotations
+
 import random
 from typing import Any
 

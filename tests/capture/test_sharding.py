@@ -1,5 +1,7 @@
 """Which operators of a captured model tensor ranks can share out, and which are in the way."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """Python reads values of a batch while a model is traced: recorded, guarded, replayed; never frozen silently."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Saves of one process that die at a given call, in a forked child, and what is left of them."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time

@@ -1,5 +1,7 @@
 """Names that stay inside a directory of checkpoints, and directories that appear whole."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

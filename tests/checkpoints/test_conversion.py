@@ -1,5 +1,7 @@
 """`gpp convert` in one process: a torch file, DeepSpeed's universal layout, this package's, and back."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Whenever a save dies, the tag names the old checkpoint or the new one, whole; the next save clears what is left."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path

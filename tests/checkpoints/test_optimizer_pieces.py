@@ -1,5 +1,7 @@
 """Optimizer state from masters of one layout to masters of another."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """Tensors by name from any number of parts and tensor ranks."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

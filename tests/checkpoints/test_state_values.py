@@ -1,5 +1,7 @@
 """States as JSON with tensors beside: what goes in comes out, and nothing else goes in."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections import Counter

@@ -1,5 +1,7 @@
 """Safetensors files: as others read them, by parts, and every flipped bit is found."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Graph-level search with times that are made up: a mix where that is fastest."""
 
+from __future__ import annotations
+
 import pytest
 
 from gpp_plugin.collage.candidates import OperatorGroup, Placement

@@ -1,5 +1,7 @@
 """Op-level placement against brute force, and what more backends do to it."""
 
+from __future__ import annotations
+
 import random
 
 import pytest

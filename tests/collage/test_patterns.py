@@ -1,5 +1,7 @@
 """Patterns, rules and the generator: what they match, what they refuse, and in which words."""
 
+from __future__ import annotations
+
 import random
 
 import pytest

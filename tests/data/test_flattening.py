@@ -1,5 +1,7 @@
 """Samples in one row: what is in it, and what is refused."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

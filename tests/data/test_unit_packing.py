@@ -1,5 +1,7 @@
 """Units filled to a budget: every sample once, whole mini-batches, the same everywhere, resumable."""
 
+from __future__ import annotations
+
 from itertools import islice
 
 import numpy as np

@@ -1,5 +1,7 @@
 """`make test-gpu`: says what it found, runs the suite test by test, and writes build/gpu_report.md and .json."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys

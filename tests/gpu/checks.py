@@ -1,5 +1,7 @@
 """What is run on devices, held against a single process and recorded; each function is one subject."""
 
+from __future__ import annotations
+
 import os
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """The lab that tests on devices share, and the report of the numbers they found."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import pytest

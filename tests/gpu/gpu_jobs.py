@@ -1,5 +1,7 @@
 """What ranks run on devices beyond the jobs of other tests; on CPU ranks too, where they show only that they work."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import statistics

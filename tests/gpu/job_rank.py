@@ -6,6 +6,8 @@ The launcher speaks through standard input: a line ``dump`` asks for records, it
 stays while others still need it (its store, its NCCL communicators), and none outlives its launcher.
 """
 
+from __future__ import annotations
+
 import faulthandler
 import importlib
 import os

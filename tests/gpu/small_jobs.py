@@ -1,5 +1,7 @@
 """Jobs that the watchdog's own tests watch; those that need no torch import none."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """The suite for devices, without one: its watchdog, and one job of each kind on CPU ranks."""
 
+from __future__ import annotations
+
 import json
 import os
 import time

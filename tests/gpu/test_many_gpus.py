@@ -1,5 +1,7 @@
 """What several devices show, one rank each: 2, 4 and 8 of them, as many as there are."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

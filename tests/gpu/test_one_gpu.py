@@ -1,5 +1,7 @@
 """What one device shows: equality, memory, speed; also where there are more devices, on the first of them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

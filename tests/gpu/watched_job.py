@@ -4,6 +4,8 @@ When one fails, or the time is up, the others are first asked for records (stack
 and not completed), then ended, with whatever they started. What they said is kept in build/gpu/failed.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

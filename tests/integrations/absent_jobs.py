@@ -1,5 +1,7 @@
 """What each rank runs in the tests of units that lack a branch of the model."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Sequence
 from typing import Any

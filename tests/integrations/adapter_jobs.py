@@ -1,5 +1,7 @@
 """A peft model, and what each rank runs in the tests of its files; importable by the processes that run it."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 

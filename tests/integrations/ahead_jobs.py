@@ -1,5 +1,7 @@
 """What each rank runs in the tests of frozen branches that run ahead: the same training with and without."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

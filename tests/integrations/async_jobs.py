@@ -1,5 +1,7 @@
 """The asynchronous engine as ranks run it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from tests.integrations.engine_jobs import make_engine

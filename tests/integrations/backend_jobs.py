@@ -1,5 +1,7 @@
 """What each rank runs in the tests of backends: the same training on torch and with a frozen tower on a backend."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

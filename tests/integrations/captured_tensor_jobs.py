@@ -1,5 +1,7 @@
 """What each rank runs in the tests of captured stages on tensor ranks; importable by the processes that run it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

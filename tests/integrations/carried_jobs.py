@@ -1,5 +1,7 @@
 """What each rank runs in the tests of state that a forward leaves for the next one."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

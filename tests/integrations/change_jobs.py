@@ -1,5 +1,7 @@
 """What users change on a model before and between steps, as ranks try it out beside one process."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

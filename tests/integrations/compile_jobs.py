@@ -1,5 +1,7 @@
 """What each rank runs in the tests of compiled stages: the same steps on torch and compiled."""
 
+from __future__ import annotations
+
 from typing import Any
 from unittest import mock
 

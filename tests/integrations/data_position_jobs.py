@@ -1,5 +1,7 @@
 """What ranks do in the tests of positions in the data."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """What each rank runs in the tests of modules that are kept whole."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What each rank runs in the tests of the engine; importable by the processes that run it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Models of which only a part is trained, and what each rank runs in their tests."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """What each rank runs in the tests of generation; importable by the processes that run it."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,5 +1,7 @@
 """What ranks run in the test that nothing reads the device within a step."""
 
+from __future__ import annotations
+
 import contextlib
 from typing import Any
 

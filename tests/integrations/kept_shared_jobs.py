@@ -1,5 +1,7 @@
 """What each rank runs in the tests of mode async on ranks that hold several stages."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from tests.integrations import async_jobs

@@ -1,5 +1,7 @@
 """Datasets, and what ranks do with them, in the tests of loading."""
 
+from __future__ import annotations
+
 import multiprocessing
 import random
 from collections.abc import Iterator

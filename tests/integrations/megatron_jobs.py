@@ -1,5 +1,7 @@
 """What each rank runs in the tests of Megatron stages; importable by the processes that run it."""
 
+from __future__ import annotations
+
 import dataclasses
 import warnings
 from typing import Any

@@ -1,5 +1,7 @@
 """What ranks run in the tests of memory optimization through the engine."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 from typing import Any

@@ -1,5 +1,7 @@
 """A user's mistakes that only the whole engine can see, as ranks make them; importable by their processes."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """What each rank runs in the tests of batches of one sample; importable by the processes that run it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from tests.capture.test_one_sample import batch_of, llama

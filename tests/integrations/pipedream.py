@@ -4,6 +4,8 @@ Micro-batch m runs on one model whose parameters are, stage by stage, the versio
 its gradient then updates every stage's newest parameters. Nothing here is shared with the engine's code.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """What each rank runs to load checkpoints on other plans than they were saved on."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Every schedule through the engine, as ranks run it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from tests.integrations.engine_jobs import B, config_of, make_engine

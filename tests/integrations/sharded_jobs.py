@@ -1,5 +1,7 @@
 """What each rank runs in the tests of parameters that a stage's ranks hold in parts (ZeRO 3)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -1,5 +1,7 @@
 """What an engine holds and remembers between calls, as ranks try it out."""
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

@@ -6,6 +6,8 @@ case "tied"     the same, the first matrix of both blocks one parameter
 case "grid"     encoder 2x1 ─► loss 2x2                                            ranks 0 1 | 2 3 4 5
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

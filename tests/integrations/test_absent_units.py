@@ -1,5 +1,7 @@
 """Units that lack a branch, on ranks: losses, gradients, AdamW steps and evaluations equal one process."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """A JSON Adam where DeepSpeed's FusedAdam cannot be compiled: torch's fused one, with the same update, and it is said."""
 
+from __future__ import annotations
+
 import logging
 from types import SimpleNamespace
 from typing import Any

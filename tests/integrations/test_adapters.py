@@ -1,5 +1,7 @@
 """What is saved of a model with peft's adapters is what peft loads; names, files and outputs against peft's own."""
 
+from __future__ import annotations
+
 import copy
 import json
 from pathlib import Path

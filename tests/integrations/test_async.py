@@ -1,5 +1,7 @@
 """Mode async equals PipeDream's staleness emulated in one process, to 1e-6 over 20 mini-batches."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Backends in training and evaluation through `deepspeed.initialize`: losses as on torch, and for weights that change."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """Captured stages on tensor ranks: losses, gradients and files of one process, beside data-parallel ranks and stages."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

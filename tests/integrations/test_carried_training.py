@@ -1,5 +1,7 @@
 """What a forward leaves for the next one is trained with on two stages as in one process, and comes with checkpoints."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,7 @@
 """Checkpoints of four gloo ranks: exact resumption, other plans, broken and foreign files."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
 import random

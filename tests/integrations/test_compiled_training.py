@@ -1,5 +1,7 @@
 """Compiled stages through `deepspeed.initialize`: losses and every gradient as in one process, and as on torch."""
 
+from __future__ import annotations
+
 from itertools import chain
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Where training is in its data: after a checkpoint the next mini-batch is the one after the last that was trained."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import logging

@@ -1,5 +1,7 @@
 """Jobs with modules that run as they are equal one process: losses and gradients of three AdamW steps."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """A job under torchrun's elastic agents that loses a host goes on, on the ranks that are left, where it was saved last."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

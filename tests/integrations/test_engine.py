@@ -1,5 +1,7 @@
 """The engine as a user has it: precision, clipping, groups, evaluation, refusals."""
 
+from __future__ import annotations
+
 import csv
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """The engine is parts that know no framework: what they import, and training with another framework than DeepSpeed."""
 
+from __future__ import annotations
+
 import ast
 import json
 import sys

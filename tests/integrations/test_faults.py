@@ -3,6 +3,8 @@
 The whole table (60 faults, 16 stops) is in `tests/soak`.
 """
 
+from __future__ import annotations
+
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Samples that lie in one row train as they do one by one in one process."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """Frozen parts: no backward tasks, no gradient messages, no optimizer memory; the rest as in one process."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

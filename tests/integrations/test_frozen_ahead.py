@@ -1,5 +1,7 @@
 """Frozen branches that run ahead: every bit is as without, whatever happens between two steps."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -3,6 +3,8 @@
 `python -m tests.soak generation` does the same for all models, on two and three ranks, and with Seq2SeqTrainer.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

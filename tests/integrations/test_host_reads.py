@@ -4,6 +4,8 @@ The first mini-batch is left out: it compiles, is counted, and finds out what th
 `torch.cuda.set_sync_debug_mode("error")` says the same of the real thing.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

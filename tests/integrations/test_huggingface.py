@@ -1,5 +1,7 @@
 """save_pretrained by stages against from_pretrained; names against HuggingFace's own files."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any

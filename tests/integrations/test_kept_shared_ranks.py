@@ -1,5 +1,7 @@
 """Mode async on ranks that hold several stages equals PipeDream's staleness emulated in one process."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

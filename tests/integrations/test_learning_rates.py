@@ -1,5 +1,7 @@
 """Parameter groups and schedules of the whole model on a stage that holds a part of it."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 

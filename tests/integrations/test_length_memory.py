@@ -1,5 +1,7 @@
 """Memory at many lengths: what is predicted is counted, and what is too long is refused."""
 
+from __future__ import annotations
+
 import pytest
 
 from gpp_benchmarks import _length_memory

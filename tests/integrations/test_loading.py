@@ -1,5 +1,7 @@
 """Loading: every rank its own rows, the same numbers whoever loads them and however many workers there are."""
 
+from __future__ import annotations
+
 import itertools
 import multiprocessing
 import weakref

@@ -1,5 +1,7 @@
 """Values of materialised parameters, against real models, files and other processes."""
 
+from __future__ import annotations
+
 import gc
 import json
 import weakref

@@ -1,5 +1,7 @@
 """Chunks of megatron-core models: shared out over tensor ranks they compute what one rank does."""
 
+from __future__ import annotations
+
 import importlib
 import sys
 from typing import Any

@@ -1,5 +1,7 @@
 """``"p2p": "megatron"``: the same losses to the bit, over P2PCommunicator where it can, errors like native ones."""
 
+from __future__ import annotations
+
 import importlib.util
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Graphs with Megatron stages train as one process does: losses, every gradient, checkpoints."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

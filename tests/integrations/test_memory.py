@@ -1,5 +1,7 @@
 """Memory optimization through the engine: it trains as without, does what is planned, reports it, or refuses."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

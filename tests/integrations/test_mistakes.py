@@ -1,5 +1,7 @@
 """Mistakes that only the whole engine can see: one line, the same on every rank, before time is lost."""
 
+from __future__ import annotations
+
 from tests.integrations import mistake_jobs as jobs
 from tests.ranks import run_ranks
 

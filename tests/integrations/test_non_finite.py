@@ -1,5 +1,7 @@
 """Steps that are skipped for gradients that are not finite end a job, which says in which module they first appear."""
 
+from __future__ import annotations
+
 import itertools
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What users see of training: the step log with phases and messages, monitors, FLOPs."""
 
+from __future__ import annotations
+
 import csv
 from pathlib import Path
 from types import SimpleNamespace

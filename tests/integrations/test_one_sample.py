@@ -1,5 +1,7 @@
 """Training with one sample a loss unit, and evaluating one sample, against the plain model."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

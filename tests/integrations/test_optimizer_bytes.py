@@ -1,5 +1,7 @@
 """Predicted optimizer bytes are those that the real optimizer holds after a step."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Planning on rank 0: how often a model is exported before the first step."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

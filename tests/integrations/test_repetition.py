@@ -1,5 +1,7 @@
 """Steps that are run twice: the same bits where nothing is wrong, and the rank named where something is."""
 
+from __future__ import annotations
+
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,7 @@
 """Checkpoints of four models on five plans each, and of one process: saved on one, loaded on the next, bit for bit."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A plan that `gpp plan --out` made from a configuration alone trains the model through the ``plan`` key."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

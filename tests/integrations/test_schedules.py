@@ -1,5 +1,7 @@
 """The ``schedule`` and ``micro_batch_sizes`` keys through the engine: each schedule trains as one process does."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """ZeRO 3: ranks hold parts of their stages' parameters, gathered by the program; against one process and ZeRO 2."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """HuggingFace models on ranks that hold several stages, against one process."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

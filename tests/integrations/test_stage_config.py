@@ -1,5 +1,7 @@
 """What a stage takes from the user's DeepSpeed JSON."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 

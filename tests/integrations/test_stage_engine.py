@@ -1,5 +1,7 @@
 """StageEngine on four gloo ranks against plain torch in one process."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math

@@ -1,5 +1,7 @@
 """From reduced gradients to the step, on one rank without an engine: sums, norm, overflow, clipping, counters."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace

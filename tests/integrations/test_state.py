@@ -1,5 +1,7 @@
 """What an engine holds and remembers: evaluation graphs, data that fails, weights and gradients under ZeRO."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

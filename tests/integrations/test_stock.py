@@ -1,5 +1,7 @@
 """DeepSpeed's own engine on the linearised capture: the losses of plain single-process training."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

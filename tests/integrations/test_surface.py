@@ -1,5 +1,7 @@
 """Every public name of DeepSpeed's engines is answered, or refused with one line."""
 
+from __future__ import annotations
+
 import ast
 import inspect
 import textwrap

@@ -1,5 +1,7 @@
 """Stages of data x tensor ranks on six gloo ranks: gradients, norm, steps and checkpoints of one process."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

@@ -1,5 +1,7 @@
 """HuggingFace's Trainer on a graph of stages: the numbers of a plain Trainer in one process."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,7 @@
 """Mini-batches of units of unlike lengths and numbers of samples equal one process that runs them one by one."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

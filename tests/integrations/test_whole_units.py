@@ -1,5 +1,7 @@
 """Models that take whole loss units, and whose Python reads values of them, train as in one process."""
 
+from __future__ import annotations
+
 import pytest
 
 from tests.integrations import whole_unit_jobs

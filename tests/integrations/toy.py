@@ -5,6 +5,8 @@ middle (rank 2)     nothing, or frozen.weight only
 head (rank 3)       embed.weight (tied), norm.weight, out.*
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

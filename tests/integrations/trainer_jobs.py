@@ -1,5 +1,7 @@
 """Trainings with HuggingFace's Trainer and with ours, as one process or several ranks run them."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from typing import Any

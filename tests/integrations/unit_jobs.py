@@ -1,5 +1,7 @@
 """What each rank runs in the tests of token means and of mini-batches of unlike units."""
 
+from __future__ import annotations
+
 import copy
 import logging
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """What each rank runs in the tests of models that take whole loss units."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Sizes as formulas: what is one, their values, and for which batches symbols have values."""
 
+from __future__ import annotations
+
 import re
 
 import pytest

@@ -1,5 +1,7 @@
 """Stages cut again with what they take on backends: exact costs, never worse by the simulator, once."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 from collections.abc import Callable, Mapping

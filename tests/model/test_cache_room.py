@@ -1,5 +1,7 @@
 """Where caches lie by what is free, and what is said where they have no room."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

@@ -1,5 +1,7 @@
 """Caches cut along the sequence: attention over the parts is attention over the whole."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """What a call of `engine.generate` goes through, on one rank without an engine."""
 
+from __future__ import annotations
+
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,7 @@
 """Messages between the ranks of a lane: whom is waited for, and for how long."""
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

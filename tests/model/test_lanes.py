@@ -1,5 +1,7 @@
 """A lane's ranks run HuggingFace's `generate` together, each its own modules: here threads, without engines."""
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import functools

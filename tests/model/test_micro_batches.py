@@ -1,5 +1,7 @@
 """Calls that take turns: one runs at a time, a wait lets the others go on, and each draws of its own streams."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """What is remembered of modules that other ranks run, and when they are run on shapes again."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """What operators make of tensors that other ranks hold: shapes here, values where they are told."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -8,6 +8,8 @@ fault counts as seen where a test fails, or does not end; which test that was is
 time. The command fails below 90 % of what can be seen.
 """
 
+from __future__ import annotations
+
 import argparse
 import concurrent.futures
 import contextlib

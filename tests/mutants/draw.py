@@ -7,6 +7,8 @@ statement left out, ``max`` for ``min``, ``sum`` for ``max``. A change that only
 text is not drawn, nor one that any call would fail by.
 """
 
+from __future__ import annotations
+
 import argparse
 import ast
 import dataclasses

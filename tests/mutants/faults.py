@@ -4,6 +4,8 @@ So a fault survives a file that moves and lines that shift. It no longer applies
 `make mutants` then says so, and it is drawn anew.
 """
 
+from __future__ import annotations
+
 import ast
 import json
 from collections.abc import Iterator

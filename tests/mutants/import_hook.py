@@ -4,6 +4,8 @@
 and `note` appends what was set since the last call to a file of the process, under the name of the test.
 """
 
+from __future__ import annotations
+
 import ast
 import atexit
 import builtins

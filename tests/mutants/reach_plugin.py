@@ -6,6 +6,8 @@ Where `GPP_REACH` names a folder a process appends there what ran (`import_hook.
 ``[test, seconds of its set-up, seconds of its call, passed]`` a test. Where `GPP_ORDER` names a file of node ids the tests run in its order.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import time

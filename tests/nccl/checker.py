@@ -26,6 +26,8 @@ item of that rank whose end it leads to:
 Source: this project
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

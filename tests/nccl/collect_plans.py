@@ -10,6 +10,8 @@ What is kept is what programs are made of: stages, edges, orders; names, costs i
 differ in times only are one. A plan of one rank sends nothing and is left out.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json

@@ -1,5 +1,7 @@
 """Puts recorded jobs before the checker with every wait that is asked for, and counts what was done."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 import time

@@ -6,6 +6,8 @@ nothing may happen, though something is left, is a hang. Ends of transfers are m
 for small jobs: the states are as many as the ways in which ranks can be ahead of each other.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 
 from tests.nccl.operations import Job, Meeting, Operation, Place

@@ -8,6 +8,8 @@ communicator of the two ranks; those between ``_start_coalescing`` and ``_end_co
 group's, and are one launch. gloo's calls run in threads of the host, which waits for them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import datetime
 from collections.abc import Iterator, Sequence

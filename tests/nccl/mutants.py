@@ -1,5 +1,7 @@
 """Small jobs, and every change of one operation of theirs: what a mistake in a runtime would make of them."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 from collections.abc import Iterator, Sequence

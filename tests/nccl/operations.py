@@ -42,6 +42,8 @@ What it does not model: a device so full of spinning NCCL kernels that no comput
 autograd's) beside the one that issues, and time: limits, and ranks that fail.
 """
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@ A rank's job is that of an engine in small: groups of its stage, a transport, mi
 the agreement on the loss. Only the stage's arithmetic is left out: a task is one item on the stream that computes.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import types

@@ -1,5 +1,7 @@
 """The model's own judgement: the worked example, exhaustive interleaving of small jobs, waits in turn and at once."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 from collections.abc import Iterator

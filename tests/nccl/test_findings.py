@@ -8,6 +8,8 @@ receives and the sends of one exchange.) Of the 254 plans of the tests that trai
 wait at one of 20 030 of 262 327 points, and one hangs as it is.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator

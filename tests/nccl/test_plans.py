@@ -1,5 +1,7 @@
 """No plan hangs: the recorded-order model (`operations`) over every plan of the tests and what else runs on plans."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 from typing import Any

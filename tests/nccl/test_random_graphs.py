@@ -1,5 +1,7 @@
 """No random graph of stages hangs under any schedule: the recorded-order model (`operations`)."""
 
+from __future__ import annotations
+
 from gpp_benchmarks._random_schedules import FAMILIES, random_draw
 from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.recording import Run

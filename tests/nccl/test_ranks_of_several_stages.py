@@ -1,5 +1,7 @@
 """Ranks that hold several stages: hand-overs travel nowhere, and collectives of all stages come in one order."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 

@@ -4,6 +4,8 @@
 {scenario: "ok" or what went wrong} as JSON. Which DeepSpeed it is, PYTHONPATH says.
 """
 
+from __future__ import annotations
+
 import copy
 import json
 import logging

@@ -4,6 +4,8 @@
 wrong}. megatron-core is imported once; the ranks of a case take its pipeline communicators from the case's folder.
 """
 
+from __future__ import annotations
+
 import datetime
 import importlib
 import json

@@ -1,5 +1,7 @@
 """Every patch for megatron-core applies to the pinned release, fails before and passes after."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil

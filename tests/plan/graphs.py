@@ -1,5 +1,7 @@
 """Hand-made block graphs and profiles for the planner tests."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 from collections.abc import Sequence

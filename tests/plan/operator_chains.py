@@ -1,5 +1,7 @@
 """Chains of single operators with saved tensors, and the plain dynamic program over their cuts."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Sequence
 

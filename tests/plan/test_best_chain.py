@@ -1,5 +1,7 @@
 """The best chain of our own tools: it is a chain, its order takes no time, and a graph of stages is never behind it."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 

@@ -1,5 +1,7 @@
 """The critical path inside a branch: which stage is the master, and what moving its blocks leads to."""
 
+from __future__ import annotations
+
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft

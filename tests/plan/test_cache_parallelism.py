@@ -1,5 +1,7 @@
 """Which rank holds what of a cache, and the volumes of the chapter, as printed and in equal units."""
 
+from __future__ import annotations
+
 import itertools
 
 import pytest

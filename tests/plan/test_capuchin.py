@@ -1,5 +1,7 @@
 """Swap and recompute of one stage: closed forms, and every choice weighed again."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import random

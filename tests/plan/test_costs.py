@@ -1,5 +1,7 @@
 """What stages, reductions and messages cost, worked out a second time from the plain numbers of uneven requests."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 

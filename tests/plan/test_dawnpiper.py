@@ -1,5 +1,7 @@
 """DawnPiper's planner against the plain dynamic program, and its plans against the evaluator."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import random

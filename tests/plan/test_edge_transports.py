@@ -1,5 +1,7 @@
 """Which edges go over P2PCommunicator: by what they carry, between how many ranks, in which micro-batches."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Plans of given stages: schedules that are tried, and what stages do that lack memory."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest

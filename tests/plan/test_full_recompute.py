@@ -1,5 +1,7 @@
 """Full recompute: which layers run again, what is held for them, what does not fit even so."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest

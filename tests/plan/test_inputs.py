@@ -1,5 +1,7 @@
 """A stage holds its part of the mini-batch: in every planner's account of memory, and once."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest

@@ -1,5 +1,7 @@
 """Joined planning: against brute force, against planning without, and against optimizing a finished plan."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 import re

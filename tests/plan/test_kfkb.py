@@ -1,5 +1,7 @@
 """kFkB through the planners: k is tried where the request allows it, and taken where it helps."""
 
+from __future__ import annotations
+
 import pytest
 
 from gpp_plugin.plan.registry import make_plan

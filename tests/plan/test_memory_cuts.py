@@ -1,5 +1,7 @@
 """Balanced cuts against closed forms, and against every cut at the same costs."""
 
+from __future__ import annotations
+
 import itertools
 import random
 

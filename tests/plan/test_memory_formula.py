@@ -1,5 +1,7 @@
 """One formula of stage memory: every way to sum up a stage's blocks comes to the same bytes."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest

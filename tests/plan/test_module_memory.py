@@ -1,5 +1,7 @@
 """Swap and recompute of a stage that is a user's module: what is chosen fits, and costs least where that can be told."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 

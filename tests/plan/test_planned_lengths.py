@@ -1,5 +1,7 @@
 """Plans for lengths: the mean of the typical ones' times and the longest one's bytes; memory at any lengths."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest

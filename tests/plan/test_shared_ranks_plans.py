@@ -1,5 +1,7 @@
 """Plans whose ranks hold several stages: what is searched, against brute force; what is refused, in one line."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import random

@@ -1,5 +1,7 @@
 """A stage of any blocks as a chain: tensors that come from outside, leave, or are kept by several stages."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import random

@@ -1,5 +1,7 @@
 """Tensor sizes of stages: one cost formula, memory, placement, the search beside brute force, and what is refused."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import json

@@ -1,5 +1,7 @@
 """The order of units: what is said of it is what the simulator says, and it is the shortest or nearly so."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """vPipe, torchgpipe and PipeDream at the granularity of layers."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 

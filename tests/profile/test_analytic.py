@@ -1,5 +1,7 @@
 """Derived costs against closed forms written out by hand."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor, nn

@@ -4,6 +4,8 @@ In the model the host queues one kernel after the other, the device runs each wh
 done, and marks are kernels of no length. So every number here is known exactly.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
 import pytest

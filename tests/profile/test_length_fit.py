@@ -1,5 +1,7 @@
 """Polynomials in lengths: exact through bytes, without negative coefficients through times."""
 
+from __future__ import annotations
+
 import pytest
 
 from gpp_plugin.ir.length_costs import products, terms_of, value_of

@@ -1,5 +1,7 @@
 """The cost store: hits, misses, damage."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

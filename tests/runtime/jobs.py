@@ -1,5 +1,7 @@
 """What each rank runs in the equality tests; importable by the processes that run it."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from typing import Any

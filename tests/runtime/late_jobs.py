@@ -1,5 +1,7 @@
 """A stage whose last backward of a mini-batch ends late; importable by the ranks that run it."""
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What each rank runs in the tests of lengths that change; importable by the processes that run it."""
 
+from __future__ import annotations
+
 import logging
 from typing import Any
 

@@ -1,5 +1,7 @@
 """One stage of a test model in one process, with and without a memory plan."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

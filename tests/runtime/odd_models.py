@@ -1,5 +1,7 @@
 """Models with edges that have broken other pipelines, each small enough to cut by hand."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

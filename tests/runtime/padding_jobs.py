@@ -1,5 +1,7 @@
 """What each rank runs in the tests of padding; importable by the processes that run it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from gpp_benchmarks._attention_models import Size, build_family

@@ -1,5 +1,7 @@
 """What ranks decide together, and what they say where one does not come."""
 
+from __future__ import annotations
+
 import datetime
 import time
 

@@ -1,5 +1,7 @@
 """Parts of two mini-batches on real executors: what a task reads is of its own mini-batch, whatever came when."""
 
+from __future__ import annotations
+
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any

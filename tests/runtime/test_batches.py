@@ -1,5 +1,7 @@
 """Collecting mini-batches from the user's batches: what does not fit together is refused."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

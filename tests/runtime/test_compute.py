@@ -1,5 +1,7 @@
 """A stage's compute without messages: halves and split backwards against one whole backward; what is held when."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import pytest

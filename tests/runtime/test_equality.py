@@ -1,5 +1,7 @@
 """Pipelined training equals single-process training: losses and every gradient, over loss units."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The board: the first failure is everyone's, the dead and the silent are told apart, and nothing is made up."""
 
+from __future__ import annotations
+
 import multiprocessing
 import threading
 import time

@@ -1,5 +1,7 @@
 """Layers that read the batch's own floats: what is measured, planned and counted of them is one number."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

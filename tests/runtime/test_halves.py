@@ -1,5 +1,7 @@
 """Forwards in halves and backwards in two parts, on real models: the gradients of a single process."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 

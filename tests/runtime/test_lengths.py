@@ -1,5 +1,7 @@
 """Texts of another length each step: one more capture a rank, and each step is that of a single process."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """Meetings of all ranks: what is told arrives."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 import torch.distributed as dist

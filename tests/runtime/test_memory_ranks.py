@@ -1,5 +1,7 @@
 """Pipelines whose stages swap and recompute: the same losses and gradients, bit by bit, and what was planned."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Users' modules whose storages wait on the host: gradients are those of everything kept, whatever the module does."""
 
+from __future__ import annotations
+
 import itertools
 
 import pytest

@@ -1,5 +1,7 @@
 """What reaches torch's NCCL groups: one group a channel, one launch a message, types that NCCL knows."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

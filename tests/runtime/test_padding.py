@@ -1,5 +1,7 @@
 """Mini-batches with padding and without train in turns, captured with either, as in a single process."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """Weights and stages are made without disturbing what the caller's program draws, on the CPU or on its GPU."""
 
+from __future__ import annotations
+
 from collections import Counter
 
 import pytest

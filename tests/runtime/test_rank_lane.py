@@ -1,5 +1,7 @@
 """Several stages on a rank equal one process; what they hand over to each other is not copied."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Buffers made ahead: what a receive waits for on a device, and that none is used twice at a time."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from typing import Any

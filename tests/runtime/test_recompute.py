@@ -1,5 +1,7 @@
 """Segments that run again: gradients, random states and buffers are those of a stage that keeps everything."""
 
+from __future__ import annotations
+
 import weakref
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Edges that broke other pipelines, against a single process."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from tests.ranks import run_ranks

@@ -1,5 +1,7 @@
 """A captured graph as each tensor rank computes it, on one process: what the ranks make together is the whole."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """A backward in two parts makes the gradients of the whole one, computes nothing twice and frees what it held."""
 
+from __future__ import annotations
+
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence

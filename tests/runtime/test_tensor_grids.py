@@ -4,6 +4,8 @@ Every stage computes element by element, on whole tensors or on its tensor ranks
 travels is all that tensor parallelism is here: shards cut, joined and summed back.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import queue
 import random

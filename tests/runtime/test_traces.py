@@ -1,5 +1,7 @@
 """The trace of a real mini-batch: every task and message with its stage, micro-batch, kind and bytes."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

@@ -3,6 +3,8 @@
 Whole models run here with all ranks as threads of one process; `tests/integrations/test_units.py` has them on ranks.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import queue
 from collections.abc import Sequence

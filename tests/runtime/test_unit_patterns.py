@@ -1,5 +1,7 @@
 """Units that lack a branch of the model equal one process that runs them one by one; all ranks are threads here."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Plans written in a line: stages of one rank each."""
 
+from __future__ import annotations
+
 import dataclasses
 
 from gpp_benchmarks._random_plans import with_in_flight

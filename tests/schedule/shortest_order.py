@@ -1,5 +1,7 @@
 """The shortest order of stages that share ranks, by going through all: an oracle for small plans."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from gpp_plugin.ir.plan import PipelinePlan

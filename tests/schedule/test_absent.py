@@ -1,5 +1,7 @@
 """Programs of units that lack branches: proven on random plans and patterns, refused where wrong."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Which stages may begin their reduction in their last backward: those whose ranks come there without each other."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 

@@ -1,5 +1,7 @@
 """An independent simulator: slow, by sets of samples and repeated scans; shares no code with the fast one."""
 
+from __future__ import annotations
+
 from gpp_plugin.ir.schedule import TaskKind
 
 

@@ -1,5 +1,7 @@
 """Simulated decoding against small cases computed by hand, and what the figures say."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import numpy as np

@@ -4,6 +4,8 @@ python -m tests.soak                 all parts
 python -m tests.soak fuzz --count 20000 --reader plan
 """
 
+from __future__ import annotations
+
 import sys
 from importlib import import_module
 

@@ -3,6 +3,8 @@
 What is accepted is used as a command would use it: a plan is simulated and printed, a profile planned with.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import json

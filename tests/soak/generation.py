@@ -1,5 +1,7 @@
 """Generation of all models of the tests, on two to four ranks, in stages that share ranks, and with Seq2SeqTrainer."""
 
+from __future__ import annotations
+
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Mutations of JSON: what a careless hand, another program or an attacker makes of a valid file."""
 
+from __future__ import annotations
+
 import copy
 import json
 import random

@@ -10,6 +10,8 @@ features        kill, exception and SIGSTOP where weights are gathered (ZeRO 3),
 disagreements   one rank with another configuration, version, seed, weights or mode: refused on all, the key named
 """
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import sys

@@ -6,6 +6,8 @@ The first job trains through; the second saves, trains on and loses a rank; the 
 weights, loads and goes on.
 """
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import json

@@ -9,6 +9,8 @@ no rank has brought to the disk is cut; a full disk. Fresh tags and tags saved a
 every byte of what is there is read and compared with the weights that were saved.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import random

@@ -4,6 +4,8 @@ python -m tests.soak malformed      at least 200, each one line with the key, wi
 python -m tests.soak attempts       at least 30, by file, name, tag, index and link: nothing runs, nothing leads outside
 """
 
+from __future__ import annotations
+
 import argparse
 from collections import Counter
 from pathlib import Path

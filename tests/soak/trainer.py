@@ -4,6 +4,8 @@ Ten losses are plain Trainer's; a training that ends in the middle of an epoch a
 of one without a break, on the same data, each sample once an epoch.
 """
 
+from __future__ import annotations
+
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence

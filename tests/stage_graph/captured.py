@@ -1,5 +1,7 @@
 """Graphs whose captured part holds the loss, or shares a parameter, or mixes samples; and the same in one process."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """What each rank runs in the tests of captured parts."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import Tensor

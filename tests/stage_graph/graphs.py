@@ -1,5 +1,7 @@
 """Small stage graphs in double precision, with weights that depend on nothing but the stage's name."""
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """What each rank runs in the tests of stage graphs; importable by the processes that run it."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

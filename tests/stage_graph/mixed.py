@@ -1,5 +1,7 @@
 """A graph of captured and explicit stages: a HuggingFace vision tower, a traced layer, a loss of the user's own."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,7 @@
 """What each rank runs in the tests of a plain model and the same model as a graph of one captured part."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

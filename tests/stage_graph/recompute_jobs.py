@@ -1,5 +1,7 @@
 """What each rank runs in the tests of recomputed and swapped stages of stage graphs."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

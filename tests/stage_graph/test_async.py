@@ -1,5 +1,7 @@
 """Mode async on a user's own modules equals PipeDream's staleness emulated in one process."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor

@@ -1,5 +1,7 @@
 """What a user may get wrong about a stage graph: one line that names stage and edge, the same on every rank."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

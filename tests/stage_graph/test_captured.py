@@ -1,5 +1,7 @@
 """Captured parts that hold the loss, share parameters, swap and recompute: equal to one process, as planned."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """Stage graphs behind `deepspeed.initialize`: steps, shapes, clipping, checkpoints, evaluation."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

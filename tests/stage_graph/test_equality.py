@@ -1,5 +1,7 @@
 """A graph of the user's own stages trains as its stages in one process: loss and every gradient, in fp64."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """A part's costs as functions of lengths: found by measuring at a few, true at others."""
 
+from __future__ import annotations
+
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Captured and explicit stages in one model train as the model in one process."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,7 @@
 """What is found out of a user's module by trying it: what it keeps, whether its backward splits, what it is."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A plain model and the same model as a graph of one captured part are one thing under two spellings."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

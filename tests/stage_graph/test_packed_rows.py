@@ -1,5 +1,7 @@
 """Whether a model keeps samples of one row apart is found out by running one of them alone."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

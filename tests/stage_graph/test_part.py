@@ -1,5 +1,7 @@
 """A captured part as the whole graph sees it: names, the loss, shared parameters, what it keeps of what it receives."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Stages of a stage graph that swap or run again as a whole: bit-equal, statistics updated once, what is held falls."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

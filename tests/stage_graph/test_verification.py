@@ -1,5 +1,7 @@
 """Before training, a capture is held against its module; one that is another model does not train."""
 
+from __future__ import annotations
+
 import copy
 import random
 import re

@@ -1,5 +1,7 @@
 """What ranks run in the tests of verification."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -1,5 +1,7 @@
 """Models whose graph is not what they compute: they ask whether they are traced, which nothing but a run can show."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -414,3 +415,12 @@ def build(
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if is_float else value
+
+
+@functools.cache
+def captured_once(name: str, num_samples: int, **options: Any) -> Any:
+    """Return the capture of a model as `build` makes it, shared by the tests of a process: nobody may change it."""
+    from gpp_plugin.capture.export import capture_model
+
+    model, make_batch = build(name, **options)
+    return capture_model(model, make_batch(num_samples, 0))

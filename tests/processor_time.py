@@ -133,6 +133,11 @@ class ProcessorTimes:
         self._shared: dict[str, list[float]] = defaultdict(list)
         self._totals: dict[str, float] = {}
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self) -> None:
+        """Begin with the first test: what all files import is none of its set-up."""
+        self._since = METER.of_tests_s()
+
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Iterator[None]:
         """Count what several tests share once, under the name of the fixture."""

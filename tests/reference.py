@@ -21,6 +21,7 @@ NEAR = 2e-6
 class ReferenceRun:
     losses: list[float]
     gradients: dict[str, Tensor]  # of the first step
+    model: nn.Module  # trained
 
 
 def units_of(batch: Batch, unit: int) -> list[Batch]:
@@ -46,25 +47,25 @@ def loss_of(output: Any) -> Tensor:
 
 def train_reference(
     model: nn.Module,
-    batches: Sequence[Batch],
+    batches: Sequence[Batch | Sequence[Batch]],
     *,
-    unit: int,
+    unit: int = 0,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     device: str = "cpu",
 ) -> ReferenceRun:
-    """Train a copy of ``model`` one step a batch; the loss is the mean over units of ``unit`` samples."""
+    """Train a copy of ``model`` one step a batch, or a list of units; the loss is the mean over units of ``unit`` samples."""
     model = copy.deepcopy(model).train().to(device)
-    batches = [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in b.items()} for b in batches]
+    steps = [units_of(batch, unit) if isinstance(batch, dict) else batch for batch in batches]
     parameters = [p for p in model.parameters() if p.requires_grad]
     make = make_optimizer or (lambda ps: torch.optim.AdamW(ps, lr=1e-3, weight_decay=0.01))
     optimizer = make(parameters)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for batch in batches:
-        units = units_of(batch, unit)
+    for units in steps:
         optimizer.zero_grad()
         total = 0.0
         for part in units:
+            part = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.items()}
             loss = loss_of(model(**part)) / len(units)
             loss.backward()
             total += float(loss.detach())
@@ -76,7 +77,7 @@ def train_reference(
             }
         losses.append(total)
         optimizer.step()
-    return ReferenceRun(losses=losses, gradients=gradients)
+    return ReferenceRun(losses=losses, gradients=gradients, model=model)
 
 
 def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:

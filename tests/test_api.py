@@ -1,9 +1,8 @@
-"""The Python API: every function in a process without ranks, and none shadowed by a package or a module."""
+"""The Python API: every function in a process without ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ScheduleEr
 from gpp_plugin.ir.serialize import load
 from gpp_plugin.plan.cluster_files import read_cluster
 from tests.models import build
-from tests.waits import run_program
 
 SMALL = {
     "num_devices": 4,
@@ -25,7 +23,6 @@ SMALL = {
     "loss_unit": 4,
     "stages": 2,
 }
-PACKAGE = Path(api.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -113,85 +110,6 @@ def test_a_module_is_planned_with_a_batch() -> None:
     assert made.model == type(model).__name__ and made.num_ranks == 2
     with pytest.raises(ConfigError, match="sample_batch: missing; a CLIPModel is captured on a batch"):
         api.plan(model, num_devices=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"model": "mmtt"}, ConfigError, "no such file, configuration or library model; did you mean 'mmt'"),
-        ({"model": "gpt2-345m", "sizes": {"layers": 2}}, ConfigError, "sizes: is for library models"),
-        ({"model": 3}, ConfigError, "model: a int is neither a module nor the name or path of a model"),
-        (
-            {"model": "mmt", "mini_batch": 0},
-            ConfigError,
-            "mini_batch 0, loss_unit None: give at least 1 sample",
-        ),
-        ({"model": "mmt", "schedule": "1f2b"}, PlanError, "no schedule '1f2b'; did you mean '2f2b'"),
-        ({"model": "mmt", "planner": "autos", "num_devices": 1}, PlanError, "did you mean 'auto'"),
-        ({"model": "mmt", "cluster": "sumit"}, ConfigError, "did you mean 'summit'"),
-    ],
-)
-def test_a_wrong_argument_gets_one_line(arguments, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words) as raised:
-        api.plan(**arguments)
-    assert "\n" not in str(raised.value)
-
-
-CALLS = """
-import importlib, pathlib, sys, tempfile
-
-def call_all():
-    from gpp_plugin import api
-    made = api.plan("mmt", "summit", num_devices=2, sizes={"branches": 2, "layers": 1}, mini_batch=8, planner="uniform")
-    request = api.make_request("mmt", "summit", num_devices=2, sizes={"branches": 2, "layers": 1}, mini_batch=8)
-    assert api.plan_for(request, planner="uniform") == made
-    drafts = [api.StageDraft(blocks=tuple(b.name for b in request.graph.blocks), degree=2, micro_batch_size=8)]
-    assert isinstance(api.build_plan(request, drafts, planner="own"), api.PipelinePlan)
-    assert isinstance(request, api.PlanRequest)
-    api.validate(made, request)
-    timeline = api.simulate(made)
-    assert isinstance(timeline, api.Timeline)
-    own = api.plan("mmt", "summit", num_devices=2, sizes={"branches": 2, "layers": 1}, mini_batch=8, loss_unit=2,
-                   planner="uniform", stages=2, mode="async")
-    assert api.simulate_async(own).steady_us > 0
-    assert api.format_plan(made) and api.format_timeline(timeline, made)
-    with tempfile.TemporaryDirectory() as folder:
-        api.save(made, pathlib.Path(folder) / "plan.json")
-        assert api.load_plan(pathlib.Path(folder) / "plan.json") == made
-    if REHEARSES:
-        assert api.rehearse(made, steps=1, scale_bytes=1e-3).iteration_us > 0
-    return sorted(api.__all__)
-
-REHEARSES = False
-names = call_all()
-assert "torch" not in sys.modules, "no function but a rehearsal, and a module's plan, needs torch"
-root = pathlib.Path(sys.argv[1])
-for path in sorted(root.rglob("*.py")):
-    parts = path.relative_to(root.parent).with_suffix("").parts
-    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    if parts[-1] != "__main__" and not name.startswith("gpp_plugin.integrations.megatron"):
-        importlib.import_module(name)
-REHEARSES = True
-assert call_all() == names
-import gpp_plugin, types
-for name in names:
-    there = getattr(gpp_plugin, name, None)
-    assert not isinstance(getattr(gpp_plugin.api, name), types.ModuleType), name
-    assert there is None or isinstance(there, (types.ModuleType, type)), f"gpp_plugin.{name} is {there!r}"
-print("called", len(names))
-"""
-
-
-def test_nothing_is_shadowed_before_or_after_every_module_is_imported() -> None:
-    done = run_program(
-        [sys.executable, "-c", CALLS, str(PACKAGE)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=PACKAGE.parent,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"called {len(api.__all__)}" in done.stdout
 
 
 def test_a_name_whose_extra_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

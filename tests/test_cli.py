@@ -229,14 +229,6 @@ def test_every_benchmark_prints_a_table_or_lines_of_its_own():
         assert prints or "TABLE" in names, f"gpp bench {module} prints nothing"
 
 
-def test_a_benchmark_whose_rows_have_no_table_gets_one(capsys):
-    arguments = ["--models", "dlrm", "--devices", "4", "--planners", "uniform", "--repeat", "1"]
-    assert main(["bench", "search-time", *arguments]) == 0
-    header, row = capsys.readouterr().out.splitlines()
-    assert header.split()[:3] == ["model", "planner", "status"]
-    assert row.split()[:3] == ["dlrm", "uniform", "ok"]
-
-
 def test_everything_fits_on_sixty_columns(plan_file, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "60")
     timeline = tmp_path / "timeline.json"
@@ -275,21 +267,6 @@ def test_a_failure_is_one_line_and_exit_code_1(arguments, message, capsys, tmp_p
     assert error.count("\n") == 1
 
 
-def test_plan(tmp_path, capsys):
-    path = tmp_path / "plan.json"
-    arguments = ["plan", "mmt", "--devices", "4", "--cluster", "summit", "--size", "branches=2", "--json"]
-    assert main([*arguments, "--out", str(path)]) == 0
-    printed = capsys.readouterr().out
-    result = last_json(printed)
-    plan = load(PipelinePlan, path)
-    assert result["command"] == "plan"
-    assert result["plan"] == fingerprint(plan)
-    assert [row["name"] for row in result["rows"]] == [stage.name for stage in plan.stages]
-    assert (result["num_ranks"], result["depth"]) == (4, plan.depth)
-    assert result["samples_per_s"] == pytest.approx(plan.mini_batch / plan.iteration_us * 1e6)
-    assert "┌" in printed and f"plan written to {path}" in printed
-
-
 def test_plan_says_what_it_is_better_than(capsys):
     arguments = ["plan", "mmt", "--devices", "4", "--cluster", "summit", "--size", "branches=2", "--json"]
     assert main(arguments) == 0
@@ -302,26 +279,6 @@ def test_plan_says_what_it_is_better_than(capsys):
     assert main([*arguments, "--against", "none"]) == 0
     printed = capsys.readouterr().out
     assert last_json(printed)["against"] == [] and "best chain" not in printed
-
-
-def test_plan_within_a_limit_of_memory_speaks_of_options(capsys):
-    arguments = [
-        "plan",
-        "mmt",
-        "--devices",
-        "4",
-        "--cluster",
-        "summit",
-        "--size",
-        "branches=2",
-        "--loss-unit",
-        "1",
-    ]
-    assert main([*arguments, "--memory-limit-gb", "0.05"]) == 1
-    error = capsys.readouterr().err
-    assert "may use 50000000 (" in error and "--memory-limit-gb" in error and "limit_gb" not in error
-    assert main([*arguments, "--memory-limit-gb", "0"]) == 1
-    assert capsys.readouterr().err == "gpp plan: --memory-limit-gb 0: give more than 0\n"
 
 
 def test_plan_shows_what_carries_each_edge(capsys):
@@ -371,19 +328,6 @@ def test_overlap_is_told_by_kind(plan_file, capsys):
     assert "--overlap needs --cluster" in capsys.readouterr().err
 
 
-def test_without_links_a_message_takes_no_time(plan_file, capsys):
-    assert main(["simulate", str(plan_file), "--json"]) == 0
-    predicted = last_json(capsys.readouterr().out)["summary"]["iteration_us"]
-    assert predicted == simulate_plan(load(PipelinePlan, plan_file)).iteration_us
-
-
-def test_report_of_a_plan(plan_file, capsys):
-    assert main(["report", str(plan_file), "--json"]) == 0
-    result = last_json(capsys.readouterr().out)
-    assert result["command"] == "report"
-    assert len(result["rows"]) == len(load(PipelinePlan, plan_file).stages)
-
-
 def test_report_of_a_timeline_needs_its_own_plan(plan_file, tmp_path, capsys):
     save(Timeline(source="measured", plan="0" * 16, events=()), tmp_path / "t.json")
     assert main(["report", str(tmp_path / "t.json")]) == 1
@@ -404,11 +348,6 @@ def test_a_plan_whose_values_have_the_wrong_form(plan_file, tmp_path, capsys):
     assert "form.json: value.stages: 3 is not valid; give a list\n" in error and error.count("\n") == 1
 
 
-def test_a_plan_has_no_trace(plan_file, tmp_path, capsys):
-    assert main(["report", str(plan_file), "--trace", str(tmp_path / "trace.json")]) == 1
-    assert "is a plan; gpp simulate" in capsys.readouterr().err
-
-
 def test_report_of_something_else(tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text('{"type": "Cluster"}')
@@ -418,23 +357,6 @@ def test_report_of_something_else(tmp_path, capsys):
         == f"gpp report: {path}: is neither a plan nor a timeline of this package; gpp report shows a PipelinePlan or a "
         "Timeline\n"
     )
-
-
-def test_plan_of_a_huggingface_configuration(tmp_path, capsys):
-    config = {
-        "model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": 16,
-        "text_config": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-                        "num_hidden_layers": 2, "vocab_size": 64, "eos_token_id": 63, "bos_token_id": 62},
-        "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-                          "num_hidden_layers": 2, "image_size": 32, "patch_size": 8},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ["plan", str(tmp_path), "--devices", "3", "--mini-batch", "8", "--stages", "3", "--json"]
-    assert main(arguments) == 0
-    result = last_json(capsys.readouterr().out)
-    assert (result["model"], result["num_stages"]) == ("CLIPModel", 3)
-    blocks = [block for row in result["rows"] for block in row["blocks"]]
-    assert {"vision_model.encoder.layers.1", "text_model.encoder.layers.1"} <= set(blocks)
 
 
 def test_plan_of_an_encoder_that_sees_and_a_decoder(tmp_path, capsys):
@@ -466,16 +388,7 @@ def test_plan_of_an_encoder_that_sees_and_a_decoder(tmp_path, capsys):
 def test_plan_with_memory_optimization(capsys, tmp_path):
     """Operators of a convolutional network, asynchronous: who swaps and recomputes is told stage by stage."""
     arguments = ["plan", "amoebanet", "--planner", "dawnpiper", "--devices", "4", "--cluster", "a100_pcie"]
-    arguments += [
-        "--mode",
-        "async",
-        "--memory",
-        "recompute,swap",
-        "--micro-batch",
-        "512",
-        "--loss-unit",
-        "1",
-    ]
+    arguments += ["--mode", "async", "--memory", "recompute,swap", "--micro-batch", "512", "--loss-unit", "1"]
     arguments += ["--out", str(tmp_path / "plan.json"), "--size", "layers=6", "--memory-report", "--json"]
     assert main([*arguments, "--mini-batch", "2048"]) == 0
     printed = capsys.readouterr().out

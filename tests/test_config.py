@@ -11,7 +11,6 @@ from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.reader import check_ranks, read_config
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import PLANNERS
-from gpp_plugin.schedule.names import schedule_names
 
 PLANNER_NAMES = ", ".join(PLANNERS.names())
 
@@ -37,12 +36,6 @@ def lines_of(config):
 def test_the_documented_block_is_the_default():
     assert read_config({"graph_pipeline": DESIGN_BLOCK}) == read_config({"graph_pipeline": {}})
     assert read_config({"graph_pipeline": {}}) == GraphPipelineConfig()
-
-
-@pytest.mark.parametrize("planner", PLANNERS.names())
-def test_every_registered_planner_can_be_named(planner):
-    config = read_config(block_of(planner=planner))
-    assert config is not None and config.planner == planner
 
 
 @pytest.mark.parametrize("config", [{}, {"pipeline": {"stages": 2}}, {"graph_pipeline": {"enabled": False}}])
@@ -119,23 +112,6 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
     assert config is not None and config.granularity == granularity
 
 
-@pytest.mark.parametrize("word", ["auto", "search"])
-def test_micro_batch_sizes_left_to_the_planner(word):
-    config = read_config(block_of(micro_batch_sizes=word))
-    assert config is not None and config.micro_batch_sizes == word
-
-
-def test_one_micro_batch_size_is_for_all_stages():
-    config = read_config(block_of(micro_batch_sizes=4))
-    assert config is not None and config.micro_batch_sizes == 4
-
-
-@pytest.mark.parametrize("name", [*schedule_names(), "3f3b"])
-def test_every_schedule_has_its_name(name):
-    config = read_config(block_of(schedule=name))
-    assert config is not None and config.schedule == name
-
-
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
@@ -155,10 +131,7 @@ def test_every_schedule_has_its_name(name):
         ),
         ({"stagess": 3}, "stagess: unknown key (value 3); did you mean 'stages'?"),
         ({"memory": {"limitgb": 3}}, "memory.limitgb: unknown key (value 3); did you mean 'limit_gb'?"),
-        (
-            {"memory": {"zzz": 3}},
-            "memory.zzz: unknown key (value 3); the keys are limit_gb, recompute, swap",
-        ),
+        ({"memory": {"zzz": 3}}, "memory.zzz: unknown key (value 3); the keys are limit_gb, recompute, swap"),
         ({"stages": 0}, 'stages: 0 is not valid; give "auto" or a whole number of at least 1'),
         ({"stages": True}, 'stages: true is not valid; give "auto" or a whole number of at least 1'),
         ({"stages": "3"}, 'stages: "3" is not valid; give "auto" or a whole number of at least 1'),
@@ -198,14 +171,8 @@ def test_every_schedule_has_its_name(name):
             {"memory": {"limit_gb": -1}},
             'memory.limit_gb: -1 is not valid; give "auto" or a number of GB above 0',
         ),
-        (
-            {"memory": {"swap": "on"}},
-            'memory.swap: "on" is not valid; give one of auto, off',
-        ),
-        (
-            {"memory": {"swap": "full"}},
-            'memory.swap: "full" is not valid; give one of auto, off',
-        ),
+        ({"memory": {"swap": "on"}}, 'memory.swap: "on" is not valid; give one of auto, off'),
+        ({"memory": {"swap": "full"}}, 'memory.swap: "full" is not valid; give one of auto, off'),
         (
             {"memory": {"recompute": "ful"}},
             "memory.recompute: \"ful\" is not valid; give one of auto, off, full; did you mean 'full'?",
@@ -405,8 +372,7 @@ class TestBatchArithmetic:
 
 class TestCheckRanks:
     @pytest.mark.parametrize(
-        "keys",
-        [{}, {"stages": 4}, {"stages": 8}, {"stages": 3, "data_parallel": 2}, {"data_parallel": 4}],
+        "keys", [{}, {"stages": 4}, {"stages": 8}, {"stages": 3, "data_parallel": 2}, {"data_parallel": 4}]
     )
     def test_what_fits(self, keys):
         check_ranks(GraphPipelineConfig(**keys), 4)
@@ -417,18 +383,13 @@ class TestCheckRanks:
             (
                 {"data_parallel": 8},
                 "graph_pipeline.data_parallel: 8 ranks is more than the 4 there are; lower it or start more",
-            ),
+            )
         ],
     )
     def test_what_does_not(self, keys, line):
         with pytest.raises(ConfigError) as raised:
             check_ranks(GraphPipelineConfig(**keys), 4)
         assert str(raised.value) == line
-
-
-@pytest.mark.parametrize("backends", ["off", "auto", ["openvino", "torch"], {"vision_model": "inductor"}])
-def test_backends_are_kept(backends):
-    assert read_config(block_of(backends=backends)).backends == backends
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.doors import Schedule, TransportFactory
-from gpp_plugin.errors import ConfigError, ExtensionError
+from gpp_plugin.errors import ExtensionError
 from gpp_plugin.extensions import (
     DOORS,
     PLANNERS,
@@ -20,7 +20,6 @@ from gpp_plugin.extensions import (
     find_schedule,
     find_transport,
     look_again,
-    planner_granularity,
 )
 from gpp_plugin.schedule.names import is_schedule_name, may_split_backward, planning_schedule, schedule_names
 
@@ -90,26 +89,6 @@ def test_what_a_package_adds_is_listed_named_and_loaded(install) -> None:
     assert find_schedule("patient") is find_schedule("1f1b")
     assert find_transport("relay") is find_transport("native")
     assert is_schedule_name("patient") and planning_schedule("patient") == "1f1b"
-
-
-def test_the_configuration_lists_what_is_added(install) -> None:
-    install(
-        "gpp-example",
-        {
-            "gpp_plugin.planners": {"halves": "gpp_example_doors:halves"},
-            "gpp_plugin.schedules": {"patient": "gpp_example_doors:patient"},
-            "gpp_plugin.transports": {"relay": "gpp_example_doors:relay"},
-        },
-    )
-    with pytest.raises(ConfigError) as raised:
-        read_config({"graph_pipeline": {"planner": "halfs", "schedule": "patiend", "p2p": "rely"}})
-    lines = str(raised.value).splitlines()
-    assert lines[0].startswith('graph_pipeline.planner: "halfs" is not valid; give one of auto, ')
-    assert lines[0].endswith("vpipe, halves; did you mean 'halves'?")
-    assert lines[1].endswith("zero_bubble, patient; did you mean 'patient'?")
-    assert lines[2] == (
-        "graph_pipeline.p2p: \"rely\" is not valid; give one of native, megatron, relay; did you mean 'relay'?"
-    )
 
 
 @pytest.mark.parametrize(
@@ -188,13 +167,6 @@ def test_two_packages_with_one_name_are_both_named(install) -> None:
         find_planner("halves")
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(
-        ExtensionError, match="no transport 'nativ'; did you mean 'native'.; give one of native, megatron"
-    ):
-        find_transport("nativ")
-
-
 def test_what_is_lent_is_there_for_a_while() -> None:
     class Own(Schedule):
         splits_backward = True
@@ -215,10 +187,3 @@ def test_what_is_lent_is_there_for_a_while() -> None:
     with pytest.raises(ExtensionError, match="is an object of type TransportFactory|without"):
         with TRANSPORTS.lent("own", type("Empty", (TransportFactory,), {})()):
             pass
-
-
-@pytest.mark.parametrize(
-    ("planner", "granularity"), [("dawnpiper", "node"), ("auto", "layer"), ("no such", "layer")]
-)
-def test_planners_say_which_blocks_they_work_with(planner: str, granularity: str) -> None:
-    assert planner_granularity(planner) == granularity

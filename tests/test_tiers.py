@@ -116,6 +116,7 @@ def pytest_configure(config):
 TESTS = f"""
 import pytest, subprocess, sys
 def spin(): subprocess.run([sys.executable, "-c", {SPIN.format(0.4)!r}])
+spin()  # as files import what takes long
 @pytest.fixture(scope="module")
 def shared(): spin()
 def test_quick(shared): pass

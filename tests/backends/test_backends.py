@@ -141,10 +141,6 @@ def test_a_tensor_that_no_operator_reads_is_left_out(name: str) -> None:
     torch.testing.assert_close(built(mask, other), code.run(mask, other))
 
 
-def test_the_signature_is_of_operators_and_shapes(tower: ForwardCode) -> None:
-    assert make_tower(seed=5).signature == tower.signature != make_tower(samples=3).signature
-
-
 @pytest.mark.parametrize("cut", [(1,), (3, 6), (2, 5, 9)])
 def test_a_forward_in_groups_is_the_whole(tower: ForwardCode, cut: tuple[int, ...]) -> None:
     forward = CuttableForward(tower)
@@ -158,13 +154,6 @@ def test_a_forward_in_groups_is_the_whole(tower: ForwardCode, cut: tuple[int, ..
     assert CuttableForward(tower).groups(placed) == groups
     with pytest.raises(BackendRefused, match="has no operator 'gone' at these shapes"):
         forward.groups([PlacedGroup(backend="torch", operators=("gone",))])
-
-
-def test_operators_have_names_attributes_and_whole_tuples(tower: ForwardCode) -> None:
-    graph = CuttableForward(tower).graph
-    named = {operator.name: operator for operator in graph.operators}
-    assert named["conv2d"].attr["stride"] == [2, 2] and named["conv2d"].attr["groups"] == 1
-    assert "getitem" not in named and named["chunk"].attr["chunks"] == 3
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------
@@ -253,11 +242,6 @@ def test_half_precision_and_other_devices_are_refused_by_inference_backends(towe
     for name in ("onnxruntime", "openvino"):
         assert find_backend(name).refusal(half) == "runs float32 alone, and the stage has bfloat16"
         assert find_backend(name).refusal(tower) == ""
-
-
-def test_an_absent_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert find_backend("openvino").missing() == "needs openvino: pip install 'gpp_plugin[openvino]'"
 
 
 # ---- measured once, chosen, mixed ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode, compile_with_inductor
+from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
 from gpp_plugin.backends.compiled_stage import (
     MOST_VERSIONS,
     CompiledStages,
@@ -23,7 +23,6 @@ from gpp_plugin.backends.compiled_stage import (
 )
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import BackendRefused, ConfigError, PlanError
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
@@ -32,7 +31,7 @@ from gpp_plugin.runtime.memory.memory_policy import StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import StageCode
 from tests.compilers import compile_plainly
-from tests.models import build
+from tests.models import build, captured_once
 
 aten = torch.ops.aten
 
@@ -43,7 +42,7 @@ class Whole:
     def __init__(self, name: str, **options: Any) -> None:
         self.model, make_batch = build(name, **options)
         self.batch = make_batch(4, 0)
-        self.captured = capture_model(self.model, self.batch, training=True)
+        self.captured = captured_once(name, 4, device="cpu", **options)
         self.graph = coarsen(self.captured, granularity="layer")
         self.blocks = {block.name: block.nodes for block in self.graph.blocks}
         loss = self.captured.op_graph.loss
@@ -330,11 +329,6 @@ def test_a_path_of_nothing_is_one_line() -> None:
         r"'language'\?; blocks are vision\.0, language\.0, \.\.\.",
     ):
         check_paths({"langauge": True}, ["vision.0", "language.0"])
-
-
-def test_inductor_is_what_compiles_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpp_plugin.backends.compiled_blocks.compile_with_inductor", compile_plainly)
-    assert BlockCompiler()._compile is compile_plainly is not compile_with_inductor
 
 
 def test_the_function_of_a_stage_is_kept() -> None:

@@ -9,10 +9,7 @@ import pytest
 from gpp_benchmarks.autopipe import (
     CASES,
     TWO_STAGES,
-    _megatron_rows,
-    _print_tables,
     _row,
-    _table_2_rows,
     _with_ratios,
 )
 
@@ -54,11 +51,3 @@ def test_a_case_has_the_papers_ratio_beside_ours(cell):
     assert by_planner["autopipe"]["step_us"] / 1e3 == pytest.approx(
         by_planner["autopipe"]["paper_ms"], rel=0.1
     )
-
-
-def test_the_tables_are_printed(cell, capsys):
-    rows = [*_table_2_rows(), *_megatron_rows(60.0)[:1], *cell]
-    _print_tables(rows)
-    text = capsys.readouterr().out
-    for part in ("6.5 6.5 6.5 4.5", "Figure 10", "Tables III and IV", "30286", "1.121"):
-        assert part in text

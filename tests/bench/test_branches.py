@@ -63,17 +63,3 @@ def test_both_systems_run_even_and_drawn_times(capsys):
     assert [verdict["what"] for verdict in result["verdicts"]] == ["over the bound", "from the simulation"]
     for verdict in result["verdicts"]:
         assert verdict["holds"] == (verdict["value"] <= verdict["limit"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--rounds", "0"], "--rounds, --branches and --micro-batches must be at least 1"),
-        (["--jitter", "1.5"], "--jitter 1.5: give a share of at least 0 and below 1"),
-        (["--systems", "megatron"], "--systems megatron: add gpp"),
-    ],
-)
-def test_a_wrong_option_takes_one_line(arguments, said, capsys):
-    assert main(["bench", "branches", *arguments]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("gpp bench branches: ") and said in error and error.count("\n") == 1

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-import pytest
-
 from gpp_benchmarks import large_start
 from gpp_benchmarks._start_traffic import WAYS, Job, all_group_requests, placement_requests
-from gpp_plugin.errors import ConfigError
 
 
 def rows(*words: str) -> list[dict]:
@@ -39,9 +36,3 @@ def test_meshed_groups_are_counted_as_three_ranks_did() -> None:
     groups = all_group_requests(job, way=WAYS[1])
     assert (groups.requests, groups.read, groups.written) == (3 * 50, 3 * 3480, 3 * 1700)
     assert placement_requests(job, way=WAYS[1]).requests == 4 + 2 * 3
-
-
-@pytest.mark.parametrize(("words", "why"), [(["--ranks", "1"], "1 ranks"), (["--stages", "5"], "divide")])
-def test_jobs_that_cannot_be(words: list[str], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        rows(*words)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from gpp_benchmarks import loading
-from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.errors import RuntimeFailure
 
 SMALL = {"hidden": 64, "layers": 2, "vocabulary": 128}
 
@@ -38,13 +38,6 @@ def test_a_rank_that_takes_more_than_its_share_fails(monkeypatch, tmp_path) -> N
     monkeypatch.setattr(loading, "run_ranks", lambda *args, **options: iter([{"found": found}]))
     with pytest.raises(RuntimeFailure, match="rank 1 took 1900 MB to load 1000 MB"):
         loading._load_from(tmp_path, {**SMALL, "ranks": 2}, 1.0)
-
-
-def test_refused() -> None:
-    parser = argparse.ArgumentParser()
-    loading.add_arguments(parser)
-    with pytest.raises(ConfigError, match="at least 2 ranks"):
-        loading.run(parser.parse_args(["--ranks", "1"]))
 
 
 def test_two_ranks_load_fifty_million_parameters_in_their_share() -> None:

@@ -25,17 +25,3 @@ def test_every_system_sends_every_size(capsys):
 
 def test_large_messages_are_fewer():
     assert [num_messages(size, 400) for size in (1 << 10, 1 << 16, 1 << 22, 1 << 30)] == [400, 244, 4, 1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--rounds", "0"], "give at least 1 message and round"),
-        (["--bytes", "6"], "multiples of 4 bytes"),
-        (["--systems", "native"], "--systems native: add bare"),
-    ],
-)
-def test_a_wrong_option_takes_one_line(arguments, said, capsys):
-    assert main(["bench", "p2p", *arguments]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("gpp bench p2p: ") and said in error and error.count("\n") == 1

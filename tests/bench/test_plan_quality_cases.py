@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 
 import pytest
 
-from gpp_benchmarks import plan_quality, tensor_parallel
+from gpp_benchmarks import plan_quality
 from gpp_benchmarks._map_cases import best_map_us, check_map, map_request
 from gpp_benchmarks._oracle_costs import step_us
 from gpp_benchmarks._unlike_oracle import best_unlike_us, unlike_request
@@ -57,30 +56,6 @@ def test_what_there_is_no_time_for_is_said(capsys: pytest.CaptureFixture[str]) -
     found = plan_quality.run(arguments(unlike_cases=2, sp_cases=3, limit=0.0))
     assert found["rows"] == [] and found["summary"]["not_run"] == {"series-parallel": 3, "unlike": 2}
     assert "3 series-parallel cases were not run: --limit 0 s" in capsys.readouterr().out
-
-
-def test_counts_are_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    args = arguments(unlike_cases=1, seed=5)
-    found = plan_quality.run(args)
-    assert found["summary"]["unlike_cases"] == 1 and found["summary"]["map_cases"] == 0
-    assert found["summary"]["unlike_within_5_percent"] == 1
-    told = capsys.readouterr()
-    assert told.err.startswith("unlike 1 of 1: ")
-    text = told.out
-    assert "devices of two speeds" in text and "all maps" not in text
-    json.dumps(found)
-
-
-def test_tensor_sizes_by_devices_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    tensor_parallel.add_arguments(parser)
-    asked = ["--model", "gpt2_345m", "--cases", "2:2", "--sizes", "2", "--slower", "1,4", "--draw"]
-    found = tensor_parallel.run(parser.parse_args(asked))
-    assert [(row["devices"], row["slower"]) for row in found["rows"]] == [(2, 1), (2, 4)]
-    for row in found["rows"]:
-        assert row["auto_us"] <= min(row["forced_us"].values()) * (1 + 1e-9)
-    assert "4 x slower" in capsys.readouterr().out
-    json.dumps(found)
 
 
 def test_what_fits_in_no_way_is_no_plan_missed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,13 @@
-"""Published runs: rows that are exact, orders that are right by themselves, and the table."""
+"""Published runs: rows that are exact, and orders that are right by themselves."""
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
-from gpp_benchmarks import published
-from gpp_benchmarks.published import run
 from gpp_benchmarks.published._interleaved import interleaved_orders
-from gpp_benchmarks.published._optimus import LARGE, Setting, Tower
+from gpp_benchmarks.published._optimus import Setting, Tower
 from gpp_benchmarks.published._plans import chain, longest_span_us, most_held, schedules_of, stage_of
-from gpp_benchmarks.published._rows import FITTED, GIVEN, HELD_OUT, Row, count_within
+from gpp_benchmarks.published._rows import GIVEN, Row
 from gpp_benchmarks.published._unsynchronised import shortest_span_orders
 from gpp_benchmarks.published._zero_bubble import RUNS, zero_bubble_rows
 from gpp_plugin.ir.schedule import TaskKind
@@ -91,12 +87,6 @@ def test_an_encoder_on_all_ranks_is_never_worse_than_the_work_and_never_better_t
     assert small.alone(4, gather=10.0, scatter=10.0) == alone + 20.0 <= hidden < step + 20.0
 
 
-def test_optimus_towers():
-    assert LARGE.encoder_work == pytest.approx(12.3, abs=0.05)
-    assert {round(work, 2) for work in LARGE.partition()} == {1.0, 1.54, 2.0}
-    assert sum(LARGE.partition()) == pytest.approx(96 + LARGE.encoder_work)
-
-
 def row(known, ours, limit):
     return Row(
         source="a",
@@ -109,34 +99,3 @@ def row(known, ours, limit):
         limit=limit,
         why="so",
     )
-
-
-def test_counts_leave_fitted_rows_out():
-    rows = [
-        row(HELD_OUT, 1.05, 0.08),
-        row(HELD_OUT, 1.2, 0.08),
-        row(FITTED, 1.0, 0.08),
-        row(GIVEN, 9.0, None),
-    ]
-    assert count_within(rows) == {"a: c": "1 of 2"}
-    assert [each.is_within for each in rows] == [True, False, True, None]
-    assert [each.error for each in rows[:2]] == pytest.approx([0.05, 0.2])
-
-
-def test_the_table_is_printed_and_the_rows_returned(capsys, monkeypatch):
-    monkeypatch.setitem(published.SOURCES, "optimus", lambda: iter([row(HELD_OUT, 1.2, 0.08)]))
-    result = run(argparse.Namespace(sources=["models", "optimus"]))
-    shown = capsys.readouterr().out
-    assert "published" in shown and "+20.0% !" in shown and "[1] so" in shown
-    assert result["within"]["MT-NLG: step"] == "2 of 2"
-    llama = [each for each in result["rows"] if each["source"] == "torchtitan"]
-    # 15 / 8 over (8 + 7 / 2) / 8; what is assumed decides, so no row counts as within
-    assert llama[0]["ours"] == pytest.approx(15 / 11.5) and len({each["ours"] for each in llama}) == 6
-    assert {each["known"] for each in llama} == {"assumed"} and {each["is_within"] for each in llama} == {
-        None
-    }
-    assert not any(name.startswith("torchtitan") for name in result["within"])
-    assert result["held_out_error"]["rows"] == 3 and result["held_out_error"]["worst"] == pytest.approx(0.2)
-    assert "held-out steps: 3 rows" in shown and "Charon 5.35%" in shown
-    assert result["outside"] == ["a: b: c"]
-    assert {"source", "case", "quantity", "published", "ours", "error"} <= set(result["rows"][0])

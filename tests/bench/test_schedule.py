@@ -53,13 +53,6 @@ def test_interleaved_stages_and_a_colocated_tower_are_simulated_as_published():
     assert disjoint / colocated > 1.1
 
 
-def test_a_wrong_option_takes_one_line(capsys):
-    assert main(["bench", "schedule", "--rounds", "0"]) == 1
-    assert capsys.readouterr().err == (
-        "gpp bench schedule: --rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2\n"
-    )
-
-
 def test_calibration_grants_each_runtime_what_it_lost_on_the_chain():
     chain = [
         {"runtime": "gpp", "ranks": 8, "over_bound": 1.02},

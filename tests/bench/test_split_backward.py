@@ -31,8 +31,3 @@ def test_a_row_for_each_stage_and_width(capsys: pytest.CaptureFixture[str]) -> N
     for row in result["rows"]:
         parts = row["input_gradient_us"] + row["weight_gradient_us"]
         assert row["factor"] == pytest.approx(parts / row["backward_us"]) and parts > 0
-
-
-def test_widths_that_heads_do_not_divide_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "split-backward", "--widths", "6"]) == 1
-    assert "--widths [6]" in capsys.readouterr().err

@@ -130,15 +130,6 @@ def test_a_model_that_takes_too_long_is_one_row(capsys: pytest.CaptureFixture[st
     assert row["verdict"] == "ended" and "more than 0.05 s, in phase" in row["line"]
 
 
-def test_names_and_classes_choose_models(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "zoo", "--family", "speech", "--list", "--json"]) == 0
-    assert {"whisper", "wav2vec2"} <= set(told(capsys)["models"])
-    assert main(["bench", "zoo", "--models", "qwen2_v"]) == 1
-    assert "did you mean 'qwen2_vl'" in capsys.readouterr().err
-    assert main(["bench", "zoo", "--models", "clip", "--family", "speech"]) == 1
-    assert "no model is of both" in capsys.readouterr().err
-
-
 def test_a_missing_gradient_is_an_error() -> None:
     wanted = {"a": torch.ones(4), "b": torch.ones(4)}
     assert worst_of(gradient_errors(wanted, wanted)) == (0.0, "a")
@@ -170,14 +161,6 @@ def test_what_is_wrong_on_ranks_is_told(
     monkeypatch.setattr(_on_ranks, "run_ranks", lambda *_, **__: iter(events))
     assert main(["bench", "zoo", "--ranks", "3", "--models", "clap", "--json"]) == 1
     assert told(capsys)["wrong"] == ["clap"]
-
-
-@pytest.mark.parametrize("name", ["clap", "udop"])
-def test_units_of_a_step_differ(name: str) -> None:
-    first, second = _on_ranks.units_of_step(zoo.CATALOGUE[name])
-    assert first.keys() == second.keys()
-    assert any(not torch.equal(first[k], second[k]) for k in first if isinstance(first[k], Tensor))
-    assert all(first[k].shape == second[k].shape for k in first if isinstance(first[k], Tensor))
 
 
 def test_the_plain_zoo_is_whole_and_its_options_choose(capsys: pytest.CaptureFixture[str]) -> None:

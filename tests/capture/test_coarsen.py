@@ -164,13 +164,6 @@ def test_t5_decoder_waits_for_the_encoder_once() -> None:
     assert graph.block("decoder.block.1").inputs == ("attention_mask",)
 
 
-def test_dlrm_has_eight_branches_that_meet_in_the_interaction() -> None:
-    graph = coarsen(captured("dlrm"))
-    into = [e.src for e in graph.edges if e.dst == "top.0"]
-    assert into == [*(f"embeddings.{i}" for i in range(7)), "bottom.2"]
-    assert [graph.block(f"embeddings.{i}").inputs for i in range(7)] == [(f"sparse_{i}",) for i in range(7)]
-
-
 def test_names_and_edges_do_not_depend_on_samples_or_dropout() -> None:
     for first, second in (
         (captured("clip"), captured("clip", num_samples=6)),
@@ -240,11 +233,6 @@ def test_recurring_layers_are_split_and_tied() -> None:
     graph = coarsen(capture_model(_Again(), {"x": torch.randn(2, 4)}))
     assert _names(graph) == ["layers.0", "layers.1", "layers.0#2"]
     assert graph.tied == {f"layers.0.{p}": ("layers.0", "layers.0#2") for p in ("weight", "bias")}
-
-
-def test_unknown_granularity_is_refused() -> None:
-    with pytest.raises(ValueError, match="granularity must be one of .* got 'block'"):
-        coarsen(captured("two_branch"), granularity="block")
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

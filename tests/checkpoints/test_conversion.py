@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +82,6 @@ def test_there_and_back_bit_for_bit(saved: tuple[Path, list[float]], tmp_path: P
         assert main(["convert", str(path), str(out), "--to", way]) == 0
         path = out
     assert go_on(path) == losses
-
-
-def test_what_is_printed(
-    saved: tuple[Path, list[float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["convert", str(saved[0]), str(tmp_path / "out"), "--to", "gpp", "--json"]) == 0
-    text, line = capsys.readouterr().out.strip().splitlines()
-    assert text.endswith("out/converted: 8 parameters, 0 buffers, AdamW state of 3, step 3")
-    told = json.loads(line)
-    assert (told["parameters"], told["trained"], told["step"]) == (8, 3, 3)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:

@@ -1,8 +1,6 @@
-"""Graph-level search with times that are made up: never worse than any single backend, and better where a mix is."""
+"""Graph-level search with times that are made up: a mix where that is fastest."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
@@ -10,7 +8,6 @@ from gpp_plugin.collage.candidates import OperatorGroup, Placement
 from gpp_plugin.collage.graph_search import SearchSettings, decode, search_placements
 from gpp_plugin.collage.op_placement import place_operators
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph
-from tests.collage.test_patterns import random_graph
 
 LIBRARIES = ("one", "two")
 
@@ -24,29 +21,6 @@ def chain(size: int) -> OperatorGraph:
 def op_level_of(graph: OperatorGraph) -> Placement:
     groups = [OperatorGroup("torch", 1 << i) for i in range(len(graph.operators))]
     return place_operators(graph, groups, lambda group: 1.0).placement
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_it_is_never_worse_than_the_best_single_backend(seed: int) -> None:
-    graph = random_graph(seed, 10)
-    numbers = random.Random(seed)
-    times: dict = {}
-
-    def measure(placement: Placement) -> float | None:
-        placement.check(graph)
-        if placement.backends == ("two",) and seed % 3 == 0:
-            return None  # it cannot be built
-        assert placement.groups not in times, "measured twice"
-        times[placement.groups] = numbers.uniform(5, 20)
-        return times[placement.groups]
-
-    found = search_placements(
-        graph, op_level_of(graph), measure, singles=("torch", *LIBRARIES), libraries=LIBRARIES
-    )
-    singles = [t for groups, t in times.items() if len(groups) == 1]
-    assert len(singles) >= (2 if seed % 3 == 0 else 3)
-    assert found.best.cost_us == min(times.values()) <= min(singles)
-    assert [p.cost_us for p in found.tried] == sorted(p.cost_us for p in found.tried)
 
 
 def test_it_finds_a_mix_where_that_is_fastest() -> None:
@@ -99,14 +73,6 @@ def test_digits_give_operators_to_libraries_and_join_those_that_touch() -> None:
         graph, op_level, {1: 1, 2: 1}, LIBRARIES, can_run=lambda group: group.operators.bit_count() == 1
     )
     assert [g.operators for g in alone.groups] == [0b0001, 0b0010, 0b0100, 0b1000]
-
-
-def test_what_is_decoded_is_always_a_placement() -> None:
-    for seed in range(60):
-        graph = random_graph(seed, 11)
-        numbers = random.Random(seed)
-        digits = {i: numbers.randrange(3) for i in range(11)}
-        decode(graph, op_level_of(graph), digits, LIBRARIES).check(graph)
 
 
 def test_nothing_that_can_be_measured_is_said() -> None:

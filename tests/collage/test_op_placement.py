@@ -77,18 +77,6 @@ def test_it_equals_brute_force_on_two_hundred_small_graphs() -> None:
     assert mixed > 100
 
 
-def test_taking_backends_away_never_makes_it_faster() -> None:
-    for seed in range(40):
-        numbers = random.Random(seed)
-        graph = random_graph(seed, 8)
-        costs = random_candidates(graph, numbers)
-        times = []
-        for left in (("torch", "one", "two"), ("torch", "one"), ("torch",)):
-            known = [group for group in costs if group.backend in left]
-            times.append(place_operators(graph, known, costs.__getitem__).placement.cost_us)
-        assert times == sorted(times)
-
-
 def test_groups_that_need_each_other_are_no_placement() -> None:
     """a -> c, b -> d with {a, d} and {b, c}: each is convex, together they wait for each other."""
     graph = OperatorGraph(

@@ -100,15 +100,6 @@ def test_a_model_that_is_none_ends_the_comparison(capsys):
     assert "no such file or model; did you mean 'gpt2_tiny'?" in capsys.readouterr().err
 
 
-def test_no_mode_that_can_run_is_an_error(tmp_path, capsys):
-    path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": 4, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}')
-    assert main(["compare", "gpt2_tiny", "--config", str(path), "--modes", "single"]) == 1
-    assert (
-        "no mode can run this; single: optimizer.type: 'Lamb' is none of torch's" in capsys.readouterr().err
-    )
-
-
 def test_sizes_come_from_the_configuration_where_there_is_one(tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text("{}")
@@ -152,22 +143,3 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
         "4 ranks share the 2 cores of this machine: steps take turns on them, so times and bubbles are not those of as "
         "many devices (--emulate shows those)",
     ]
-
-
-def test_a_model_with_dropout_says_why_losses_differ():
-    rows = [
-        {"mode": mode, "ranks": 1, "notes": [], "losses": [1.0], "draws": draws}
-        for mode, draws in (("single", True), ("graph", False))
-    ]
-    (line,) = remarks(rows, cores=2)
-    assert line.startswith("loss difference: the model draws random numbers in training, each mode its own")
-    assert remarks([{**row, "draws": False} for row in rows], cores=2) == remarks(rows[:1], cores=2) == []
-
-
-def test_more_stages_than_ranks_are_trained_and_stock_has_one_a_rank(capsys):
-    options = ["--devices", "2", "--stages", "4", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
-    options += ["--steps", "1", "--warm-up", "0", "--modes", "stock,graph", "--json"]
-    assert main(["compare", "gpt2_tiny", *options]) == 0
-    stock, graph = last_json(capsys.readouterr().out)["rows"]
-    assert (stock["stages"], graph["stages"]) == (2, 4)
-    assert graph["max_loss_difference"] < 1e-5

@@ -7,9 +7,7 @@ import pytest
 from gpp_plugin.cli import main
 from gpp_plugin.commands.compare_command import what_next
 from gpp_plugin.compare.compare_settings import MODES
-from gpp_plugin.compare.model_names import BUILT, check_model_name
 from gpp_plugin.compare.simulated import best_stock, simulate_modes, single_plan
-from gpp_plugin.errors import ConfigError
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import branches, make_profile, make_request
 
@@ -55,23 +53,6 @@ def test_a_mode_without_a_plan_says_why():
     asked = dataclasses.replace(request, num_stages=2)
     (row,) = simulate_modes(asked, ["stock"], make_graph, tell=lambda mode: None)
     assert "2 stages do not divide 3 ranks" in row["refused"]
-
-
-def test_names_are_those_there_are(tmp_path, monkeypatch):
-    from gpp_plugin.library.paper_modules import MODULES  # with torch, which nothing else here needs
-
-    assert set(BUILT) == set(MODULES)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def make(): ...\n")
-    for name in ("clip_tiny", "mmt", "llava-7b", "mine:make", str(tmp_path)):
-        check_model_name(name)
-    for name, message in (
-        ("clip_tinny", "no such file or model; did you mean 'clip_tiny'?"),
-        ("mnie:make", "no module 'mnie'; did you mean 'mine'?"),
-        ("mine:maek", "mine.py has no function 'maek'"),
-    ):
-        with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
-            check_model_name(name)
 
 
 def test_compare_on_a_cluster_needs_no_ranks(capsys):

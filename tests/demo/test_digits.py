@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from gpp_plugin.demo.clip import make_clip, train_in_one_process, zero_shot_accuracy
 from gpp_plugin.demo.demo_settings import DemoSettings
 from gpp_plugin.demo.digits import TEMPLATES, WordTokenizer, load_digit_captions, mini_batches
 
@@ -47,10 +46,6 @@ def test_batches_are_the_same_for_the_same_seed_and_see_every_sample(data):
     assert len(torch.unique(seen, dim=0)) == len(torch.unique(data.train.images.flatten(1), dim=0))
 
 
-def test_untrained_accuracy_is_near_chance(data):
-    assert zero_shot_accuracy(make_clip(data.tokenizer, seed=0), data.held_out) < 0.3
-
-
 def test_reference_follows_deepspeeds_scheduler(data):
     from deepspeed.runtime.lr_schedules import WarmupDecayLR
 
@@ -63,9 +58,3 @@ def test_reference_follows_deepspeeds_scheduler(data):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, abs=1e-12), step
         optimizer.step()
         scheduler.step()
-
-
-def test_reference_learns(data):
-    losses = list(train_in_one_process(data, DemoSettings(steps=12, mini_batch=32, warmup_steps=2), 12))
-    assert len(losses) == 12
-    assert losses[-1] < losses[0]

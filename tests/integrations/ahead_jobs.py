@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gpp_plugin.api import format_timeline
-from gpp_plugin.errors import ConfigError
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.runtime.kept_lanes import KeptAhead
 from tests.integrations.engine_jobs import B, config_of, make_engine
@@ -182,53 +181,3 @@ def disturb(
             if not parameter.requires_grad:
                 parameter.mul_(1.01)
     return []
-
-
-def make(kind: str, stages: str) -> tuple[Any, Any]:
-    """Return an engine that looks ahead on its caller's iterator, and what makes mini-batches."""
-    model, make_batch = frozen_model(kind)
-    config = config_of(block={"plan": {"stages": STAGES[stages]}, "look_ahead": 1, "micro_batch_sizes": 2})
-    return make_engine(model, make_batch(B, 0), config), make_batch
-
-
-def resume(kind: str, stages: str, directory: str) -> dict[str, Any]:
-    """Train six steps with a checkpoint after three; go on from there with another engine and its own iterator."""
-    engine, make_batch = make(kind, stages)
-    batches = [make_batch(B, seed) for seed in range(6)]
-    iterator, through = iter(batches), []
-    for step in range(6):
-        through.append(float(engine.train_batch(data_iter=iterator)))
-        if step == 2:
-            engine.save_checkpoint(directory)
-    engine.flush()
-    other, _ = make(kind, stages)
-    other.load_checkpoint(directory)
-    iterator = iter(batches[other.global_steps :])
-    resumed = [float(other.train_batch(data_iter=iterator)) for _ in range(3)]
-    return {"through": through, "resumed": resumed, "steps": other.global_steps}
-
-
-def meet_trouble(kind: str, stages: str) -> dict[str, Any]:
-    """Train on an iterator that fails at its fourth mini-batch, and then on another one."""
-    engine, make_batch = make(kind, stages)
-
-    def broken() -> Iterator[dict[str, Any]]:
-        yield from (make_batch(B, seed) for seed in range(3))
-        raise OSError("the disk is gone")
-
-    iterator, error = broken(), ""
-    trained, refused = 0, ""
-    try:
-        for _ in range(4):
-            engine.train_batch(data_iter=iterator)
-            trained += 1
-            if trained == 2:
-                try:
-                    engine.set_batch_fn(lambda batch: batch)
-                except ConfigError as caught:
-                    refused = str(caught)
-    except OSError as caught:
-        error = str(caught)
-    after = float(engine.train_batch(data_iter=iter([make_batch(B, 5)])))
-    engine.flush()
-    return {"trained": trained, "error": error, "after": after, "batch_fn": refused}

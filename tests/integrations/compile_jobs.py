@@ -44,42 +44,6 @@ def train(asked: Any, *, model: str, folder: str, dropout: float = 0.0) -> dict[
     return told
 
 
-def train_sharded(folder: str, is_plain: bool = True) -> list[dict[str, Any]]:
-    """Train on weights that ranks hold in parts, on torch and compiled for what has values and lies as in training.
-
-    Args:
-        is_plain: with a compiler that takes no seconds.
-    """
-    compiler = compile_plainly if is_plain else compiled_blocks.compile_with_inductor
-
-    wrong: list[tuple[int, ...]] = []  # shapes of weights without values or strides that were compiled for
-
-    def compile(module: Any, tensors: Any) -> Any:
-        wrong.extend(tuple(t.shape) for t in tensors if t.dim() == 2 and (0 in t.stride() or t.isnan().any()))
-        return compiler(module, tensors)
-
-    found = []
-    with mock.patch.object(compiled_blocks, "compile_with_inductor", compile):
-        for asked in (False, True):
-            made, make_batch = build("gpt2")
-            block = {
-                "stages": 1,
-                "data_parallel": 2,
-                "slicing": "off",
-                "compile": asked,
-                "profile_dir": folder,
-            }
-            config = config_of(block=block, zero_optimization={"stage": 3})
-            engine = make_engine(made, make_batch(B, 0), config)
-            compiled = [stage.compiled for stage in engine.plan.stages]
-            num = engine._backends.compiled.compiler.num_compiled
-            losses = steps(engine, [make_batch(B, seed) for seed in range(2)])
-            again = engine._backends.compiled.compiler.num_compiled - num
-            found.append({"losses": losses, "compiled": compiled, "again": again, "wrong": [*wrong]})
-            engine.destroy()
-    return found
-
-
 def train_all(
     cases: list[Any], model: str, folder: str, dropout: float, is_plain: bool
 ) -> list[dict[str, Any]]:

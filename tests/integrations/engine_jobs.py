@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.distributed_c10d import _world
 
 from tests.models import build
-from tests.runtime.odd_models import Diamond, build_odd
+from tests.runtime.odd_models import build_odd
 
 B, U = 8, 2
 
@@ -103,28 +102,6 @@ def train_in_precision(precision: str) -> dict[str, Any]:
     return answers
 
 
-def train_fp16_with_overflow() -> dict[str, Any]:
-    """A loss scale far too high: skipped everywhere, halved everywhere, until steps are taken."""
-    import deepspeed.accelerator
-
-    accelerator = deepspeed.accelerator.get_accelerator()
-    accelerator.is_fp16_supported = lambda: True  # stock refuses fp16 on this CPU; its kernels exist
-    model, make_batch = build("two_branch")
-    batch = make_batch(B, 0)
-    config = config_of(
-        fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1}, block={"stages": 2}
-    )
-    engine = make_engine(model, batch, config)
-    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    scales, skipped, same = [], [], []
-    for _ in range(14):
-        steps(engine, [batch])
-        scales.append(engine.loss_scale)
-        skipped.append(engine.skipped_steps)
-        same.append(all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters()))
-    return {"scales": scales, "skipped": skipped, "same": same}
-
-
 def evaluate() -> dict[str, Any]:
     """Evaluation of batches of any size, with and without labels, with dropout in training."""
     model, make_batch = build("gpt2", dropout=0.3)
@@ -140,110 +117,6 @@ def evaluate() -> dict[str, Any]:
     answers["after"] = steps(engine, [make_batch(B, 0)])[0]
     answers["groups made"] = len(_world.pg_map) - groups
     return answers
-
-
-def resume(directory: str, zero: int) -> dict[str, Any]:
-    """Save after two steps, go on for two; a fresh engine that loads must go on the same."""
-    from gpp_plugin.errors import CheckpointError
-
-    batches = [build("t5")[1](B, seed) for seed in range(4)]
-    config = config_of(zero_optimization={"stage": zero}, block={"stages": 2})
-    engine = make_engine(build("t5")[0], batches[0], config)
-    steps(engine, batches[:2])
-    engine.save_checkpoint(directory, client_state={"epoch": 7})
-    expected = steps(engine, batches[2:])
-    other = make_engine(build("t5", seed=5)[0], batches[0], config)
-    path, client_state = other.load_checkpoint(directory)
-    found = steps(other, batches[2:])
-    larger = make_engine(build("t5", layers=3)[0], batches[0], config_of(block={"stages": 2}))
-    try:
-        larger.load_checkpoint(directory)
-        refusal = ""
-    except CheckpointError as error:
-        refusal = str(error)
-    return {
-        "expected": expected,
-        "found": found,
-        "client_state": client_state,
-        "tag": Path(path).name,
-        "global_steps": other.global_steps,
-        "refusal": refusal,
-    }
-
-
-def export(directory: str) -> dict[str, Any]:
-    """Train, then write HuggingFace files; rank 0 also returns the gathered state."""
-    answers = {}
-    for name in ("t5", "clip"):
-        model, make_batch = build(name)
-        engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 3}))
-        steps(engine, [make_batch(B, 0)])
-        engine.save_pretrained(f"{directory}/{name}")
-        answers[name] = engine.gather_state_dict()
-    return answers
-
-
-def train_from_meta(directory: str) -> dict[str, Any]:
-    """A model built without weights: each rank holds its stage only, from files or initialised by seed."""
-    from gpp_plugin.model.weights.materialize import resident_bytes
-
-    _, make_batch = build("t5")
-    batches = [make_batch(B, seed) for seed in range(2)]
-    answers: dict[str, Any] = {}
-    for source in ("files", "seed"):
-        model, _ = build("t5", device="meta")
-        block = {"stages": 3, "weights": directory if source == "files" else None}
-        engine = make_engine(model, batches[0], config_of(block=block))
-        stage = engine.plan.stages[engine.stage_id]
-        answers[source] = {
-            "model_bytes": bytes_beside(model, engine.module),
-            "stage_bytes": resident_bytes(engine.module),
-            "names": sorted(dict(engine.module.named_parameters())),
-            "stage": stage.name,
-            "losses": steps(engine, batches),
-        }
-    return answers
-
-
-class Shaped(Diamond):
-    """A model that also takes a tuple, the same for all samples."""
-
-    def forward(self, a: Tensor, target: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
-        return super().forward(a.reshape(-1, *shape).flatten(1), target)
-
-
-def collate_with_shape(items: list[dict[str, Tensor]]) -> dict[str, Any]:
-    return {**torch.utils.data.default_collate(items), "shape": (4, 4)}
-
-
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """A dataset of 32 samples for the diamond."""
-
-    def __init__(self) -> None:
-        self._batch = build_odd("diamond")[1](32, 3)
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {key: value[index] for key, value in self._batch.items()}
-
-
-def load_data() -> dict[str, Any]:
-    """The engine's own loader; ranks whose stages read no inputs load nothing."""
-    import deepspeed
-
-    torch.manual_seed(0)
-    block = {"plan": {"stages": [{"modules": ["stem"]}, {"modules": ["up"]}, {"modules": ["*"]}]}}
-    engine, optimizer, loader, _ = deepspeed.initialize(
-        model=Shaped(), config=config_of(block=block), training_data=Rows(), collate_fn=collate_with_shape
-    )
-    return {
-        "losses": [float(engine.train_batch()) for _ in range(6)],
-        "reads": engine._feed.reads_inputs,
-        "num_batches": len(loader),
-        "has_optimizer": optimizer is not None,
-    }
 
 
 def refuse() -> dict[str, str]:
@@ -320,18 +193,3 @@ def fail_and_go_on(stages: int) -> dict[str, Any]:
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
     return {"said": said, "gradients": engine.gradients if not said[1] else {}}
-
-
-def lose_a_rank() -> str:
-    """Rank 1 leaves before the second step; rank 0 must say what it waited for."""
-    model, make_batch = build("two_branch")
-    batch = make_batch(B, 0)
-    engine = make_engine(model, batch, config_of(block={"stages": 2, "comm_timeout_s": 5}))
-    steps(engine, [batch])
-    if torch.distributed.get_rank() == 1:
-        return "left"
-    try:
-        steps(engine, [batch])
-        return ""
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"

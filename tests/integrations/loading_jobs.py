@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from gpp_plugin.engine.loading.mini_batch_loader import make_loader, repeat
-from gpp_plugin.errors import GppError
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build
 
@@ -137,26 +134,6 @@ def train_with_and_without_workers(stages: int, kind: str) -> dict[str, Any]:
     return answers
 
 
-def refuse_unlike_shapes() -> str:
-    """Samples that stack on each rank and not together, without a collator."""
-    engine = make(_AlikeOnARank(), workers=0, stages=1)
-    try:
-        for _ in range(2):
-            engine.train_batch()
-    except GppError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-class _AlikeOnARank(Samples):
-    """Samples that are longer on rank 1 after the first mini-batch."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item = super().__getitem__(index)
-        is_long = len(self.fetched) > 2 * B and dist.get_rank() == 1
-        return {**item, "x": item["x"].repeat(2)} if is_long else item
-
-
 def tell_of_ones() -> dict[str, Any]:
     """Masks of ones but for one row, which one rank loads; say what is so, what each rank is told, and what it has."""
     import deepspeed
@@ -177,70 +154,3 @@ def tell_of_ones() -> dict[str, Any]:
         "told": [own.ones == {"attention_mask"} for own in found],
         "own": [bool((own.held["attention_mask"] == 1).all()) for own in found],
     }
-
-
-def refuse_other_data() -> str:
-    """Ranks whose datasets have the same size and other samples."""
-    dataset = Samples()
-    dataset.x += dist.get_rank()
-    engine = make(dataset, workers=0, stages=1)
-    try:
-        engine.train_batch()
-    except GppError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def fail_in_a_worker(bad_rank: int) -> dict[str, Any]:
-    """A sample that cannot be read on one rank; say what this rank saw, and what is left of its workers."""
-    is_bad = dist.get_rank() == bad_rank
-    dataset = Samples()
-    engine = make(dataset, workers=2, stages=1)
-    dataset._broken = 7 if is_bad else None
-    start = time.perf_counter()
-    said = ""
-    try:
-        for _ in range(20):
-            engine.train_batch()
-    except GppError as error:
-        said = f"{type(error).__name__}: {error}"
-    return {
-        "said": said,
-        "seconds": time.perf_counter() - start,
-        "children": len(multiprocessing.active_children()),
-    }
-
-
-def fail_in_a_step() -> dict[str, Any]:
-    """A label that no class has, far into training: the engine is at its end, and so are its workers."""
-    dataset = Samples()
-    engine = make(dataset, workers=2, stages=2)
-    _ = engine.train_batch()
-    before = len(multiprocessing.active_children())
-
-    def fail(batch: Any, **options: Any) -> Any:
-        raise RuntimeError("a kernel failed")
-
-    engine._lane.run = fail
-    said = ""
-    try:
-        engine.train_batch()
-    except RuntimeError as error:
-        said = str(error)
-    return {"said": said, "before": before, "after": len(multiprocessing.active_children())}
-
-
-def resume_mid_epoch(directory: str) -> dict[str, list[Any]]:
-    """Three steps of an epoch of two, saved after the first; then loaded by an engine that loads otherwise."""
-    answers = {}
-    for saver, loader in ((0, 2), (2, 0)):
-        engine = make(Samples(), workers=saver, stages=1)
-        losses = run(engine, 1)
-        engine.save_checkpoint(f"{directory}/{saver}")
-        losses += run(engine, 2)
-        other = make(Samples(), workers=loader, stages=1)
-        other.load_checkpoint(f"{directory}/{saver}")
-        answers[f"{saver} {loader}"] = [losses, run(other, 2)]
-        engine.destroy()
-        other.destroy()
-    return answers

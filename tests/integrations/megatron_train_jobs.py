@@ -225,53 +225,6 @@ def resume(name: str, zero: int, directory: str) -> dict[str, Any]:
     return {"expected": expected, "found": found, "tag": tag, "evaluated": evaluated, "whole": whole}
 
 
-def train_with_less_memory() -> dict[str, Any]:
-    """Two steps of chunks with dropout and sequence parallelism: all kept, run again, swapped; and in mode async."""
-    changes: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "sequence_parallel": True}
-    layout = Layout(encoder=(0,), language=((1, 2), (3, 4)), cuts=(0, 2), config=changes)
-    weights = share(gather_full_state(Whole(layout).language) if dist.get_rank() == 0 else None)
-
-    def run(block: dict[str, Any]) -> dict[str, Any]:
-        block = {"comm_timeout_s": 60, "schedule": "1f1b", "slicing": "off", **block}
-        engine = make_engine(layout, weights, 0, graph_pipeline=block)
-        torch.manual_seed(dist.get_rank())
-        losses = [float(engine.train_batch(data_iter=iter([batch_of(seed)]))) for seed in range(2)]
-        differences = engine.memory_report().differences
-        if engine.plan.mode == "async":
-            losses.append(float(engine.flush()))
-        stages = engine.plan.stages
-        found = {
-            "losses": losses,
-            "weights": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
-            "differences": differences,
-            "recomputed": [s.name for s in stages if s.memory is not None and s.memory.recomputed],
-            "swapped": [s.name for s in stages if s.memory is not None and s.memory.swapped],
-            "needs": max(s.memory_bytes for s in stages),
-            "limits": [_limit_s(group) for group in _groups_of(engine)],
-        }
-        engine.destroy()
-        assert not any(group in dist.distributed_c10d._world.pg_map for group in _groups_of(engine))
-        return found
-
-    off = {"recompute": "off", "swap": "off"}
-    found: dict[str, Any] = {"plain": run({"memory": off}), "again": run({"memory": {"recompute": "full"}})}
-    tight = {"recompute": "off", "limit_gb": (found["plain"]["needs"] - 20_000) / 1e9}
-    found["swap"] = run({"memory": tight})
-    found["async"] = run({"mode": "async", "memory": off})
-    found["async again"] = run({"mode": "async", "memory": {"recompute": "full"}})
-    return found
-
-
-def _groups_of(engine: Any) -> list[Any]:
-    """Return the groups that the stage's factory was given."""
-    context = getattr(engine.module.given, "context", None)
-    return [] if context is None else [context.data_group, context.tensor_group, context.single_group]
-
-
-def _limit_s(group: Any) -> float:
-    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-
-
 def gather_stages(engine: Any) -> dict[str, Tensor]:
     """Return this rank's weights under the whole model's names (tensor rank 0)."""
     with engine.gathered_parameters():

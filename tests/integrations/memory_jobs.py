@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpp_plugin.errors import CommTimeout, PlanInfeasible, RuntimeFailure
+from gpp_plugin.errors import PlanInfeasible, RuntimeFailure
 from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.models import build
 
@@ -88,23 +88,6 @@ def refusal(block: dict[str, Any]) -> str:
     except PlanInfeasible as error:
         return str(error)
     return ""
-
-
-def report_before_and_after() -> tuple[Any, Any, str]:
-    """Return the memory reports of an engine that has not trained, and has; and what rank 0 is told that asks alone."""
-    model, make_batch = build("two_branch")
-    batch = make_batch(B, 0)
-    engine = make_engine(model, batch, config_of(block={"stages": 2}))
-    before = engine.memory_report()
-    engine.train_batch(data_iter=iter([batch]))
-    after, said = engine.memory_report(), ""
-    if engine.global_rank == 0:
-        engine._memory._config = engine._memory._config.model_copy(update={"comm_timeout_s": 1.0})
-        try:
-            engine.memory_report()
-        except CommTimeout as error:
-            said = str(error)
-    return before, after, said
 
 
 def destroy() -> tuple[int, int, int, str]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import pytest
-
-from gpp_plugin.errors import ConfigError
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 
@@ -38,10 +35,3 @@ def observe(directory: str) -> dict[str, Any]:
     finally:
         logger.removeHandler(handler)
         logger.level = level
-
-
-def observe_without_wandb() -> str:
-    model, make_batch = build("gpt2")
-    with pytest.raises(ConfigError) as caught:
-        make_engine(model, make_batch(B, 0), config_of(wandb={"enabled": True}, block={"stages": 2}))
-    return str(caught.value)

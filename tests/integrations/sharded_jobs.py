@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import torch
-
 from gpp_plugin.backends import compiled_blocks
 from gpp_plugin.ir.program import InstructionKind
 from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
@@ -95,25 +93,6 @@ def train_compiled(case: str, compiler: Callable[..., Any], folder: str) -> dict
         mock.patch.object(compiled_blocks, "compile_with_inductor", compiler),
     ):
         return train(case, 3, {})
-
-
-def overflow(zero: int) -> dict[str, Any]:
-    """Train in fp16 under a loss scale far too high: skipped until it has sunk."""
-    import deepspeed.accelerator
-
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    model, make_batch = build("two_branch")
-    batch = make_batch(B, 0)
-    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
-    block = {"stages": 1, "data_parallel": 2}
-    engine = make_engine(model, batch, config_of(fp16=fp16, zero_optimization={"stage": zero}, block=block))
-    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    same = []
-    for _ in range(12):
-        steps(engine, [batch])
-        now = engine.module_state_dict()
-        same.append(all(torch.equal(now[name], value) for name, value in before.items()))
-    return {"skipped": engine.skipped_steps, "scale": engine.loss_scale, "same": same, "state": now}
 
 
 def use_weights(directory: str) -> dict[str, Any]:

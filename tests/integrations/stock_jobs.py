@@ -81,24 +81,6 @@ def train_with_everything(planner: str, directory: str) -> dict[str, Any]:
     return answer
 
 
-def train_from_dataset() -> list[list[float]]:
-    """The script of a user who passes training_data, on whichever planner."""
-    import deepspeed
-
-    import gpp_plugin  # noqa: F401
-
-    jobs.use_device("cpu")
-    losses = []
-    for planner in ("stock_1f1b", "uniform"):
-        one: jobs.Job = {"model": "gpt2", "mini_batch": 8, "unit": 2, "block": {"planner": planner}}
-        model, make_batch = jobs.build_model(one)
-        samples = make_batch(24, 0)
-        dataset = [{key: value[i] for key, value in samples.items()} for i in range(24)]
-        engine, *_ = deepspeed.initialize(model=model, config=jobs.make_config(one), training_data=dataset)
-        losses.append([float(engine.train_batch()) for _ in range(4)])
-    return losses
-
-
 def refuse(block: dict[str, Any], config: dict[str, Any]) -> str:
     """Return what deepspeed.initialize says of a configuration that stock DeepSpeed cannot run."""
     import deepspeed

@@ -19,9 +19,8 @@ from torch.nn import functional
 
 from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
 from gpp_plugin.engine.checkpoints.save_checkpoint import save_checkpoint
-from gpp_plugin.engine.gradients.gradient_store import GradientStore
 from gpp_plugin.engine.stage_engine import StageEngine
-from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, sequence_parallel
+from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
@@ -344,52 +343,6 @@ class Rank:
         return float(total), result.step_result
 
 
-class SumHooks:
-    """Sums gradients of any precision and keeps them."""
-
-    loss_scale = 1.0
-
-    def __init__(self, rank: Rank) -> None:
-        self._parameters = {n: p for n, p in rank.module.named_parameters() if p.requires_grad}
-        data_position, _ = rank.stage.position(rank.rank)
-        self._tensor_group = rank.groups.tensor[rank.index] if rank.stage.tensor > 1 else None
-        self.store = GradientStore(
-            self._parameters,
-            dtype=None,
-            bucket_elements=1000,
-            group=rank.groups.data[rank.index],
-            position=data_position,
-            degree=rank.stage.degree,
-        )
-
-    def accumulate(self) -> None:
-        self.store.accumulate()
-
-    def reduce_data(self) -> None:
-        self.store.reduce_data()
-
-    def reduce_tied(self) -> None:
-        raise AssertionError("nothing is tied")
-
-    def step(self) -> dict[str, Tensor]:
-        if self._tensor_group is not None:
-            self.store.sum_tensor(sequence_parallel(self._parameters), group=self._tensor_group)
-        gradients = {name: p.grad.clone() for name, p in self._parameters.items() if p.grad is not None}
-        self.store.clear()
-        return gradients
-
-
-def exact_gradients(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the loss and this rank's gradients of one mini-batch in double precision, by case and schedule."""
-    answers = {}
-    for case, schedule in cases:
-        rank = Rank(case, torch.float64, SumHooks, schedule=schedule)
-        loss, gradients = rank.run(make_batch(0, torch.float64))
-        answers[case, schedule] = {"loss": loss, "gradients": gradients, "stage": rank.index}
-        rank.transport.close()
-    return answers
-
-
 def make_config(zero: int, **more: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_batch_size": MINI_BATCH,
@@ -465,24 +418,6 @@ def train(
     return answers
 
 
-def overflow(case: str, name: str, zero: int) -> dict[str, Any]:
-    """Return the step after an infinite gradient of ``name``, on the tensor ranks that hold a part of it."""
-    rank = Rank(case, torch.float32, lambda r: _Recorded(r, make_config(zero)))
-    engine: StageEngine = rank.hooks.engine  # type: ignore[attr-defined]
-    before = [p.detach().clone() for p in rank.module.parameters()]
-    for own, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.ones_like(parameter)
-            if own == name and engine.tensor_position == rank.stage.tensor - 1:
-                parameter.grad.fill_(float("inf"))
-    engine.accumulate()
-    engine.reduce_data()
-    result = engine.step()
-    rank.transport.close()
-    same = all(torch.equal(p, q) for p, q in zip(rank.module.parameters(), before, strict=True))
-    return {"overflow": result.overflow, "is_unchanged": same}
-
-
 def stage_norm(case: str) -> float:
     """Return the norm of this rank's stage as an asynchronous stage finds it, every gradient 1 on every rank."""
     rank = Rank(case, torch.float32, lambda r: _Recorded(r, make_config(0), steps_alone=True))
@@ -511,31 +446,6 @@ def forgotten(zero: int) -> str:
         return str(error)
     finally:
         rank.transport.close()
-    return ""
-
-
-def unequal_start(case: str) -> dict[str, Tensor]:
-    """Return parameters of stages whose ranks began with values of their own."""
-
-    def make_hooks(rank: Rank) -> _Recorded:
-        with torch.no_grad():
-            for parameter in rank.module.parameters():
-                parameter.add_(rank.rank)
-        return _Recorded(rank, make_config(0))
-
-    rank = Rank(case, torch.float32, make_hooks)
-    rank.transport.close()
-    return {name: p.detach().clone() for name, p in rank.module.named_parameters()}
-
-
-def refused_tie() -> str:
-    """Return what is said of a tie between a tensor size of one and one of two."""
-    try:
-        StageGroups.create(
-            make_plan("grid"), (TiedParameter(name="w", stages=(0, 1), owner=0),), timeout_s=60
-        )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
     return ""
 
 

@@ -12,7 +12,7 @@ from gpp_plugin.ir.memory_report import MemoryReport
 from tests.integrations import async_jobs as jobs
 from tests.integrations.pipedream import Emulation, PlainStage, reported
 from tests.models import build
-from tests.ranks import run_kept_ranks, run_ranks
+from tests.ranks import run_kept_ranks
 
 TOWERS = {
     "stages": [
@@ -97,74 +97,6 @@ def check_memory(report: MemoryReport) -> None:
         assert rank.counts.peak_held_bytes == pytest.approx(rank.predicted.activations, rel=0.02)
 
 
-def test_stages_that_swap_and_recompute_with_stashed_weights_train_as_without() -> None:
-    """One micro-batch a call and three in flight: what a call moves to the host comes back in a later one."""
-    blocks = {
-        "plain": on_small_device(recompute="off", swap="off"),
-        "swap": on_small_device(291_500, recompute="off"),
-        "both": on_small_device(285_200, recompute="full"),
-    }
-    answers = run_kept_ranks(jobs.train_with_memory, 3, blocks, 6, timeout_s=300)
-    for key in blocks:
-        plan = answers[0][key]["plan"]
-        assert [stage.in_flight for stage in plan.stages] == [3, 2, 1]
-        swaps = [bool(stage.memory and stage.memory.swapped) for stage in plan.stages]
-        recomputes = [bool(stage.memory and stage.memory.recomputed) for stage in plan.stages]
-        assert swaps == [key != "plain", False, False] and recomputes == [key == "both"] * 3
-        report = answers[0][key]["report"]
-        check_memory(report)
-        for stage, rank, answer in zip(plan.stages, report.ranks, answers, strict=True):
-            swapped = stage.memory.swapped_bytes if stage.memory else 0
-            assert rank.counts is not None and rank.counts.swapped_bytes == swapped
-            assert answer[key]["versions"] == stage.in_flight
-            assert answer[key]["losses"] == answer["plain"]["losses"]
-            for name, parameter in answer[key]["parameters"].items():
-                assert torch.equal(parameter, answer["plain"]["parameters"][name]), name
-        happened = answers[0][key]["happened"]
-        before = [a for a, b in zip(["", *happened], happened, strict=False) if b == "backward"]
-        # ahead of each backward but the first one of the flush, which comes right after another
-        assert len(before) == 6 and before.count("bring") == (0 if key == "plain" else 5), happened
-
-
-def on_small_device(limit_bytes: int | None = None, **memory: Any) -> dict[str, Any]:
-    """Return a block of three stages in a chain, the first one's device with less memory."""
-    modules = [
-        ["model.vision_tower"],
-        ["model"],
-        ["model.language_model.layers.1", "model.language_model.norm", "lm_head"],
-    ]
-    device = {"name": "cpu", "memory_gb": 1.0, "tflops": 0.05, "memory_gb_per_s": 10.0}
-    first = device if limit_bytes is None else {**device, "memory_gb": limit_bytes / 1e9}
-    return {
-        "plan": {"stages": [{"modules": names, "ranks": [rank]} for rank, names in enumerate(modules)]},
-        "memory": memory,
-        "cluster": {"name": "here", "devices": [first, device, device],
-                    "links": [{"name": "memory", "gb_per_s": 5.0}]},
-    }  # fmt: skip
-
-
-def test_four_stages_flushed_in_the_middle_equal_the_emulation() -> None:
-    config = jobs.async_config(mini_batch=4, unit=2, block={"stages": 4})
-    answers = run_kept_ranks(jobs.train, 4, "llava", 4, config, (6, 7), timeout_s=300)
-    emulation = emulate("llava", answers[0]["stages"], mini_batch=4, micro=2, unit=2)
-    assert emulation.longest > 2, "windows shorter than what is in flight are to be tested"
-    losses: list[list[float]] = []
-    wanted, flushed = [], []
-    for seed in range(jobs.NUM_BATCHES):
-        losses.append(emulation.mini_batch(build("llava")[1](4, seed), 2))
-        if seed in (6, 7, jobs.NUM_BATCHES - 1):
-            emulation.flush()
-            wanted += reported(losses, emulation.longest)
-            left = [loss for of_batch in losses for loss in of_batch]
-            left = left[max(1, len(left) - emulation.longest + 1) :]
-            flushed.append(sum(left) / len(left))
-            losses = []
-    for answer in answers:
-        assert answer["losses"] == pytest.approx(wanted, abs=1e-6)
-        assert answer["flushed"] == pytest.approx(flushed, abs=1e-6)
-    check_parameters(answers, emulation)
-
-
 @pytest.mark.parametrize(
     ("precision", "zero_stage", "tolerance"),
     [("fp32", 2, 1e-6), ("bf16", 0, 1e-2), ("fp32", 1, 1e-6)],
@@ -193,36 +125,6 @@ def test_replicated_stages_with_clipping_and_schedule_equal_the_emulation(
         assert answer["versions"] == ((1, 0) if answer["has_loss"] else (2, 1))
     check_parameters(answers, emulation, tolerance)
     assert answers[0]["memory"].differences == ()
-
-
-def test_other_shapes_and_evaluation_empty_the_pipeline() -> None:
-    lengths = (0, 0, 2, 2, 0)
-    config = jobs.async_config(mini_batch=4, unit=2, block={"stages": 2})
-    answers = run_kept_ranks(jobs.train_shapes, 2, config, lengths, 4, timeout_s=300)
-    emulation = emulate("llava", answers[0]["stages"], mini_batch=4, micro=2, unit=2)
-    batches = [jobs.longer(build("llava")[1](4, seed), length) for seed, length in enumerate(lengths)]
-    losses = []
-    for number, batch in enumerate([*batches, batches[-1]]):
-        losses += emulation.mini_batch(batch, 2)
-        if number in (1, 3, 4):
-            emulation.flush()
-        if number == 4:
-            emulation.model.eval()
-            with torch.no_grad():
-                parts = jobs_units(batches[0])
-                evaluated = sum(float(emulation.model(**part).loss) for part in parts) / len(parts)
-            emulation.model.train()
-    bounds = (0, 1, 3, 5, 7, 9, 11, 12)
-    wanted = [sum(losses[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
-    for answer in answers:
-        assert [*answer["losses"], answer["last"]] == pytest.approx(wanted, abs=1e-6)
-        assert answer["evaluated"] == [pytest.approx(evaluated, abs=1e-6)]
-
-
-def jobs_units(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    from tests.reference import units_of
-
-    return units_of(batch, 2)
 
 
 @pytest.fixture(scope="module")
@@ -260,29 +162,3 @@ def test_two_stages_resumed_in_the_middle_equal_the_emulation(
             emulation.flush()
     for answer in answers:
         assert [*answer["losses"], *answer["found"]] == pytest.approx(losses, abs=1e-6)
-
-
-def test_what_cannot_step_alone_is_refused_with_one_line() -> None:
-    for said in run_kept_ranks(jobs.refuse, 2, timeout_s=300):
-        assert all(said.values()), [name for name, text in said.items() if not text]
-        assert all("\n" not in text for text in said.values()), said
-        assert "'transformer.wte.weight'" in said["tied"] and "untie" in said["tied"]
-        assert "loss scale" in said["fp16"]
-        assert "micro_batch_sizes" in said["sizes"]
-        assert "schedule" in said["schedule"] and "slicing" in said["slicing"]
-        assert "vertical_sync" in said["vertical"]
-        assert "asynch" in said["mode"]
-        assert "stock_1f1b" in said["stock"]
-        assert "same number of samples" in said["coupled"] and "mix samples compute 2" in said["coupled"]
-
-
-def test_the_engines_own_loader_is_read_ahead_in_its_order() -> None:
-    config = jobs.async_config(mini_batch=8, unit=2, block={"stages": 2})
-    for own, given in run_kept_ranks(jobs.train_from_dataset, 2, config, timeout_s=300):
-        assert own == given and len(set(own)) == 7
-
-
-def test_a_failure_within_a_window_ends_the_job_on_every_rank() -> None:
-    for first, *later in run_ranks(jobs.fail, 2):
-        assert "rank" in first and "stage" in first
-        assert all("cannot go on" in line for line in later)

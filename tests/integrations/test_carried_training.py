@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import carried_models
 from tests.carried_models import make_batch
 from tests.integrations import carried_jobs
 from tests.ranks import run_kept_ranks
+from tests.reference import Batch, ReferenceRun, train_reference
 
 BATCH, UNIT, STEPS = 4, 2, 5
 
 
-def train_alone(name: str, batches: list[dict[str, Any]]) -> tuple[list[float], dict[str, Tensor]]:
-    """Train in one process, a loss unit after the other."""
+def train_alone(name: str, batches: list[Batch]) -> ReferenceRun:
     torch.manual_seed(0)
-    model = getattr(carried_models, name)()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        units = [{key: value[i : i + UNIT] for key, value in batch.items()} for i in range(0, BATCH, UNIT)]
-        found = []
-        for unit in units:
-            loss = model(**unit)["loss"] / len(units)
-            loss.backward()
-            found.append(float(loss))
-        optimizer.step()
-        losses.append(sum(found))
-    return losses, model.state_dict()
+    return train_reference(
+        getattr(carried_models, name)(),
+        batches,
+        unit=UNIT,
+        make_optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
+    )
 
 
 @pytest.mark.parametrize("recompute", ["off", "full"])
@@ -44,8 +34,9 @@ def test_two_stages_train_as_one_process_also_after_a_checkpoint(recompute: str,
     answers = run_kept_ranks(
         carried_jobs.train_carried, 2, "Everything", batches, directory, block, timeout_s=120
     )
-    losses, state = train_alone("Everything", batches)
-    assert answers[0]["losses"] == answers[1]["losses"] == pytest.approx(losses, rel=2e-6)
+    alone = train_alone("Everything", batches)
+    state = alone.model.state_dict()
+    assert answers[0]["losses"] == answers[1]["losses"] == pytest.approx(alone.losses, rel=2e-6)
     assert answers[0]["state"].keys() == state.keys() and len(answers[0]["stages"]) == 2
     for name, value in state.items():
         torch.testing.assert_close(answers[0]["state"][name], value, rtol=1e-5, atol=1e-6)
@@ -56,9 +47,9 @@ def test_a_model_whose_python_reads_its_state_trains_as_one_block() -> None:
     batches = [make_batch(BATCH, seed) for seed in range(STEPS)]
     (answer,) = run_kept_ranks(carried_jobs.train_whole, 1, names, batches)
     for name in names:
-        losses, state = train_alone(name, batches)
-        assert answer[name]["losses"] == pytest.approx(losses, rel=2e-6)
-        for key, value in state.items():
+        alone = train_alone(name, batches)
+        assert answer[name]["losses"] == pytest.approx(alone.losses, rel=2e-6)
+        for key, value in alone.model.state_dict().items():
             torch.testing.assert_close(answer[name]["state"][key], value, rtol=1e-5, atol=1e-6)
 
 

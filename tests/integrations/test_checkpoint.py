@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
 from gpp_plugin.engine.checkpoints.manifest import read_manifest
-from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
+from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, save_checkpoint
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.errors import CheckpointError
@@ -313,24 +313,6 @@ def test_a_save_that_fails_on_one_rank_leaves_latest_as_it_was(tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {"good", "latest"}, "nothing else may stay"
 
 
-def reload_over_itself(directory: str) -> list[bool]:
-    """Save twice under one tag; the second must be what is read."""
-    rank = dist.get_rank()
-    engine = toy.make_engine(rank, make_config())
-    save_checkpoint([engine], directory, "same")
-    toy.feed(engine, 0, 1)
-    engine.step()
-    save_checkpoint([engine], directory, "same", options=SaveOptions(save_latest=False))
-    after = weights(engine)
-    again = toy.make_engine(rank, make_config())
-    load_checkpoint([again], directory, "same", load_scheduler=False)
-    return [torch.equal(value, after[name]) for name, value in weights(again).items()]
-
-
-def test_a_tag_can_be_written_over(tmp_path: Path) -> None:
-    assert all(all(same) for same in run_kept_ranks(reload_over_itself, toy.NUM_RANKS, str(tmp_path)))
-
-
 def save_behind(directory: str) -> dict[str, Any]:
     """Save in the background, train on meanwhile, and see what was saved; then let a rank fail."""
     rank = dist.get_rank()
@@ -368,33 +350,3 @@ def test_a_checkpoint_is_written_behind_the_training(tmp_path: Path) -> None:
         assert "second" in answer["error"] and "No space left" in answer["error"]
     assert (tmp_path / "latest").read_text() == "first\n"
     assert {path.name for path in tmp_path.iterdir()} == {"first", "latest"}
-
-
-def save_five(directory: str) -> None:
-    engine = toy.make_engine(dist.get_rank(), make_config())
-    options = SaveOptions(keep_last=1, keep_every=2)
-    save_checkpoint([engine], directory, "mine", options=options)
-    for step in range(1, 6):
-        save_checkpoint([engine], directory, f"global_step{step}", options=options)
-
-
-def test_retention_keeps_the_newest_every_second_and_what_a_user_named(tmp_path: Path) -> None:
-    run_kept_ranks(save_five, toy.NUM_RANKS, str(tmp_path))
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"mine", "latest", "global_step2", "global_step4", "global_step5"}
-
-
-def save_unkeepable(directory: str) -> tuple[str, str]:
-    engine = toy.make_engine(dist.get_rank(), make_config())
-    with pytest.raises(CheckpointError) as caught:
-        save_checkpoint([engine], directory, "bad", client_state={"sampler": {"order": iter([])}})
-    with pytest.raises(CheckpointError) as caught_tag:
-        save_checkpoint([engine], directory, "../../outside")
-    return str(caught.value), str(caught_tag.value)
-
-
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    for text, tag in run_kept_ranks(save_unkeepable, toy.NUM_RANKS, str(tmp_path / "inside")):
-        assert "client_state.sampler.order is a builtins.list_iterator" in text
-        assert "'../../outside' is a path" in tag
-    assert not (tmp_path / "inside").exists() and not (tmp_path.parent / "outside").exists()

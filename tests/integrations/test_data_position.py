@@ -137,17 +137,6 @@ def test_the_next_mini_batch_is_the_one_after_the_last_trained(kind: str, worker
         after.close()
 
 
-def test_what_comes_before_is_not_loaded() -> None:
-    dataset = Samples()
-    before = data_of(loader_of(dataset, workers=0))
-    taken(before, 5)
-    dataset.fetched.clear()
-    after = data_of(loader_of(dataset, workers=0))
-    after.restore(before.position())
-    taken(after, 1)
-    assert len(dataset.fetched) == B
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [Noisy, jobs.NoisyStream])
 def test_random_numbers_go_on(kind: Any, workers: int) -> None:

@@ -78,12 +78,3 @@ def test_stages_step_together_with_any_framework(tmp_path: Path) -> None:
     told = [value for name, value, _ in answers[0]["events"] if name == "Train/Samples/train_loss"]
     assert told == pytest.approx([*losses, *losses[2:]], rel=1e-5)
     assert not answers[1]["events"], "monitors are rank 0's"
-
-
-def test_stages_step_alone_with_any_framework(tmp_path: Path) -> None:
-    for answer in run_ranks(jobs.train_without_deepspeed, 2, "async", str(tmp_path)):
-        # The first call after a drain also tells the losses that were drained; the second one is of its own samples.
-        assert answer["again"][1] == answer["losses"][3]
-        assert float(answer["flushed"]) > 0.0
-        assert max(answer["staleness"].values()) == 1
-        assert answer["counted"] == (4, 4 * engine_jobs.B), "updates are counted by the mini-batch"

@@ -5,17 +5,14 @@ The whole table (60 faults, 16 stops) is in `tests/soak`.
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.fault_job import FaultSettings
 from tests.fault_runs import run_job
 from tests.faults import Fault
-from tests.ranks import run_ranks
 
 LIMIT_S = 6.0
 
@@ -51,28 +48,3 @@ def test_a_stopped_rank_is_named_when_the_limit_has_passed(at: str, tmp_path: Pa
     for rank in (0, 2):
         assert ended[rank].code == 1, ended[rank]
         assert "its process is stopped (SIGSTOP" in ended[rank].last_line, ended[rank].said[-1500:]
-
-
-def save_alone(directory: str) -> str:
-    """Save on rank 0 alone; the others do something else."""
-    from tests.integrations.engine_jobs import B, config_of, make_engine, steps
-    from tests.models import build
-
-    model, make_batch = build("two_branch")
-    engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 3, "comm_timeout_s": 3}))
-    steps(engine, [make_batch(B, 0)])
-    said = ""
-    if dist.get_rank() == 0:
-        try:
-            engine.save_checkpoint(directory)
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-    else:
-        time.sleep(9)
-    return said
-
-
-def test_a_checkpoint_that_one_rank_saves_alone_says_who_did_not_come(tmp_path: Path) -> None:
-    said = run_ranks(save_alone, 3, str(tmp_path))[0]
-    assert said.startswith("CommTimeout: rank 0")
-    assert "outside of the engine's calls" in said and "which every rank calls" in said, said

@@ -1,4 +1,4 @@
-"""Samples that lie in one row train as they do one by one in one process; models that would mix them are refused."""
+"""Samples that lie in one row train as they do one by one in one process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,3 @@ def test_losses_and_gradients_equal_samples_one_by_one(name: str, ranks: int, bl
         assert answer["errors"]
         assert max(answer["errors"].values()) < 2e-6
         assert "verified" in answer["log"]
-
-
-def test_a_model_that_mixes_samples_of_a_row_is_refused_in_one_line() -> None:
-    (said,) = run_ranks(jobs.refuse_flattened, 1)
-    assert said.startswith("Forgetful mixes samples that lie in one row")
-    assert "\n" not in said

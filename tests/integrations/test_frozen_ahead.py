@@ -82,21 +82,9 @@ def test_what_happens_between_two_steps_finds_none_of_it(what: str, tmp_path: Pa
     check(both(LLAVA, LLAVA, 2, interrupt=what, directory=str(tmp_path)), TO_THE_END)
 
 
-def test_a_job_resumed_in_the_middle_goes_on_with_the_next_mini_batch(tmp_path: Path) -> None:
-    for answer in run_kept_ranks(jobs.resume, 2, LLAVA, LLAVA, str(tmp_path), timeout_s=200):
-        assert answer["resumed"] == answer["through"][3:] and answer["steps"] == 6
-
-
 def test_a_branch_that_draws_random_numbers_stays_in_its_turn() -> None:
     check(both(LLAVA, LLAVA, 2, dropout=0.3), NEVER)
 
 
 def test_loading_that_draws_random_numbers_stays_in_its_turn() -> None:
     check(both(LLAVA, LLAVA, 2, own=True, draws=True), NEVER)
-
-
-def test_what_cannot_be_had_ahead_is_refused_in_its_turn() -> None:
-    for answer in run_kept_ranks(jobs.meet_trouble, 2, LLAVA, LLAVA, timeout_s=200):
-        assert answer["trained"] == 3, "the mini-batch before it is trained on all the same"
-        assert "the disk is gone" in answer["error"] and answer["batch_fn"].startswith("set_batch_fn")
-        assert answer["after"] > 0.0

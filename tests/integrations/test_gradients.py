@@ -419,48 +419,6 @@ def test_what_was_taken_away_before_the_last_backward_is_not_sent(two_alike: Non
         store.clear()
 
 
-def train_an_engine(block: dict[str, Any], zero_block: dict[str, Any]) -> dict[bool, dict[str, Any]]:
-    """Train three mini-batches with sums that may begin in the last backward, and with none that do."""
-    from gpp_plugin.engine import training_steps
-    from gpp_plugin.engine.gradients import gradient_store
-    from tests.integrations.engine_jobs import B, config_of, make_engine, steps
-    from tests.models import build
-
-    may, send = training_steps.stages_that_reduce_early, gradient_store.EarlySends._made
-    answers = {}
-    for is_early in (True, False):
-        num_sent: list[int] = []
-
-        def made(sends: Any, *given: Any, num_sent: list[int] = num_sent) -> None:
-            before = sends._next
-            send(sends, *given)
-            num_sent.append(sends._next - before)
-
-        training_steps.stages_that_reduce_early = may if is_early else lambda *_: frozenset()
-        gradient_store.EarlySends._made = made
-        try:
-            model, make_batch = build("gpt2", layers=2)
-            batches = [make_batch(B, seed) for seed in range(3)]
-            engine = make_engine(model, batches[0], config_of(zero_optimization=zero_block, block=block))
-            engine.retain_gradients()
-            losses = steps(engine, batches)
-        finally:
-            training_steps.stages_that_reduce_early = may
-            gradient_store.EarlySends._made = send
-        answers[is_early] = {"losses": losses, "gradients": engine.gradients, "sent": sum(num_sent)}
-        engine.destroy()
-    return answers
-
-
-def test_an_engine_trains_the_same_bits_early() -> None:
-    small = {"stage": 0, "reduce_bucket_size": 20_000}
-    for answer in run_kept_ranks(train_an_engine, 2, {"stages": 1}, small, timeout_s=120):
-        early, late = answer[True], answer[False]
-        assert early["sent"] >= 2 and late["sent"] == 0, "two mini-batches after the one that is watched"
-        assert early["losses"] == late["losses"]
-        assert all(torch.equal(early["gradients"][name], g) for name, g in late["gradients"].items())
-
-
 @pytest.mark.parametrize("bucket", [12, 3, 1000])
 @pytest.mark.parametrize("is_reduced_often", [False, True], ids=["ZeRO 1", "ZeRO 2"])
 def test_three_partitions_make_up_the_sums_of_unlike_parameters(

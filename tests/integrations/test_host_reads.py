@@ -13,7 +13,6 @@ import torch
 
 from tests.host_reads import HostReads
 from tests.integrations import host_read_jobs
-from tests.integrations.test_memory import BLOCKS
 from tests.ranks import run_kept_ranks
 
 CHAIN: dict[str, Any] = {"stages": 2}
@@ -41,14 +40,6 @@ def test_tasks_read_nothing_and_a_step_once(
         assert answer["tasks"] == []
         assert len(answer["step"]) == 2, "one a step"
         assert all("stage_step.py" in where for where in answer["step"]), answer["step"]
-
-
-@pytest.mark.parametrize("optimization", ["swap", "recompute", "full"])
-def test_neither_do_swapped_and_recomputed_tensors(optimization: str) -> None:
-    given = BLOCKS[optimization]
-    found = run_kept_ranks(host_read_jobs.read_while_training, 2, "t5", 0, "fp32", given, timeout_s=200)
-    assert [answer["tasks"] for answer in found] == [[], []]
-    assert found[0]["moved"]
 
 
 def test_a_read_that_is_put_back_is_found() -> None:

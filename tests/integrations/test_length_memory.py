@@ -1,4 +1,4 @@
-"""Memory at many lengths: what is predicted is counted, and what does not fit is refused before it runs."""
+"""Memory at many lengths: what is predicted is counted, and what is too long is refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from gpp_benchmarks import _length_memory
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import UnitSize
-from gpp_plugin.report.memory_text import format_memory_report
 from gpp_plugin.runtime.batches import UnitBatch
 from gpp_plugin.runtime.ranks.meeting import Meeting
-from tests.integrations import length_memory_jobs
 from tests.plan.test_planned_lengths import sized
 from tests.ranks import run_kept_ranks
 
@@ -44,24 +42,6 @@ def test_what_is_predicted_at_four_lengths_is_counted(model: str, recompute: str
     assert first["byte_error"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_units_that_do_not_fit_are_refused_on_every_rank_before_they_run() -> None:
-    first, second = run_kept_ranks(length_memory_jobs.train_units, 2, timeout_s=120)
-    assert first["refused"] == second["refused"] and first["report"] == second["report"]
-    assert first["steps"] == 3
-    refused = first["refused"]
-    assert list(refused) == ["more samples", "longer"]
-    line = refused["more samples"]
-    assert "\n" not in line and "input_ids 16 stage" in line and "bytes are missing; shorten it" in line
-    missing = int(line.split(" bytes are missing")[0].rpartition(" ")[2])
-    needed = int(line.split(" needs ")[1].split()[0])
-    assert needed - missing in first["planned"], "what the stage may use"
-    assert "input_ids is 17 long, and graph_pipeline.lengths.max is 16" in refused["longer"]
-    text = format_memory_report(first["report"])
-    assert (
-        "predicted for input_ids 16; planned for input_ids 8 and input_ids 12, at most input_ids 16" in text
-    )
-
-
 def texts(length: int) -> dict[str, Tensor]:
     return {"ids": torch.zeros(8, length, dtype=torch.int64)}
 
@@ -73,14 +53,21 @@ def watch_of(
     found = sized()
     found.plan = plan or found.plan
     config = SimpleNamespace(
-        lengths=SimpleNamespace(max=32) if is_sized else None, mode=mode, comm_timeout_s=1.0,
+        lengths=SimpleNamespace(max=32) if is_sized else None,
+        mode=mode,
+        comm_timeout_s=1.0,
         memory=SimpleNamespace(optimization="auto"),
-    )  # fmt: skip
+    )
     setting = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, rank=0, zero_stage=0)
     given: Any = {
-        "config": config, "setting": setting, "sample_batch": texts(8), "reads": [["ids"]],
-        "meeting": SimpleNamespace(gather=lambda told, what: [told]), "sized": found if is_sized else None, **changes,
-    }  # fmt: skip
+        "config": config,
+        "setting": setting,
+        "sample_batch": texts(8),
+        "reads": [["ids"]],
+        "meeting": SimpleNamespace(gather=lambda told, what: [told]),
+        "sized": found if is_sized else None,
+        **changes,
+    }
     return MemoryWatch(found.plan, **given)
 
 
@@ -96,7 +83,7 @@ def test_what_is_longer_than_before_is_counted_eight_times_at_most(
     for length in (6, 5, 6, 8, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16):
         if watch.is_due(texts(length)):
             found.append(length)
-            watch.compare({}, texts(length), most_bytes=0)
+            watch.compare({}, texts(length), most_bytes=0, message_bytes=0)
     assert found == counted
     unlike = UnitBatch(units=({"ids": texts(16)["ids"][:2]}, {"ids": texts(31)["ids"][:2]}))
     assert not watch_of(mode, is_sized=is_sized).is_due(unlike), "the first unit's alone would be counted"
@@ -112,18 +99,25 @@ def test_a_rank_s_buffers_and_optimizer_are_counted_once_each() -> None:
     weight, other = torch.zeros(4, 2), torch.zeros(3, dtype=torch.float64)
     stage = SimpleNamespace(
         weight_tensors=lambda: [weight, weight[1:]], optimizer_tensors=lambda: [weight[:2], other, other[1:]]
-    )  # fmt: skip
+    )
     table = torch.zeros(1, 5, dtype=torch.float64)  # cast to fp32
     for batch, read in (
         ({**texts(8), "table": table, "unread": texts(8)["ids"]}, 8 * 8 * 8 // 2 + 5 * 4),
-        (UnitBatch(units=tuple({"ids": texts(n)["ids"][:2], "table": table} for n in (8, 4))), 2 * 12 * 4 + 5 * 4),
-    ):  # fmt: skip
+        (
+            UnitBatch(units=tuple({"ids": texts(n)["ids"][:2], "table": table} for n in (8, 4))),
+            2 * 12 * 4 + 5 * 4,
+        ),
+    ):
         watch = watch_of(plan=plan, reads=[["ids", "table"]], meeting=meeting, is_sized=False)
-        watch.compare({}, batch, most_bytes=1000)
+        watch.compare({}, batch, most_bytes=1000, message_bytes=9)
         engine: Any = SimpleNamespace(stages=[stage], whole_bytes=SimpleNamespace(most=7))
         (rank,) = watch.report(engine).ranks
         assert (rank.held.buffers, rank.held.weights, rank.held.optimizer) == (read, 32, 24)
-        assert rank.held.gathered == 7 and rank.measured_peak_bytes == rank.held.total + 1000
+        assert (
+            rank.held.gathered == 7
+            and rank.held.messages == 9
+            and rank.measured_peak_bytes == rank.held.total + 1000
+        )
 
 
 def test_a_mini_batch_is_refused_for_the_stage_that_lacks_memory_whichever_is_larger() -> None:

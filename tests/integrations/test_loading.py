@@ -81,55 +81,6 @@ def test_the_order_is_that_of_a_loader_epoch_after_epoch(workers: int, dataset: 
             assert torch.equal(have.held[key], value) and have[key].shape == value.shape
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    ("dataset", "collate_fn"),
-    [
-        (Samples, None),
-        (Streamed, None),
-        (Lengths, pad),
-        (lambda: Samples(extra=lambda index: {"extra": "a name"}), None),
-    ],
-)
-def test_shares_are_parts_of_the_whole(workers: int, dataset: Any, collate_fn: Any) -> None:
-    whole = taken(loader_of(dataset(), collate_fn=collate_fn), 5)
-    for part in PARTS:
-        own = taken(loader_of(dataset(), workers=workers, part=part, collate_fn=collate_fn), 5)
-        rows = [n for first, count in part for n in range(first, first + count)]
-        for have, want in zip(own, whole, strict=True):
-            assert {k: getattr(v, "shape", v) for k, v in have.items()} == {
-                k: getattr(v, "shape", v) for k, v in want.items()
-            }
-            assert {k: v.dtype for k, v in have.held.items()} == {k: v.dtype for k, v in want.held.items()}
-            assert all(torch.equal(value, want.held[key][rows]) for key, value in have.held.items())
-            assert have.checksum == want.checksum
-
-
-def test_padding_is_that_of_the_whole_mini_batch() -> None:
-    longest = [batch["x"].shape[1] for batch in whole_batches(Lengths(), 6, pad)]
-    assert set(longest) == {2, 4}
-    for part in PARTS:
-        own = taken(loader_of(Lengths(), part=part, collate_fn=pad), 6)
-        assert [rows.held["x"].shape[1] for rows in own] == longest
-
-
-def test_samples_of_one_shape_are_fetched_by_who_reads_them() -> None:
-    dataset = Samples()
-    loader = loader_of(dataset, part=PARTS[0])
-    counts = []
-    for _ in range(4):
-        dataset.fetched.clear()
-        next(loader)
-        counts.append(len(dataset.fetched))
-    assert counts == [6, 2, 2, 2], "the first mini-batch is whole, to be compared with the other ranks'"
-    for other, collate_fn in ((Samples(extra=lambda index: {"extra": "a name"}), None), (Lengths(), pad)):
-        loader = loader_of(other, part=PARTS[0], collate_fn=collate_fn)
-        next(loader)
-        other.fetched.clear()
-        next(loader)
-        assert len(other.fetched) == 6 == len(set(other.fetched))
-
-
 def test_samples_are_fetched_together_where_a_dataset_can() -> None:
     class Together(Samples):
         def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
@@ -231,43 +182,6 @@ def test_all_ranks_know_which_masks_hide_nothing_in_the_whole_mini_batch() -> No
         assert answer["told"] == answer["wanted"] and sorted(answer["told"]) == [False, True, True]
     step = answers[0]["told"].index(False)
     assert {answer["own"][step] for answer in answers} == {True, False}, "one of them cannot see it"
-
-
-def test_ranks_that_cannot_stack_or_read_other_data_are_told() -> None:
-    for said in run_kept_ranks(jobs.refuse_unlike_shapes, 2):
-        assert (
-            said.startswith("ConfigError: samples of one mini-batch have unlike shapes")
-            and "collate_fn" in said
-        )
-    for said in run_kept_ranks(jobs.refuse_other_data, 2):
-        assert said.startswith("RuntimeFailure: step 1: the ranks were given different mini-batches")
-
-
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_worker_that_fails_ends_the_job_on_all_ranks(bad_rank: int) -> None:
-    answers = run_kept_ranks(jobs.fail_in_a_worker, 2, bad_rank)
-    first = [answer["said"] for answer in answers]
-    line = (
-        f"RuntimeFailure: rank {bad_rank} could not load sample 7 of training_data: OSError: the disk is gone"
-    )
-    assert first[bad_rank] == line
-    assert (
-        first[1 - bad_rank] == f"RuntimeFailure: rank {bad_rank} could not load its mini-batch; see its error"
-    )
-    assert all(answer["children"] == 0 for answer in answers)
-
-
-def test_workers_end_with_a_failed_step() -> None:
-    for answer in run_kept_ranks(jobs.fail_in_a_step, 2):
-        assert answer["said"] == "a kernel failed" and answer["before"] == 2 and answer["after"] == 0
-
-
-def test_resuming_mid_epoch_does_not_depend_on_workers(tmp_path: Any) -> None:
-    """A checkpoint has no place in the data: a new engine begins the order anew, whoever loads."""
-    for answers in run_kept_ranks(jobs.resume_mid_epoch, 2, str(tmp_path)):
-        (full, resumed), (full_2, resumed_2) = answers["0 2"], answers["2 0"]
-        assert [loss for loss, _ in full] == [loss for loss, _ in full_2]
-        assert [loss for loss, _ in resumed] == [loss for loss, _ in resumed_2]
 
 
 # ---- what is taken ahead of callers' iterators -------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,11 +119,3 @@ def test_every_report_of_the_configuration(tmp_path: Path) -> None:
     assert len(whole) == 4 and len(stages) == 2 and "gradient norm" in first
     for norm, *own in zip(whole, *stages, strict=True):
         assert sum(each**2 for each in own) == pytest.approx(norm**2) and min(own) > 0
-
-
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_monitor_that_is_not_installed_is_told_on_every_rank() -> None:
-    for said in run_ranks(jobs.observe_without_wandb, 2):
-        assert said.endswith(
-            'needs wandb, which is not installed; pip install wandb, or set its "enabled" to false'
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,18 +100,6 @@ def test_the_replica_is_named() -> None:
     faults = [{"rank": 1, "at": "instruction:0B"}]
     for said, _ in run_kept_ranks(repeat_and_corrupt, 2, {"stages": 1, "data_parallel": 2}, faults):
         assert "rank 1 (stage" in said and "rank 0 (stage" not in said, said
-
-
-def test_spikes() -> None:
-    spikes = Spikes()
-    draw = random.Random(0)
-    noise = [draw.gauss(0, 1) for _ in range(200)]
-    assert not any(spikes.note(2 + each / 10) for each in noise)
-    above = spikes.note(4.0)
-    assert above is not None and 14 < above < 30
-    assert spikes.note(float("nan")) is None and spikes.note(0.0) is None, "below, or no number"
-    flat = Spikes()
-    assert not any(flat.note(1.0) for _ in range(LEAST)) and flat.note(1.01) is None and flat.note(1.2)
 
 
 def test_what_is_usual_is_the_last_numbers_that_are_finite_and_spikes_among_them() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from gpp_plugin.cli import main
 from gpp_plugin.engine.checkpoints.conversion import WholeState, read_checkpoint
 from tests.integrations import reshard_jobs as jobs
-from tests.integrations.engine_jobs import B, U, decay_groups
+from tests.integrations.engine_jobs import B, U
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
@@ -148,17 +147,3 @@ def test_one_process_goes_on_and_hands_back(
     assert_same_bits(read_checkpoint(directory / first), read_checkpoint(back / "again"))
     for answer in found:
         assert answer["losses"] == pytest.approx(answers[0][first], rel=2e-5) and answer["steps"] == 7
-
-
-def test_groups_are_those_of_one_process(resharded: Resharded, tmp_path: Path) -> None:
-    """T5's groups by decay, and its tied embedding under each of its names."""
-    directory, _ = resharded("t5")
-    assert main(["convert", str(directory / "four stages, ZeRO 1"), str(tmp_path / "t5.pt")]) == 0
-    told = torch.load(tmp_path / "t5.pt", weights_only=True)
-    model, _ = build("t5")
-    model.load_state_dict(told["module"])
-    optimizer = torch.optim.AdamW(decay_groups(model))
-    optimizer.load_state_dict(told["optimizer"])
-    assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 0.1]
-    assert all(math.isclose(float(s["step"]), 2) for s in optimizer.state.values())
-    assert len(optimizer.state) == len(list(model.parameters()))

@@ -5,20 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpp_plugin.engine.stage_engine import StageEngine
-from gpp_plugin.engine.stage_groups import StageGroups
-from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from tests.integrations import toy
 from tests.ranks import run_kept_ranks
 
@@ -198,41 +193,6 @@ def test_gradients_are_unscaled_and_clipped_to_the_right_length() -> None:
                 )
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {"zero_optimization": {"stage": 1}},
-    "small buckets": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 10}},
-    "aligned": {"zero_optimization": {"stage": 1, "parameter_alignment": True}},
-    "round robin": {"zero_optimization": {"stage": 1, "round_robin_gradients": True}},
-    "offloaded": {
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-        "zero_force_ds_cpu_optimizer": False,
-    },
-}
-
-
-def train_variants() -> dict[str, dict[str, Tensor]]:
-    rank = dist.get_rank()
-    states = {}
-    for name, more in VARIANTS.items():
-        config = make_config(0, "bf16", **more)
-        config["optimizer"]["params"]["torch_adam"] = True
-        engine = toy.make_engine(rank, config, frozen_middle=True)
-        for step in range(3):
-            toy.feed(engine, step, MICRO_BATCHES)
-            engine.step()
-        states[name] = engine.parameter_state()
-        assert all(p.dtype == torch.bfloat16 for p in engine.module.parameters())
-    return states
-
-
-def test_how_zero_lays_out_and_sends_changes_no_bit() -> None:
-    for states in run_kept_ranks(train_variants, toy.NUM_RANKS):
-        assert states["plain"]
-        for variant in VARIANTS:
-            for name, value in states["plain"].items():
-                assert torch.equal(value, states[variant][name]), (variant, name)
-
-
 def train_with_reduce_scatter(zero_stage: int) -> list[dict[str, Tensor]]:
     """Train with gloo's all-reduce, and with the reduce-scatter that NCCL uses."""
     states = []
@@ -250,43 +210,6 @@ def train_with_reduce_scatter(zero_stage: int) -> list[dict[str, Tensor]]:
 def test_both_ways_to_reduce_to_partitions_are_the_same(zero_stage: int) -> None:
     for gloo, nccl in run_kept_ranks(train_with_reduce_scatter, toy.NUM_RANKS, zero_stage):
         assert all(torch.equal(value, nccl[name]) for name, value in gloo.items())
-
-
-def hold_gradients(zero_stages: tuple[int, ...], precision: str) -> dict[int, dict[str, int]]:
-    """Return the bytes of gradients held between micro-batches, as a backward ends, and before the step."""
-    report = {}
-    for zero_stage in zero_stages:
-        engine = toy.make_engine(dist.get_rank(), make_config(zero_stage, precision))
-        held = {"between": 0, "backward": 0}
-        for micro_batch in range(MICRO_BATCHES):
-            held["between"] = max(held["between"], engine.gradients.held_bytes())
-            for name, parameter in engine.module.named_parameters():
-                if parameter.requires_grad:
-                    value = toy.gradient(name, 0, engine.rank, micro_batch).to(parameter.dtype)
-                    toy.add_gradient(parameter, value)
-            held["backward"] = max(held["backward"], engine.gradients.held_bytes())
-            engine.accumulate()
-            if zero_stage == 2:
-                engine.reduce_data()
-        engine.reduce_data()
-        held["step"] = engine.gradients.held_bytes()
-        report[zero_stage] = held
-    return report
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16+fp32"])
-def test_zero_2_holds_partitions_between_micro_batches(precision: str) -> None:
-    """As the table in `partitioned_gradients` says; the front has 66 elements on two ranks, padded to 68."""
-    elements = sum(math.prod(toy.SHAPES[n]) for n in toy.STAGE_NAMES[0] if "frozen" not in n)
-    grad = torch.finfo(DTYPES[precision.partition("+")[0]]).bits // 8
-    total = 4 if "+" in precision else grad
-    whole = elements * total
-    part = (elements + elements % 4) // 2 * total
-    for held in run_kept_ranks(hold_gradients, toy.NUM_RANKS, (0, 1, 2), precision)[:2]:
-        beside = elements * grad if total != grad else 0
-        assert held[0] == {"between": whole, "backward": whole + beside, "step": whole}
-        assert held[1] == {"between": whole, "backward": whole + beside, "step": whole}
-        assert held[2] == {"between": part, "backward": part + elements * grad, "step": part}
 
 
 # ---- overflow --------------------------------------------------------------------------------------------
@@ -433,130 +356,6 @@ def test_groups_and_schedules_are_those_of_the_whole_model(source: str) -> None:
 # ---- a real model ----------------------------------------------------------------------------------------
 
 
-class Perceptron(nn.Module):
-    """A tied perceptron; its first half is one stage, its second another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.embed = nn.Linear(6, 16, bias=False)
-        self.hidden = nn.Linear(16, 16)
-        self.norm = nn.LayerNorm(16)
-        self.temperature = nn.Parameter(torch.tensor(1.5))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = torch.tanh(self.hidden(self.embed(x)))
-        return ((self.norm(hidden) @ self.embed.weight * self.temperature - y) ** 2).mean(-1)
-
-
-SPLIT = (
-    ("embed.weight", "hidden.weight", "hidden.bias"),
-    ("embed.weight", "norm.weight", "norm.bias", "temperature"),
-)
-TIED_PLAN = PipelinePlan(
-    model="perceptron",
-    graph="0" * 16,
-    planner="by hand",
-    mini_batch=12,
-    loss_unit=1,
-    stages=(
-        Stage(name="front", blocks=("front",), ranks=(0, 1, 2), micro_batch_size=6, in_flight=2),
-        Stage(name="loss", blocks=("back",), ranks=(3,), micro_batch_size=3, in_flight=1),
-    ),
-    edges=(StageEdge(src=0, dst=1),),
-)
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.randn(12, 6, generator=generator), torch.randn(12, 6, generator=generator)
-
-
-def train_perceptron(config: dict[str, Any]) -> dict[str, Any]:
-    """Each rank backpropagates the whole model on its stage's samples and keeps its stage's part.
-
-    A tied weight's gradient has two parts; the part of each stage comes from detaching the other use.
-    """
-    rank = dist.get_rank()
-    from gpp_plugin.engine.stage_groups import TiedParameter
-
-    plan = TIED_PLAN
-    index = plan.stage_of_rank(rank)
-    tie = TiedParameter(name="embed.weight", stages=(0, 1), owner=1)
-    whole = Perceptron()
-    stage_module = nn.Module()
-    for name, parameter in whole.named_parameters():
-        if name in SPLIT[index]:
-            owner = stage_module
-            *path, leaf = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    owner.add_module(part, nn.Module())
-                owner = getattr(owner, part)
-            owner.register_parameter(leaf, nn.Parameter(parameter.detach().clone()))
-    groups = StageGroups.create(plan, (tie,), timeout_s=60)
-    engine = make_stage_engine(
-        module=stage_module, config=config, plan=plan, rank=rank, groups=groups, tied=(tie,)
-    )
-    local = dict(stage_module.named_parameters())
-    losses, gradients, norms = [], [], []
-    for step in range(5):
-        _share_weights(whole, local, rank)
-        x, y = batch(step)
-        with torch.no_grad():
-            losses.append(whole.loss(x, y).mean().item())
-        for micro_batch in range(plan.num_micro_batches(index)):
-            samples = plan.stages[index].samples(micro_batch, rank)
-            rows = slice(samples.first_sample, samples.first_sample + samples.num_samples)
-            _backward_part(whole, index, x[rows], y[rows], engine.loss_scale / plan.mini_batch)
-            for name, parameter in whole.named_parameters():
-                if name in local and parameter.grad is not None:
-                    toy.add_gradient(local[name], parameter.grad)
-            engine.accumulate()
-        engine.reduce_data()
-        engine.reduce_tied()
-        gradients.append(engine.full_gradients())
-        norms.append(engine.step().grad_norm)
-    return {"losses": losses, "gradients": gradients, "norms": norms}
-
-
-def _share_weights(whole: Perceptron, local: dict[str, nn.Parameter], rank: int) -> None:
-    with torch.no_grad():
-        for name, parameter in whole.named_parameters():
-            if name in local:
-                parameter.copy_(local[name])
-            dist.broadcast(parameter, src=0 if name in SPLIT[0] else 3)
-
-
-def _backward_part(whole: Perceptron, index: int, x: Tensor, y: Tensor, weight: float) -> None:
-    whole.zero_grad()
-    first = whole.embed.weight if index == 0 else whole.embed.weight.detach()
-    last = whole.embed.weight if index == 1 else whole.embed.weight.detach()
-    hidden = torch.tanh(whole.hidden(x @ first.T))
-    loss = ((whole.norm(hidden) @ last * whole.temperature - y) ** 2).mean(-1)
-    (loss.sum() * weight).backward()
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_five_steps_of_a_tied_model_on_degrees_three_and_one(zero_stage: int) -> None:
-    config = make_config(zero_stage, train_batch_size=12, gradient_clipping=0.3)
-    found = run_kept_ranks(train_perceptron, 4, config)
-    model = Perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
-    for step in range(5):
-        loss = model.loss(*batch(step)).mean()
-        loss.backward()
-        expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-        for rank in range(4):
-            assert found[rank]["losses"][step] == pytest.approx(loss.item(), rel=1e-5)
-            assert found[rank]["norms"][step] == pytest.approx(norm.item(), rel=2e-6)
-            for name, gradient in found[rank]["gradients"][step].items():
-                assert (gradient - expected[name]).norm() <= 2e-6 * expected[name].norm(), (step, rank, name)
-
-
 # ---- the edges -------------------------------------------------------------------------------------------
 
 
@@ -639,45 +438,6 @@ def test_fp16_is_refused_where_deepspeed_refuses_it() -> None:
     assert set(run_kept_ranks(construct_fp16, toy.NUM_RANKS)) == {
         "fp16.enabled: this device (cpu) computes no fp16; use bf16"
     }
-
-
-def construct_untested() -> str:
-    rank = dist.get_rank()
-    config = make_config(1)
-    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
-    with pytest.raises(ConfigError) as caught:
-        toy.make_engine(rank, config)
-    return str(caught.value)
-
-
-def test_deepspeeds_refusals_are_config_errors_on_every_rank() -> None:
-    for text in run_kept_ranks(construct_untested, toy.NUM_RANKS):
-        assert "zero_allow_untested_optimizer" in text
-
-
-def train_with_everything_on(directory: str) -> list[StepResult]:
-    rank = dist.get_rank()
-    config = make_config(
-        1,
-        wall_clock_breakdown=True,
-        memory_breakdown=False,
-        steps_per_print=1,
-        comms_logger={"enabled": True, "verbose": False, "prof_all": True, "debug": False},
-        flops_profiler={"enabled": True, "profile_step": 1, "output_file": f"{directory}/flops"},
-        csv_monitor={"enabled": True, "output_path": directory, "job_name": "job"},
-    )
-    engine = toy.make_engine(rank, config)
-    steps = []
-    for step in range(3):
-        toy.feed(engine, step, 1)
-        steps.append(engine.step())
-    return steps
-
-
-def test_timers_profilers_and_monitors_neither_crash_nor_write(tmp_path: Path) -> None:
-    found = run_kept_ranks(train_with_everything_on, toy.NUM_RANKS, str(tmp_path))
-    assert all(len(steps) == 3 and not any(s.overflow for s in steps) for steps in found)
-    assert list(tmp_path.iterdir()) == []
 
 
 def write_from_outside() -> dict[str, Tensor]:

@@ -45,15 +45,6 @@ def test_losses_equal_single_process(num_ranks: int) -> None:
         assert mine[0]["losses"] == pytest.approx(reference.losses, rel=1e-5)
 
 
-ODD = {
-    "a tensor read by two stages, one a skip": by_hand("diamond", "stem", "up"),
-    "views, int64, bool, no-gradient and mixed dtypes": by_hand("odd_edges", "stem", "middle"),
-    "a stage without parameters": by_hand("no_parameters", "left+right", "interaction"),
-    "an edge without a batch axis": by_hand("shared_bias", "bias", "first"),
-    "a frozen stage": by_hand("frozen", "tower", "adapter"),
-}
-
-
 def test_graphs_that_are_no_chains() -> None:
     answers = run_kept_ranks(stock_jobs.train, 3, list(ODD.values()), timeout_s=240)[0]
     for (name, one), answer in zip(ODD.items(), answers, strict=True):
@@ -62,12 +53,13 @@ def test_graphs_that_are_no_chains() -> None:
         assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5), name
 
 
-def test_mixed_precision() -> None:
-    one = job("t5", zero=1, config={"bf16": {"enabled": True}})
-    answer = run_kept_ranks(stock_jobs.train, 2, [one])[0][0]
-    model, make_batch = jobs.build_model(one)
-    reference = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"])
-    assert answer["losses"] == pytest.approx(reference.losses, rel=2e-2)
+ODD = {
+    "a tensor read by two stages, one a skip": by_hand("diamond", "stem", "up"),
+    "views, int64, bool, no-gradient and mixed dtypes": by_hand("odd_edges", "stem", "middle"),
+    "a stage without parameters": by_hand("no_parameters", "left+right", "interaction"),
+    "an edge without a batch axis": by_hand("shared_bias", "bias", "first"),
+    "a frozen stage": by_hand("frozen", "tower", "adapter"),
+}
 
 
 def test_lengths_schedule_clipping_evaluation_timeline_and_export(tmp_path: Path) -> None:
@@ -83,11 +75,6 @@ def test_lengths_schedule_clipping_evaluation_timeline_and_export(tmp_path: Path
     )
     assert first["losses"] == pytest.approx(graph[0]["losses"], rel=1e-5)
     assert first["reloaded"] == pytest.approx(first["evaluated"], rel=1e-5)
-
-
-def test_the_same_script_sees_the_same_batches_whatever_the_planner() -> None:
-    stock, graph = run_kept_ranks(stock_jobs.train_from_dataset, 2)[0]
-    assert stock == pytest.approx(graph, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -48,17 +48,6 @@ def test_evaluations_equal_one_process(answers: list[dict[str, Any]]) -> None:
         assert answer["evaluated"] == pytest.approx(answer["wanted_evaluated"], rel=2e-6)
 
 
-def test_what_has_no_token_mean_is_refused_in_one_line() -> None:
-    (said,) = run_kept_ranks(jobs.refuse_token_means, 1)
-    assert not any("\n" in line for line in said.values())
-    assert "that of TwoBranch does not" in said["no way"]
-    assert "without dividing its loss by it" in said["not divided"]
-    assert "which a batch of ['attention_mask', 'input_ids'] lacks" in said["no labels"]
-    assert "are -100" in said["no targets"]
-    assert "takes the mean of losses" in said["stock"]
-    assert "each micro-batch is a step" in said["async"]
-
-
 @pytest.mark.parametrize(
     ("loss_type", "is_encoder_decoder", "expected"),
     [("ForCausalLM", False, 2 + 3 + 1), ("ForCausalLM", True, 3 + 3 + 2), ("ForMaskedLM", False, 3 + 3 + 2)],

@@ -43,17 +43,6 @@ def test_losses_are_those_of_trainer_in_one_process(name: str, tmp_path: Path) -
             check_alike(losses, jobs.logged(plain))
 
 
-def test_batches_padded_to_their_longest_are_units(tmp_path: Path) -> None:
-    total = jobs.UNIT * jobs.ACCUMULATION * 2
-    configs = [jobs.config_of(0, stages=2)]
-    found = run_kept_ranks(jobs.train_on_ranks, 2, "gpt2", str(tmp_path), configs, COUNT, jobs.Longest())
-    plain = jobs.train_plain("gpt2", str(tmp_path), total=total, count=COUNT, collator=jobs.Longest())
-    for (losses,) in found:
-        *trained, evaluated = losses
-        check_alike(trained, jobs.logged(plain))
-        assert evaluated[0] == pytest.approx(plain.evaluated[0][0], abs=1e-6)
-
-
 def test_arguments_that_know_one_rank_of_several_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """TrainingArguments without use_cpu where there is no GPU."""
     monkeypatch.setattr(trainer_config.dist, "is_initialized", lambda: True)

@@ -66,19 +66,6 @@ def stack(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
     return batch
 
 
-class Longest:
-    """Pads to the longest of a batch, and does not say so, as collators of language models."""
-
-    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
-        lengths = [5 + int(row["input_ids"][0]) % 4 for row in rows]
-        width = max(lengths)
-        batch = {key: torch.stack([row[key][:width] for row in rows]) for key in rows[0]}
-        for at, length in enumerate(lengths):
-            batch["attention_mask"][at, length:] = 0
-            batch["labels"][at, length:] = -100
-        return batch
-
-
 def model_of(name: str, dropout: float = 0.0) -> nn.Module:
     if name != "lora":
         return build(name, dropout=dropout)[0]

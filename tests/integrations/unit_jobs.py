@@ -159,29 +159,6 @@ def with_weights(plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *,
     return model.eval()
 
 
-def refuse_token_means() -> dict[str, str]:
-    """Each way to have no token mean, and what is said."""
-    from gpp_plugin.errors import GppError
-
-    said: dict[str, str] = {}
-    for case, name, change, block in (
-        ("no way", "two_branch", {}, {}),
-        ("not divided", "t5", {}, {}),
-        ("no labels", "gpt2", {"labels": None}, {}),
-        ("no targets", "gpt2", {"labels": torch.full((8, 8), UNLABELLED)}, {}),
-        ("stock", "gpt2", {}, {"planner": "stock_1f1b"}),
-        ("async", "gpt2", {}, {"mode": "async"}),
-    ):
-        model, make_batch = build(name)
-        sample = {k: v for k, v in {**make_batch(8, 0), **change}.items() if v is not None}
-        try:
-            make_engine(model, sample, config_of(block={"loss_mean": "tokens", **block}))
-            said[case] = "nothing"
-        except GppError as error:
-            said[case] = str(error)
-    return said
-
-
 # ---- units --------------------------------------------------------------------------------------------------
 
 
@@ -203,47 +180,6 @@ def unlike_units(name: str, count: int, seed: int) -> list[dict[str, Any]]:
         }
         units.append({**unit, **{key: value.contiguous() for key, value in rows.items()}})
     return units
-
-
-def train_units(
-    name: str, zero: int, block: dict[str, Any], loss_mean: str = "units", count: int = 4
-) -> dict[str, Any]:
-    """Train three steps on units of their own shapes, and evaluate; compare with one process."""
-    torch.manual_seed(0)
-    model, make_batch = build(name)
-    plain = copy.deepcopy(model)
-    config = config_of(
-        block={"units": count, "loss_mean": loss_mean, **block},
-        zero_optimization={"stage": zero},
-        train_batch_size="auto",
-    )
-    steps = [unlike_units(name, count, seed) for seed in range(3)]
-    engine = make_engine(model, make_batch(4, 9), config)
-    engine.retain_gradients()
-    stream = iter([unit for units in (*steps, steps[0], steps[1]) for unit in units])
-    losses = [float(engine.train_batch(stream))]
-    gradients = dict(engine.gradients)
-    losses += [float(engine.train_batch(stream)) for _ in steps[1:]]
-    evaluated = float(engine.eval_batch(stream))
-    _, logits = engine.eval_batch(stream, return_logits=True)
-    reference, first = one_process(plain, steps, loss_mean=loss_mean)
-    trained = with_weights(plain, steps, loss_mean=loss_mean)
-    with torch.no_grad():
-        wanted = sum(float(part) for part in losses_of(trained, steps[0], loss_mean))
-        last = [trained(**unit).logits for unit in steps[1]]
-    return {
-        "losses": losses,
-        "wanted": reference,
-        "errors": gradient_errors(gradients, first),
-        "evaluated": evaluated,
-        "wanted_evaluated": wanted,
-        "logits": [float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)],
-        "degrees": [stage.degree for stage in engine.plan.stages],
-        "schedules": [stage.schedule for stage in engine.plan.stages],
-        "recomputed": [bool(stage.memory and stage.memory.recomputed) for stage in engine.plan.stages],
-        "left": len(list(stream)),
-        "orders": [engine._feed.take(iter(units)).given for units in steps],
-    }
 
 
 def train_counts(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -300,118 +236,6 @@ class Lines:
         return {"input_ids": ids, "labels": ids.clone()}  # no mask: a stage in the middle reads nothing
 
 
-def train_packed(block: dict[str, Any], workers: int, loss_mean: str) -> dict[str, Any]:
-    """Train on units that `pack` made, loaded by the engine; compare with one process."""
-    import deepspeed
-
-    from gpp_plugin.data import pack
-
-    torch.manual_seed(0)
-    model, _ = build("gpt2", layers=1)
-    plain = copy.deepcopy(model)
-    data = Lines(37)
-
-    def packing() -> Any:
-        return pack(data, cost="input_ids", budget=20, units=4, seed=1)
-
-    config = config_of(block={"loader_workers": workers, "loss_mean": loss_mean, **block})
-    del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
-    engine = deepspeed.initialize(
-        model=model, config=config, training_data=packing(), collate_fn=collate_padded
-    )[0]
-    engine.retain_gradients()
-    count = len(packing()) // 4 + 1  # into the second epoch
-    losses = [float(engine.train_batch())]
-    gradients = dict(engine.gradients)
-    losses += [float(engine.train_batch()) for _ in range(count - 1)]
-    units = [unit for epoch in range(2) for unit in packing().epoch_units(epoch)]
-    collated = [collate_padded([data[i] for i in unit]) for unit in units[: 4 * count]]
-    steps = [collated[i : i + 4] for i in range(0, 4 * count, 4)]
-    reference, first = one_process(plain, steps, loss_mean=loss_mean)
-    return {
-        "losses": losses,
-        "wanted": reference,
-        "errors": gradient_errors(gradients, first),
-        "reads": engine._feed.reads_inputs,
-        "shapes": len({tuple(unit["input_ids"].shape) for unit in collated}),
-    }
-
-
-def resume_units(directory: str, block: dict[str, Any]) -> dict[str, Any]:
-    """Save after one step of three on the engine's own units, and go on in another engine."""
-    import deepspeed
-
-    from gpp_plugin.data import pack
-
-    model, _ = build("gpt2")
-    start = copy.deepcopy(model.state_dict())
-    data = Lines(37)
-
-    def make(block: dict[str, Any]) -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        again, _ = build("gpt2")
-        again.load_state_dict(start)
-        packing = pack(data, cost="input_ids", budget=20, units=4, seed=1)
-        config = config_of(block={"loss_mean": "tokens", **block}, zero_optimization={"stage": 1})
-        del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
-        engine = deepspeed.initialize(
-            model=again, config=config, training_data=packing, collate_fn=collate_padded
-        )[0]
-        return engine, packing
-
-    first, packing = make(block)
-    losses = [float(first.train_batch())]
-    first.save_checkpoint(directory, client_state={"data": packing.state_dict(mini_batches=1)})
-    losses += [float(first.train_batch()) for _ in range(2)]
-    second, packing = make({"plan": f"{directory}/global_step1/plan.json"})
-    _, client = second.load_checkpoint(directory)
-    packing.load_state_dict(client["data"])
-    return {"losses": losses, "resumed": [float(second.train_batch()) for _ in range(2)]}
-
-
-def refuse_units() -> dict[str, str]:
-    """Each mistake and what it says, on every rank alike."""
-    from torch.utils.data import DataLoader
-
-    from gpp_plugin.data import pack
-    from gpp_plugin.errors import GppError
-
-    said: dict[str, str] = {}
-
-    def attempt(case: str, action: Any) -> None:
-        try:
-            action()
-            said[case] = "nothing"
-        except GppError as error:
-            said[case] = str(error)
-
-    model, make_batch = build("gpt2")
-    for case, block, changes in (
-        ("sizes", {"micro_batch_sizes": 2}, {}),
-        ("slicing", {"slicing": "on"}, {}),
-        ("async", {"mode": "async"}, {}),
-        ("transport", {"p2p": "megatron"}, {}),
-        ("stock", {"planner": "stock_1f1b"}, {}),
-        ("batch size", {}, {"train_batch_size": 7}),
-        ("no size", {}, {"train_micro_batch_size_per_gpu": None}),
-    ):
-        config = config_of(block={"units": 4, **block}, **{"train_batch_size": None, **changes})
-        attempt(case, lambda config=config: make_engine(build("gpt2")[0], make_batch(2, 0), config))
-    config = config_of(block={"units": 4}, train_batch_size=None)
-    engine = make_engine(model, make_batch(2, 0), config)
-    units = unlike_units("gpt2", 4, 0)
-    without = [{k: v for k, v in unit.items() if k != "labels"} for unit in units]
-    three = make_batch(3, 0)
-    packing = pack(Lines(8), cost="input_ids", budget=20, units=2)
-    loader = DataLoader(packing.dataset, batch_sampler=packing, collate_fn=collate_padded)
-    attempt("early", lambda: engine.train_batch(iter(units[:3])))
-    attempt("keys", lambda: engine.train_batch(iter([*units[:3], without[3]])))
-    attempt("rows", lambda: engine.train_batch(iter([*units[:3], {**three, "labels": three["labels"][:2]}])))
-    attempt("packing", lambda: engine.set_dataloader(loader))
-    attempt("trains", lambda: engine.train_batch(iter(units)))
-    return said
-
-
 class Branching(nn.Module):
     """Its structure depends on the length of its input."""
 
@@ -424,23 +248,6 @@ class Branching(nn.Module):
         if x.shape[1] == 7:
             hidden = torch.tanh(hidden)
         return {"loss": self.second(hidden).square().mean()}
-
-
-def refuse_a_shape() -> dict[str, Any]:
-    """Give one of two data-parallel ranks a unit that it has no code for, and go on."""
-    from gpp_plugin.errors import CaptureError
-
-    torch.manual_seed(0)
-    config = config_of(block={"units": 2, "data_parallel": 2}, train_batch_size=None)
-    engine = make_engine(Branching(), {"x": torch.randn(2, 4, 8)}, config)
-    said = []
-    for _ in range(2):  # the second time nothing is new about the shape
-        try:
-            engine.train_batch(iter([{"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 7, 8)}]))
-        except CaptureError as error:
-            said.append(str(error))
-    loss = float(engine.train_batch(iter([{"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 6, 8)}])))
-    return {"said": said, "loss": loss}
 
 
 # ---- samples in one row -------------------------------------------------------------------------------------
@@ -510,30 +317,3 @@ def _alone(item: dict[str, Tensor]) -> dict[str, Tensor]:
     batch = {key: value[None].clone() for key, value in item.items()}
     batch["labels"][:, 0] = UNLABELLED
     return batch
-
-
-class Forgetful(nn.Module):
-    """Takes positions and makes nothing of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = causal_model("gpt2")
-
-    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
-        mask = torch.ones_like(position_ids)
-        return {"loss": self.model(input_ids=input_ids, labels=labels, attention_mask=mask).loss}
-
-
-def refuse_flattened() -> str:
-    """Give rows of several samples to a model that mixes them, and return what is said."""
-    from gpp_plugin.data import flatten
-    from gpp_plugin.errors import CaptureError
-
-    torch.manual_seed(0)
-    block = {"units": 2, "verify": True}
-    config = config_of(block=block, train_batch_size=None, train_micro_batch_size_per_gpu=1)
-    try:
-        make_engine(Forgetful(), flatten([Lines(2)[i] for i in range(2)]), config)
-    except CaptureError as error:
-        return str(error)
-    return "nothing"

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
 from gpp_benchmarks.zoo._entries import IMAGE, IMAGE_END, IMAGE_START, build_model
 from gpp_benchmarks.zoo._vision_language import MODELS
-from gpp_plugin.runtime.kept_lanes import KeptAhead
-from tests.integrations.engine_jobs import config_of, make_engine
+from tests.integrations.engine_jobs import make_engine
 from tests.reading_models import OneByOne, Reader, reader_batch
 from tests.runtime.jobs import make_config, use_device
 
@@ -35,57 +33,6 @@ def units_of_steps(name: str, num_units: int) -> list[list[dict[str, Any]]]:
         [reader_batch(sizes, seed=10 * step + unit, padded=padded) for unit in range(num_units)]
         for step, (sizes, padded) in enumerate(STEPS)
     ]
-
-
-class Pairs(Dataset[dict[str, Any]]):
-    """Samples whose images a collator puts into one list."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return reader_batch(
-            [[2, 1]] if index % 3 else [[1, 1, 1], [3], [1]][index // 3 % 3 :][:1], seed=index
-        )
-
-
-def join(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate samples: tensors end to end, patches of all images in one list."""
-    return {key: torch.cat([item[key] for item in items]) for key in items[0]}
-
-
-def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train each job on this rank; return losses, this stage's first gradients, and evaluations."""
-    import deepspeed
-
-    import gpp_plugin
-
-    use_device("cpu")
-    answers = []
-    for job in jobs:
-        model, steps = build(job["model"]), units_of_steps(job["model"], job["mini_batch"] // job["unit"])
-        wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=steps[0][0])
-        data = {"training_data": Pairs(), "collate_fn": join} if job.get("loads") else {}
-        engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job), **data)
-        engine.retain_gradients()
-        losses: list[float] = []
-        gradients: dict[str, torch.Tensor] = {}
-        for units in steps:
-            given = () if job.get("loads") else (iter(units),)
-            losses.append(float(engine.train_batch(*given)))
-            gradients = gradients or {name: g.clone() for name, g in engine.gradients.items()}
-        evaluated = [float(engine.eval_batch(iter([unit]))) for unit in steps[1]]
-        answers.append(
-            {
-                "losses": losses,
-                "gradients": gradients,
-                "evaluated": evaluated,
-                "stages": len(engine.plan.stages),
-                "means": engine._reference.analysis.means,
-            }
-        )
-        engine.destroy()
-    return answers
 
 
 def refused() -> list[str]:
@@ -231,55 +178,3 @@ def mixed_family_units(name: str, kinds: str, seed: int) -> list[dict[str, Any]]
             unit["labels"][0, -2:] = -100
         units.append(unit)
     return units
-
-
-def train_family(name: str, block: dict[str, Any], loss_mean: str) -> dict[str, Any]:
-    """Train two steps of unlike units, and evaluate."""
-    use_device("cpu")
-    sample = family_units(name, 0)[0]
-    config = config_of(
-        block={"units": 3, "loss_mean": loss_mean, "verify": False, **block}, train_batch_size="auto"
-    )
-    engine = make_engine(family(name), sample, config)
-    engine.retain_gradients()
-    steps = [family_units(name, seed) for seed in (0, 1)]
-    losses: list[float] = []
-    gradients: dict[str, torch.Tensor] = {}
-    for units in steps:
-        losses.append(float(engine.train_batch(iter(units))))
-        gradients = gradients or {key: value.clone() for key, value in engine.gradients.items()}
-    evaluated, logits = engine.eval_batch(iter(steps[1]), return_logits=True)
-    answer = {
-        "losses": losses,
-        "gradients": gradients,
-        "evaluated": float(evaluated),
-        "logits": logits,
-        "stages": [stage.degree for stage in engine.plan.stages],
-    }
-    engine.destroy()
-    return answer
-
-
-def train_frozen(look_ahead: int) -> dict[str, Any]:
-    """Train behind a frozen tower, which runs the units of the next mini-batch or does not."""
-    use_device("cpu")
-    model = family("llava_next")
-    model.model.vision_tower.requires_grad_(requires_grad=False)
-    stages = [
-        {"name": "vision", "modules": ["model.vision_tower"], "devices": 1},
-        {"name": "language", "modules": ["*"], "devices": 1},
-    ]
-    block = {"units": 3, "plan": {"stages": stages}, "look_ahead": look_ahead, "verify": False}
-    config = config_of(block=block, train_batch_size="auto")
-    engine = make_engine(model, family_units("llava_next", 0)[0], config)
-    engine.retain_gradients()
-    steps = [family_units("llava_next", seed) for seed in (0, 1, 2, 0, 1)]
-    steps[1][0] = family_unit("llava_next", [[]], length=6, seed=3)  # text only: such a mini-batch runs whole
-    stream = iter([unit for units in steps for unit in units])
-    losses, gradients, looked = [], [], []
-    for _ in steps:
-        losses.append(float(engine.train_batch(stream)))
-        gradients.append({key: value.clone() for key, value in engine.gradients.items()})
-        looked.append(isinstance(engine._lane, KeptAhead) and engine._lane.is_ahead)
-    engine.destroy()
-    return {"losses": losses, "gradients": gradients, "looked": looked}

@@ -1,4 +1,4 @@
-"""The papers' models train, and have the parameters and block names of their analytic graphs."""
+"""The papers' models have the parameters and block names of their analytic graphs."""
 
 import pytest
 import torch
@@ -14,23 +14,6 @@ SMALL = {
         "dense": 2, "sparse": 2, "layers": 2, "hidden": 16, "top_layers": 2, "entries": 50, "embedding": 4, "bag": 3,
     },
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_loss_falls(name):
-    torch.manual_seed(0)
-    model = MODULES[name](**SMALL[name])
-    batch = make_batch(model, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for _ in range(5):
-        loss = model(**batch)["loss"]
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
-    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", MODULES)

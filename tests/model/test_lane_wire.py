@@ -1,4 +1,4 @@
-"""Messages between the ranks of a lane: to their readers alone, with who failed, and an end of all waits."""
+"""Messages between the ranks of a lane: whom is waited for, and for how long."""
 
 from __future__ import annotations
 
@@ -23,64 +23,6 @@ def make_wire() -> Any:
         device=torch.device("cpu"),
         timeout_s=LIMIT_S,
     )
-
-
-def tell() -> dict[str, Any]:
-    """Position 0 tells all more than it waits for, position 1 hands over to 2, and says that it failed."""
-    wire = make_wire()
-    shape = torch.empty(3, device="meta")
-    is_first = wire.position == 0
-    told = [
-        wire.tell(
-            torch.full((3,), float(n)) if is_first else shape, source=0, readers=(1, 2), has_failed=False
-        )
-        for n in range(100)
-    ]
-    own = torch.ones(3) if wire.position == 1 else shape
-    handed = wire.tell(own, source=1, readers=(2,), has_failed=False)
-    failed = wire.tell(own, source=1, readers=(2,), has_failed=True)
-    wire.finish()
-    return {
-        "told": [float(each[0]) for each in told],
-        "handed": None if handed.is_meta else handed.tolist(),
-        "has_failed": failed is None,
-        "messages": wire.messages,
-        "sent": wire.sent_bytes,
-    }
-
-
-def test_a_tensor_comes_to_its_readers_and_nobody_else_waits() -> None:
-    answers = sorted(run_kept_ranks(tell, 3), key=lambda answer: answer["sent"])
-    assert all(answer["told"] == [float(n) for n in range(100)] for answer in answers)
-    assert all(answer["messages"] == 102 for answer in answers), "all ranks count alike"
-    assert [answer["sent"] for answer in answers] == [0, 2 * 12, 200 * 12]
-    assert [answer["handed"] for answer in answers] == [[1.0] * 3, [1.0] * 3, None]
-    assert [answer["has_failed"] for answer in answers] == [True, True, False]
-
-
-def hang_up() -> tuple[float, str]:
-    """One rank gives up while the others wait for it, and one has sent it something."""
-    from gpp_plugin.errors import CommTimeout
-
-    wire = make_wire()
-    if wire.position == 1:
-        wire.tell(torch.ones(64), source=1, readers=(0,), has_failed=False)
-    dist.barrier()
-    start, said = time.monotonic(), ""
-    if wire.position == 0:
-        wire.hang_up()
-    else:
-        try:
-            wire.tell(torch.empty(3, device="meta"), source=0, readers=(1, 2), has_failed=False)
-        except CommTimeout as error:
-            said = str(error)
-    return time.monotonic() - start, said
-
-
-def test_a_rank_that_gives_up_ends_the_waits_of_the_others() -> None:
-    for seconds, said in run_kept_ranks(hang_up, 3):
-        assert seconds < LIMIT_S / 2
-        assert not said or "the next tensor of a generation" in said
 
 
 def wait_past_the_limit(is_at_work: bool) -> tuple[float, str]:

@@ -113,8 +113,3 @@ def test_unlike_devices_train_in_a_type_that_all_have():
     cluster = read_cluster(changed(devices=entries, links=[{"name": "all", "gb_per_s": 10}]))
     assert {d.dtype for d in cluster.devices} == {"fp32"}
     assert cluster.is_mixed
-
-
-def test_unknown_names_get_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean 'summit'"):
-        read_cluster("sumit")

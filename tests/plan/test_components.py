@@ -26,11 +26,6 @@ def test_known_trees(graph, tree):
     assert tree_of(graph) == tree
 
 
-def test_an_n_is_completed_and_keeps_every_block():
-    tree = decompose(nx.DiGraph([(0, 2), (0, 3), (1, 3)]))
-    assert str(tree) == "S(P(0 1) P(2 3))"
-
-
 def test_every_tree_orders_what_the_graph_orders():
     """On random graphs: blocks of a later series child never precede those of an earlier one."""
     import random

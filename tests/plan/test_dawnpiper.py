@@ -14,7 +14,7 @@ from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.plan.memory.dawnpiper import BinaryPartition, partition_chain
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
-from tests.plan.graphs import chain, make_cluster, make_request
+from tests.plan.graphs import make_cluster, make_request
 from tests.plan.operator_chains import best_partition, factory, operator_chain, random_chain
 
 HUGE = 1 << 60
@@ -141,30 +141,6 @@ def test_what_fits_nowhere_is_told_the_bytes_and_the_nearest_that_fits():
         PlanInfeasible, match=r"stage 0 \d+ of 15000 \(\d+ too many\).*it fits on 7 ranks in 7 stages"
     ):
         make_plan("dawnpiper", request)
-
-
-def test_modes_are_sync_and_async():
-    with pytest.raises(PlanError, match="no mode"):
-        make_plan("uniform", tight_request(mode="lazy"))
-
-
-def test_blocks_of_layers_are_planned_too():
-    """Without saved tensors there is nothing to swap; cuts still balance."""
-    plan = make_plan("dawnpiper", make_request(chain(8), ranks=4))
-    assert [len(stage.blocks) for stage in plan.stages] == [2, 2, 2, 2]
-
-
-def test_a_thousand_operators_are_made_to_fit():
-    rng = random.Random(2)
-    graph, profile = operator_chain(
-        [rng.randint(1, 9) for _ in range(1000)], saved=[rng.choice([0, 100, 800]) for _ in range(1000)],
-        backward_ratio=2.0,
-    )  # fmt: skip
-    need = sum(c.saved_bytes_per_sample for c in profile.costs)
-    plan = partition_chain(
-        factory(graph, profile, [int(need / 3)] * 8, mode="async", memory_optimization=BOTH).at(1, 8)
-    )
-    assert plan.fits
 
 
 def test_a_saved_plan_is_refused_where_the_run_does_less():

@@ -47,12 +47,6 @@ def test_equal_branches_without_join_match_the_closed_form(num, length):
     assert (bottleneck(narrow), narrow.depth) == (300.0 * length, 1)
 
 
-@pytest.mark.parametrize(("blocks", "devices"), [(8, 2), (8, 4), (12, 6), (12, 12)])
-def test_a_chain_is_cut_evenly(blocks, devices):
-    plan = make_plan("graphpipe", make_request(chain(blocks), ranks=devices, **FREE))
-    assert (bottleneck(plan), plan.depth) == (300.0 * blocks / devices, devices)
-
-
 def two_branch():
     """GraphPipe, section 7.5: 4 x (attention, linear, linear) a branch and a light concatenation."""
     edges, names, times = [], [], {}
@@ -79,20 +73,6 @@ def test_case_study_of_the_paper():
     assert (linear.depth, chained.depth) == (5, 8)  # the stages' real dependencies are not a chain
     assert max(s.in_flight for s in chained.stages) == 8
     assert estimate_plan_us(chained, costs) > linear.iteration_us > plan.iteration_us * 0.999
-
-
-def test_a_join_of_its_own_would_cost_a_third_more():
-    """With the join forced into its own stage, 7 stages hold 24 blocks: 4 a stage (ALGORITHMS: 4.016)."""
-    graph, profile = two_branch()
-    plan = make_plan("graphpipe", make_request(graph, profile, ranks=7, **FREE))
-    assert bottleneck(plan) >= 3.018
-
-
-def test_grouping_branches_beats_first_and_rest():
-    """CANDLE-Uno's shape at 4 devices: 7 branches of 4; two whole branches a device is t = 8, not 12."""
-    plan = make_plan("graphpipe", make_request(branches(7, 4), ranks=4, **FREE))
-    assert bottleneck(plan) == 300.0 * 8
-    assert plan.depth == 2
 
 
 def test_clip_encoders_are_parallel_stages_that_meet_in_the_loss():

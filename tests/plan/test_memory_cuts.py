@@ -37,11 +37,6 @@ def test_memory_balance_of_equal_operators_is_algorithm_2s():
     assert [round(25 * unit * sum(1 / (4 - i) for i in range(x + 1))) for x in range(3)] == cuts
 
 
-def test_gpipes_schedule_balances_memory_as_evenly_as_compute():
-    o = optimizer_of(24, 4, schedule="gpipe")
-    assert memory_balanced_cuts(o.chain, o.shape, 0, 24, range(4)) == [6, 12, 18]
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_memory_balance_is_exact(mode):
     for seed in range(10):

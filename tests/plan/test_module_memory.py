@@ -52,10 +52,6 @@ def choose(asked: PlanRequest, limit: int, in_flight: int = 2) -> StageChoice:
     return StageFitter(asked, costs).choose((0,), degree=1, local=1.0, in_flight=in_flight, limit=limit)
 
 
-def test_what_fits_is_left_alone() -> None:
-    assert choose(request(host=1e9), 2000).memory is None
-
-
 def test_a_quick_link_takes_what_is_kept_longest_from_use_and_nothing_that_others_hold() -> None:
     """600 bytes too many, and two buffers of 400: of two micro-batches 700 each must leave."""
     choice = choose(request(host=1e12, ways=("swap",)), 1400)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.validate_plan import validate_plan
@@ -85,12 +85,6 @@ def test_what_does_not_fit_memory_is_refused_and_auto_stays_within():
     auto = schedule_plan(plan, request, schedule="auto")
     assert max(stage.memory_bytes for stage in auto.stages) <= 0.9 * GB
     assert max(stage.in_flight for stage in auto.stages) == 4
-
-
-def test_an_unknown_name_is_refused():
-    plan, request = planned(chain(8))
-    with pytest.raises(PlanError, match="no schedule '2f3b'; did you mean '2f2b'"):
-        schedule_plan(plan, request, schedule="2f3b")
 
 
 def test_a_plan_of_very_many_tasks_keeps_its_schedule_and_says_so(monkeypatch):

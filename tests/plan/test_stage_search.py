@@ -9,7 +9,7 @@ import pytest
 from gpp_benchmarks._oracle import random_request, random_series_parallel
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages, last_of
+from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages
 from gpp_plugin.plan.graphpipe.components import decompose
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series
@@ -57,11 +57,6 @@ def test_the_longest_stages_are_enough(seed: int) -> None:
         cost = np.where(fits, table.degrees[:, None, None], np.inf).min(axis=0)
         assert (stages.cost == cost).all()
         assert (stages.fewest_with(behind) == (cost + behind[:, :, None, :]).min(axis=3)).all()
-
-
-def test_the_last_column() -> None:
-    fits = np.array([[[True, False, True, False], [False] * 4]])
-    assert last_of(fits).tolist() == [[2, -1]]
 
 
 def make(seed: int) -> tuple[StageSearch, int]:

@@ -13,7 +13,6 @@ from gpp_benchmarks._tensor_oracle import grid_plan
 from gpp_benchmarks.plan_quality import check_tensor
 from gpp_plugin import api
 from gpp_plugin.commands import plan_command
-from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Device, Link
@@ -410,17 +409,6 @@ def test_ring_attention_hides_its_sends_in_long_texts_alone() -> None:
     us, unhidden = ring(2048, 4)
     assert unhidden > 0 and us == pytest.approx(ring(2048, 1)[0] / 4 + unhidden)
     assert expert_exchange_us(4096, 4096, 2, 1, link) == 0.0
-
-
-@pytest.mark.parametrize("asked", ["auto", 2, {"language_model": 4}])
-def test_the_key_of_the_configuration(asked: object) -> None:
-    config = read_config({"graph_pipeline": {"tensor_parallel": asked}})
-    assert config is not None and config.tensor_parallel == asked
-    default = read_config({"graph_pipeline": {}})
-    assert default is not None and default.tensor_parallel == 1
-    for wrong in (0, "two", {"language_model": 0}):
-        with pytest.raises(ConfigError, match="graph_pipeline.tensor_parallel"):
-            read_config({"graph_pipeline": {"tensor_parallel": wrong}})
 
 
 def test_the_api_and_the_command_ask_for_sizes() -> None:

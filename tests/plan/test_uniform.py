@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
-from gpp_plugin.extensions import PLANNERS
-from gpp_plugin.plan.linear_order import linear_order, split_by_layers, split_by_weight
+from gpp_plugin.plan.linear_order import split_by_layers, split_by_weight
 from gpp_plugin.plan.registry import make_plan
-from tests.plan.graphs import branches, chain, clip, make_cluster, make_profile, make_request
+from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 
 
 def test_layers_are_divided_evenly():
@@ -17,10 +16,6 @@ def test_layers_are_divided_evenly():
         ["embed", "h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp"],
         ["h.2.attn", "h.2.mlp", "h.3.attn", "h.3.mlp", "ln_f", "head"],
     ]
-
-
-def test_a_branch_is_finished_before_the_next_begins():
-    assert linear_order(branches(2, 2)) == ["b0.0", "b0.1", "b1.0", "b1.1", "join"]
 
 
 def test_split_by_weight_is_exact():
@@ -51,15 +46,7 @@ def test_what_it_may_hold_is_weighed_before_a_size_is_chosen():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"num_stages": 9, "ranks": 16}, PlanInfeasible, "9 stages are asked for and the model has 8 blocks"),
-        (
-            {"num_stages": 5, "mode": "async"},
-            PlanError,
-            "5 stages: mode async searches no ranks of several stages",
-        ),
-        ({"data_parallel": 3}, PlanInfeasible, "does not divide 4 ranks"),
         ({"loss_unit": 3}, PlanError, "does not divide the mini-batch of 16"),
-        ({"micro_batch_sizes": {"*": 3}}, PlanError, "is 3, which does not divide"),
         ({"micro_batch_sizes": {"layer": 2}}, PlanError, "no module 'layer'.*layers"),
         (
             {"ranks": 3, "num_stages": 1},
@@ -73,12 +60,6 @@ def test_impossible_requests_get_one_line(planner, changes, error, message):
     with pytest.raises(error, match=message) as caught:
         make_plan(planner, make_request(chain(8), **changes))
     assert "\n" not in str(caught.value)
-
-
-def test_unknown_planners_get_the_nearest_name():
-    with pytest.raises(PlanError, match="did you mean 'graphpipe'"):
-        make_plan("graphpip", make_request(clip()))
-    assert {"uniform", "graphpipe"} <= set(PLANNERS.names())
 
 
 @pytest.mark.parametrize(

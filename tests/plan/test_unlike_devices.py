@@ -14,7 +14,7 @@ from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.machines.unlike_devices import rank_orders, ranked_partitions
+from gpp_plugin.plan.machines.unlike_devices import ranked_partitions
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import fitter_for
 from gpp_plugin.plan.registry import make_plan
@@ -181,13 +181,6 @@ def test_blocks_that_move_bytes_differ_by_bandwidth():
     costs = CostModel(graph, make_profile(graph, 100.0), machines)
     assert costs.stage_times((0,), 1, (1,))[0] == pytest.approx(800.0)
     assert costs.stage_times((1,), 1, (1,))[0] == pytest.approx(200.0, rel=1e-3)
-
-
-def test_orders_keep_kinds_together():
-    asked = request(CHAIN, 100.0, cluster(1.0, 2.0, 1.0, 2.0))
-    assert rank_orders(asked) == [(0, 2, 1, 3), (1, 3, 0, 2)]
-    alike = request(CHAIN, 100.0, cluster(1.0, 1.0))
-    assert rank_orders(alike) == [(0, 1)]
 
 
 def test_linear_partitions_are_exact():

@@ -37,7 +37,6 @@ def test_the_cluster_says_what_is_trained_in(capsys):
         (["--length", "256"], "--length: is for HuggingFace models; mmt has sizes: --size NAME=VALUE"),
         (["--loss-unit", "0"], "--loss-unit 0: give at least 1 sample"),
         (["--on-paper"], "--on-paper: is for HuggingFace models; mmt is a library model"),
-        (["--devices", "0"], "--devices 0: give at least 1"),
     ],
 )
 def test_what_is_refused(arguments, message, capsys):

@@ -17,12 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
 from gpp_plugin.plan.memory.stage_chain import StageChain
@@ -32,7 +30,7 @@ from gpp_plugin.profile.busy_stream import HeadStart, Lap
 from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.stage_module import build_stage_function
-from tests.models import MODELS, build
+from tests.models import MODELS, build, captured_once
 
 SAMPLES = 4
 
@@ -73,8 +71,7 @@ def graph_saved_bytes(model: nn.Module, batch: dict[str, Any], captured: Capture
 def prepared(name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any], CapturedGraph]:
     """Return a model, a batch of four samples and the capture of both; no test may change them."""
     model, make_batch = build(name, device=device)
-    batch = make_batch(SAMPLES, 0)
-    return model, batch, capture_model(model, batch)
+    return model, make_batch(SAMPLES, 0), captured_once(name, SAMPLES, device=device)
 
 
 def measured(
@@ -335,51 +332,6 @@ def test_a_backward_that_cannot_be_split_costs_too_much_to_be_chosen(monkeypatch
     assert all(c.split_factor == 1.0 for name, c in costs.items() if name.startswith("left"))
 
 
-def test_times_follow_the_work() -> None:
-    """Not a benchmark: a matrix product 64 times as large must not look cheaper."""
-
-    class Uneven(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(32, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 32)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x.square().mean()
-
-    batch = {"x": torch.randn(256, 32)}
-    profile = measured(Uneven(), batch, repeats=5).by_block()
-    assert profile["layers.1"].forward_us[0] > 2 * profile["layers.0"].forward_us[0]
-    assert profile["layers.1"].backward_us[0] > 2 * profile["layers.2"].backward_us[0]
-
-
-def test_several_sample_counts_fit_fixed_and_per_sample_bytes() -> None:
-    model, make_batch = build("t5")
-    batch = make_batch(8, 0)
-    captured = capture_model(model, batch)
-    asked: list[int] = []
-
-    def capture_at(num_samples: int) -> CapturedGraph:
-        asked.append(num_samples)
-        return recapture(model, captured.analysis, resize_batch(batch, num_samples))
-
-    profile = profile_blocks(
-        captured, coarsen(captured), model_state=state_of(model), batch=batch, capture_at=capture_at,
-        sample_counts=(2, 4, 8), use_cache=False, repeats=1,
-    )  # fmt: skip
-    assert asked == [2, 4]
-    assert profile.graph == fingerprint(coarsen(captured))
-    assert all(c.samples == (2, 4, 8) and len(c.forward_us) == 3 for c in profile.costs)
-    for num_samples in (2, 4, 8):
-        predicted = sum(c.saved_bytes_per_sample * num_samples + c.saved_bytes_fixed for c in profile.costs)
-        eager = eager_saved_bytes(model, resize_batch(batch, num_samples))
-        assert predicted == pytest.approx(eager, rel=0.01)
-    assert (
-        sum(c.saved_bytes_fixed for c in profile.costs) > 0
-    )  # the position bias is the same for every sample
-
-
 def test_weights_on_the_meta_device_are_measured_with_random_ones() -> None:
     real, batch, captured = prepared("clip")
     on_meta, _ = build("clip", device="meta")
@@ -539,14 +491,6 @@ def test_a_block_in_another_type_says_so_and_the_advice_works() -> None:
             profile_blocks(captured, coarsen(captured), **given)
         assert "branch.weight is bfloat16 in the model and float32 in this job" in str(told.value)
         assert "x.to(weight.dtype)" in str(told.value) and "memory" not in str(told.value)
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int, str]] = []
-    profile = measured(*prepared("two_branch"), progress=lambda *args: told.append(args))
-    assert [done for done, _, _ in told] == list(range(len(profile.costs)))
-    assert all(total == len(profile.costs) for _, total, _ in told)
-    assert "at 4 samples" in told[0][2]
 
 
 def test_slow_code_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, window
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.windows import lengthened, window_schedules
 from gpp_plugin.simulate.async_prediction import measured_steady_us, num_windows
-from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
+from gpp_plugin.simulate.predict import predict_iteration_us
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 from tests.ranks import run_kept_ranks
 
@@ -123,32 +123,6 @@ def test_every_rank_runs_the_plans_tasks_in_order_at_their_times(plan, scale_byt
     for rank, held in peak_in_flight(timeline).items():
         assert held <= plan.stages[plan.stage_of_rank(rank)].in_flight or plan.stage_of_rank(rank) in frozen
     assert timeline.iteration_us >= predict_iteration_us(plan, forward_only_stages=frozen)
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.model)
-def test_messages_have_the_sizes_the_simulator_knows(plan):
-    timelines = run_kept_ranks(rehearse_here, 3, plan, RehearsalSettings(), timeout_s=60)
-    simulated = simulate_plan(plan, forward_only_stages=forward_only_stages(plan))
-
-    def sent(timeline):
-        return sorted(
-            (e.rank, e.edge, e.micro_batch, e.bytes) for e in timeline.events if e.kind is EventKind.SEND
-        )
-
-    if plan.model == "one rank, then two":  # the bias is no part of the edge's planned bytes
-        bias = 4 * 2 * 3 * 3
-        edge = dataclasses.replace(plan.edges[0], bytes_fixed=bias, gradient_bytes_fixed=bias)
-        simulated = simulate_plan(dataclasses.replace(plan, edges=(edge,)))
-    assert sent(timelines[0]) == sent(simulated)
-
-
-def test_reductions_and_the_step_are_there():
-    timeline = run_kept_ranks(rehearse_here, 3, PLANS[2], RehearsalSettings(), timeout_s=60)[0]
-    kinds = [(e.rank, e.kind) for e in timeline.events if e.kind in (EventKind.REDUCE, EventKind.STEP)]
-    assert sorted(kinds, key=str) == sorted(
-        [(rank, EventKind.REDUCE) for rank in range(3)] + [(rank, EventKind.STEP) for rank in range(3)],
-        key=str,
-    )
 
 
 def test_programs_of_a_plan_are_those_the_engine_would_lower():

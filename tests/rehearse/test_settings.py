@@ -93,23 +93,6 @@ def test_a_plan_that_cannot_be_rehearsed_is_named_with_its_file(plan, tmp_path, 
     assert capsys.readouterr().err.startswith(f"gpp rehearse: {path}: the plan's ranks are 1, 2, 7;")
 
 
-def test_what_gpp_plan_saves_holds_what_a_rehearsal_needs(tmp_path, capsys):
-    from gpp_plugin.rehearse.rehearsal_settings import load_rehearsable
-
-    path = tmp_path / "plan.json"
-    assert main(["plan", "mmt", "--devices", "8", "--cluster", "summit", "--out", str(path)]) == 0
-    capsys.readouterr()
-    plan = load_rehearsable(path)
-    assert {spec.name for spec in plan.tensors} == {n for e in plan.edges for n in e.batch_tensors}
-    # A layer of the library's MMT: 4 h^2 + 6 h and 2 h i + i + 3 h parameters, gradients of 4 bytes.
-    layer = 4 * (4 * 1024**2 + 6 * 1024 + 2 * 1024 * 4096 + 4096 + 3 * 1024)
-    branches = [s for i, s in enumerate(plan.stages) if i not in plan.loss_stages()]
-    assert [s.gradient_bytes for s in branches] == [layer * len(s.blocks) for s in branches]
-    for edge in plan.edges:
-        sizes = {spec.name: spec.bytes_for(1) for spec in plan.tensors}
-        assert sum(sizes[name] for name in edge.batch_tensors) == edge.bytes_per_sample
-
-
 def test_stages_that_nothing_flows_back_to_run_forwards_only():
     plan = emulated_plan("tree", branch_links(2, 1, has_own_join=True), num_micro_batches=2)
     assert forward_only_stages(plan) == frozenset()

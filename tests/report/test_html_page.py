@@ -155,13 +155,6 @@ def test_names_stay_text(plan):
     assert any("<script>" in text for text in texts)
 
 
-def test_sixty_four_ranks_are_a_small_page(plan):
-    page = report_page([reported(chain(64, 64), "predicted", "rehearsed", "measured")])
-    assert len(page) < 5_000_000
-    data = Page(page).data["plans"][0]["charts"][0]["rows"]
-    assert len(data) == 64 and all(len(row["bars"]) > 128 for row in data)
-
-
 @pytest.mark.parametrize("branches", [4, 9])
 def test_heads_of_arrows_into_one_box_stand_apart(branches):
     stages = tuple(

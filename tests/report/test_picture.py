@@ -45,11 +45,6 @@ def test_an_edge_that_skips_a_level_has_a_column():
     assert draw_graph(boxes, {(0, 1): "1 KiB", (0, 2): "4 KiB", (1, 2): "2 KiB"}) == SKIP_EDGE
 
 
-def test_one_box_and_none():
-    assert draw_graph([["all"]], {}) == "┌─────┐\n│ all │\n└─────┘"
-    assert draw_graph([], {}) == ""
-
-
 def follow_edges(picture):
     """Return the edges a reader of the picture sees, by following each line from box to box."""
     rows = picture.splitlines()

@@ -10,7 +10,6 @@ from gpp_plugin.api import format_timeline, plan, save, simulate
 from gpp_plugin.cli import main
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.report.json_text import json_text
-from gpp_plugin.report.printable import printable, with_printable
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\n\u202egnp"
 
@@ -47,12 +46,6 @@ def test_errors_are_printable(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "c.json").write_text('{"name": "c", "\\u001b[2J": 1}')
     assert main(["plan", "mmt", "--cluster", str(tmp_path / "c.json")]) == 1
     assert all(char.isprintable() or char == "\n" for char in capsys.readouterr().err)
-
-
-def test_what_is_printable_stays_as_it_is(evil_plan: PipelinePlan) -> None:
-    assert printable("größe_日本 …→") == "größe_日本 …→"
-    clean = with_printable(evil_plan)
-    assert with_printable(clean) is clean
 
 
 def test_json_has_null_for_what_it_cannot_say() -> None:

@@ -28,13 +28,6 @@ def test_rows_without_a_number_or_a_key_are_left_out():
     assert points_of(rows, bars) == {"": {"gpp": [("t5, 8", 3)]}}
 
 
-@pytest.mark.parametrize("name", ["throughput", "search-time", "schedule", "published"])
-def test_benchmarks_say_what_is_drawn(name, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["bench", name, "--help"])
-    assert "--figure FILE" in capsys.readouterr().out
-
-
 def test_without_matplotlib_one_line_says_so_before_anything_runs(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["bench", "published", "--figure", str(tmp_path / "a.png")]) == 1

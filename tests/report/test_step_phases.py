@@ -36,17 +36,3 @@ def test_tables(plan, timeline):
     lines = format_messages(ranks, plan).splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == ["gradients within stages", "text_model -> loss"]
     assert lines[2].split()[-7:] == ["2", "128", "B", "64", "B", "0.060", "0.030"]
-
-
-def test_many_ranks_are_cut(plan, timeline):
-    times = by_rank(timeline, 700.0)[3]
-    many = dict.fromkeys(range(100), times)
-
-    class Named:
-        def names_on_rank(self, rank):
-            return f"stage {rank}"
-
-    text = format_phases(many, Named())
-    assert (
-        "68 ranks that compute neither least nor most are left out" in text and len(text.splitlines()) == 34
-    )

@@ -30,12 +30,6 @@ def test_a_table_is_cut_into_parts_that_fit_and_lose_nothing(width):
     assert all(part.startswith("stage") for part in text.split("\n\n"))
 
 
-def test_a_table_that_fits_is_one(monkeypatch):
-    assert format_table(["a", "b"], [["x", "1"]], width=60) == "a  b\nx  1"
-    monkeypatch.setenv("COLUMNS", "12")
-    assert format_table(["a", "b", "ccccccc"], [["x", "1", "2"]]) == "a  b\nx  1\n\na  ccccccc\nx        2"
-
-
 def test_columns_are_those_that_are_said(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
     assert screen_columns() == 60

@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
-from gpp_plugin.runtime.ranks.agree import do_together, exchange, tell
+from gpp_plugin.runtime.ranks.agree import do_together, exchange
 from gpp_plugin.runtime.ranks.calls import engine_call
 from tests.ranks import open_test_board, run_kept_ranks
 
@@ -80,27 +80,3 @@ def test_an_exchange_names_who_did_not_come() -> None:
             assert (
                 "rank 2 failed first, outside of the engine's calls: it did not come to the profile" in lost
             )
-
-
-def _tell_of_two() -> tuple[str, str]:
-    """Hear rank 2's answer, and of what fails on another rank."""
-    rank = dist.get_rank()
-    group = dist.new_group(backend="gloo")
-
-    def fail() -> int:
-        if rank == 3:
-            raise ConfigError("no such layer")
-        return rank
-
-    told = tell(lambda: f"of rank {rank}", source=2, what="profile", group=group, stages=STAGES)
-    refused = ""
-    try:
-        tell(fail, source=2, what="trial", group=group, stages=STAGES)
-    except ConfigError as error:
-        refused = str(error)
-    return told, refused
-
-
-def test_one_rank_tells_all_and_a_failure_of_any_is_everyone_s() -> None:
-    assert run_kept_ranks(_tell_of_two, 4) == [("of rank 2", "no such layer")] * 4
-    assert tell(lambda: 5, source=0, what="profile", group=None) == 5

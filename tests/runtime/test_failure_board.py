@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import threading
 import time
 
@@ -108,27 +106,6 @@ def test_nothing_is_written_of_a_lost_store_once_the_board_is_closed() -> None:
 
 def _sleep() -> None:
     time.sleep(60)
-
-
-def test_a_process_is_alive_stopped_or_dead() -> None:
-    process = multiprocessing.get_context("fork").Process(target=_sleep)
-    process.start()
-    found = rank_process.stat_of(process.pid or 0)
-    assert found is not None
-    seen = rank_process.RankProcess("here", process.pid or 0, found[1])
-    states = [seen.state()]
-    os.kill(process.pid or 0, signal.SIGSTOP)
-    time.sleep(0.1)
-    states.append(seen.state())
-    process.kill()
-    deadline = time.monotonic() + 60
-    while seen.state() != "dead" and time.monotonic() < deadline:
-        time.sleep(0.02)
-    states.append(seen.state())  # a zombie by now: nobody has asked for it
-    process.join()
-    states.append(seen.state())
-    assert states == ["alive", "stopped", "dead", "dead"]
-    assert rank_process.RankProcess("here", os.getpid(), "another start").state() == "dead"
 
 
 def test_what_ranks_raise_together_is_nobody_s_failure(monkeypatch) -> None:

@@ -1,10 +1,8 @@
-"""Edges and batches that broke other pipelines (see each test's name), against a single process."""
+"""Edges that broke other pipelines, against a single process."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import pytest
 
 from tests.ranks import run_ranks
 from tests.runtime import jobs
@@ -60,49 +58,3 @@ def test_odd_edges_on_three_ranks() -> None:
             check(one, answers)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-
-
-LENGTHS = [8, 5, 7, 5]
-
-CHANGING = {
-    "padded to other lengths from step to step": {
-        "model": "t5", "mini_batch": 8, "unit": 2, "steps": 4, "lengths": LENGTHS,
-        "block": {"stages": 2, "planner": "graphpipe"},
-    },
-    "labels with ignore_index of unequal counts, other lengths": {
-        "model": "gpt2", "mini_batch": 8, "unit": 4, "steps": 4, "lengths": LENGTHS, "ignore": True,
-        "block": {"stages": 2, "planner": "graphpipe"},
-    },
-    "another number of rows a sample from step to step": {
-        "model": "bags", "mini_batch": 8, "unit": 2, "steps": 3,
-        "block": {"plan": {"stages": [{"modules": ["each"]}, {"modules": ["*"]}]}},
-    },
-    "batch norm": {
-        "model": "normed", "mini_batch": 8, "unit": 4, "steps": 3,
-        "block": {"plan": {"stages": [{"modules": ["first"]}, {"modules": ["*"]}]}},
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", sorted(CHANGING))
-def test_changing_batches_on_two_ranks(name: str) -> None:
-    one = CHANGING[name]
-    per_rank = run_ranks(jobs.train, 2, [one], timeout_s=120)
-    check(one, [of_rank[0] for of_rank in per_rank])
-
-
-def test_running_statistics_are_updated_once_a_micro_batch() -> None:
-    one = CHANGING["batch norm"]
-    per_rank = run_ranks(jobs.train, 2, [one], timeout_s=120)
-    buffers = {name: value for of_rank in per_rank for name, value in of_rank[0]["buffers"].items()}
-    model, make_batch = jobs.build_model(one)
-    model.train()
-    for batch in jobs.make_batches(make_batch, one)[:1]:
-        for start in range(0, 8, 4):
-            model(**{key: value[start : start + 4] for key, value in batch.items()})
-    counts = {name: int(value) for name, value in buffers.items() if name.endswith("num_batches_tracked")}
-    assert counts and set(counts.values()) == {one["steps"] * 2}
-    first = {name: value for of_rank in per_rank for name, value in of_rank[0]["first_buffers"].items()}
-    expected = dict(model.named_buffers())
-    for name, value in first.items():
-        assert value.numpy() == pytest.approx(expected[name].numpy(), rel=1e-6, abs=1e-7), name

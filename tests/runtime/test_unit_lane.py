@@ -5,7 +5,6 @@ Whole models run here with all ranks as threads of one process; `tests/integrati
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import queue
 from collections.abc import Sequence
@@ -34,9 +33,8 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
-from tests.integrations.unit_jobs import Branching, one_process, unlike_units
+from tests.integrations.unit_jobs import Branching, unlike_units
 from tests.models import build
-from tests.reference import gradient_errors
 from tests.runtime.test_tensor_grids import Hooks, ThreadTransport
 
 U = 4
@@ -249,44 +247,6 @@ class ThreadJob:
                         gradients[name] + tensor.grad if name in gradients else tensor.grad.clone()
                     )
         return loss, gradients
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "block", "loss_mean"),
-    [
-        ("t5", 3, {"data_parallel": 1}, "units"),
-        ("t5", 4, {"stages": 2, "data_parallel": 2, "schedule": "zero_bubble"}, "units"),
-        ("t5", 3, {"stages": 3, "schedule": "gpipe", "memory": {"recompute": "full"}}, "units"),
-        ("llava", 4, {"stages": 2, "data_parallel": 2, "memory": {"recompute": "full"}}, "tokens"),
-        ("gpt2", 6, {"stages": 3, "data_parallel": 2, "schedule": "greedy"}, "tokens"),
-        # two stages on each of two ranks
-        (
-            "llava",
-            4,
-            {"stages": 2, "data_parallel": 2, "memory": {"recompute": "full"}, "seats": 2},
-            "tokens",
-        ),
-    ],
-)
-def test_losses_and_gradients_equal_one_process(
-    name: str, ranks: int, block: dict[str, Any], loss_mean: str, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    model, make_batch = build(name)
-    plain = copy.deepcopy(model)
-    seats = block.pop("seats", None)
-    block = {"units": 4, "loss_mean": loss_mean, **block}
-    job = ThreadJob(model, make_batch(2, 9), ranks, block, tmp_path, seats)
-    assert job.plan.shares_ranks == (seats is not None)
-    for seed in (0, 1, 0):  # the first again, by the executors that are there
-        units = unlike_units(name, 4, seed)
-        assert len({unit_key(unit) for unit in units}) > 1
-        loss, gradients = job.run(units)
-        (wanted,), reference = one_process(plain, [units], loss_mean=loss_mean)
-        assert loss == pytest.approx(wanted, rel=1e-6)
-        assert gradients.keys() == reference.keys()
-        assert max(gradient_errors(gradients, reference).values()) < 2e-6
-    assert all((stage.memory is not None) == ("memory" in block) for stage in job.plan.stages)
 
 
 def test_code_is_kept_by_shape_and_a_new_order_of_known_units_captures_nothing(tmp_path: Path) -> None:

@@ -14,11 +14,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.program import InstructionKind
-from gpp_plugin.runtime.batches import UnitBatch
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
-from tests.integrations.absent_jobs import TwoTowers, mixed_units, tower_units
+from tests.integrations.absent_jobs import TwoTowers, tower_units
 from tests.integrations.unit_jobs import one_process
-from tests.models import build
 from tests.reading_models import Reader, reader_batch
 from tests.reference import gradient_errors
 from tests.runtime.test_unit_lane import ThreadJob
@@ -33,58 +30,6 @@ def check(
     assert loss == pytest.approx(wanted, rel=1e-6)
     assert gradients.keys() == reference.keys()
     assert max(gradient_errors(gradients, reference).values()) < 2e-6
-
-
-def tasks_of(job: ThreadJob, units: Sequence[dict[str, Any]]) -> list[int]:
-    """Return how many tasks each rank runs of a mini-batch."""
-    batch = UnitBatch(units=tuple(job.source.complete_batches(units)))
-    programs = [lane.units[0]._patterns.program(batch)[1].program for lane in job.lanes]
-    return [sum(i.task is not None for i in program.instructions) for program in programs]
-
-
-def test_a_language_model_runs_text_only_units_without_its_tower(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, make_batch = build("llava", layers=1)
-    plain = copy.deepcopy(model)
-    block = {
-        **{"units": 4, "stages": 2, "data_parallel": 1, "loss_mean": "tokens"},
-        "memory": {"recompute": "full"},
-    }
-    job = ThreadJob(model, make_batch(2, 9), 2, block, tmp_path)
-    for pattern in ((True, False, False, True), (False,) * 4):
-        check(job, plain, mixed_units(pattern, seed=1), "tokens")
-    recomputed = [stage.memory is not None and stage.memory.recomputed for stage in job.plan.stages]
-    text = next(p for p in job.lanes[0].units[0]._patterns._known.values() if p.lacks)
-    assert any(recomputed)
-    assert any(stage.memory is not None and stage.memory.recomputed for stage in text.plan.stages)
-
-
-@pytest.mark.parametrize("seats", [None, 2, 1])
-def test_towers_of_which_units_lack_one_or_the_other(seats: int | None, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = TwoTowers()
-    plain = copy.deepcopy(model)
-    block = {"units": 4, "data_parallel": 1, "planner": "uniform"}
-    job = ThreadJob(model, tower_units("b")[0], 3, block, tmp_path, seats)
-    for kinds in ("bblr", "llll", "rlrb", "rrrr", "bbbb"):
-        check(job, plain, tower_units(kinds))
-    if seats is not None:
-        return
-    full, left = tasks_of(job, tower_units("bbbb")), tasks_of(job, tower_units("llll"))
-    assert full == [8, 8, 8]
-    assert sorted(left) == [0, 8, 8], "one tower has nothing to do"
-
-
-def test_a_frozen_tower_that_some_units_lack(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = TwoTowers()
-    model.left.requires_grad_(False)
-    plain = copy.deepcopy(model)
-    block = {"units": 6, "data_parallel": 1, "planner": "uniform"}
-    job = ThreadJob(model, tower_units("b")[0], 3, block, tmp_path)
-    assert forward_only_stages(job.plan)
-    for kinds in ("bbrrbl", "rrrrrr", "brbrbr"):
-        check(job, plain, tower_units(kinds))
 
 
 def test_units_without_images_of_a_model_whose_python_reads_values(tmp_path: Path) -> None:
@@ -108,23 +53,6 @@ def test_units_without_images_of_a_model_whose_python_reads_values(tmp_path: Pat
     # padded or not is another reading, so other code of the same pattern
     keys = {key for lane in job.lanes for key, code in lane.units[0]._codes.items() if code.pattern.lacks}
     assert len(keys) == 2
-
-
-def test_the_programs_of_a_pattern_are_made_once_and_few_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gpp_plugin.runtime import unit_patterns
-
-    monkeypatch.setattr(unit_patterns, "MAX_PROGRAMS", 2)
-    torch.manual_seed(0)
-    job = ThreadJob(TwoTowers(), tower_units("b")[0], 1, {"units": 4, "stages": 1}, tmp_path)
-    for kinds in ("bblr", "blbr", "lbbr", "rlbb"):
-        job.run(tower_units(kinds))
-    patterns = job.lanes[0].units[0]._patterns
-    assert len(patterns._programs) == 2
-    assert len(patterns._known) == 3
-    patterns._lowered = None  # type: ignore[method-assign, assignment]
-    job.run(tower_units("rlbb"))
 
 
 def test_a_unit_without_what_the_model_needs_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -173,21 +173,6 @@ def test_random_graphs_are_proven_and_run_every_task_once_in_order(seed):
         assert {m.dst_micro_batch for m in shifted} == {m.dst_micro_batch for m in own.carried[-2]}
 
 
-def test_a_step_behind_each_backward():
-    plan = asynchronous(chain_plan(2, 2))
-    for programs in (*lower_windows(plan).steps, *lower_windows(plan).drains):
-        for program in programs:
-            kinds = [i.kind for i in program.instructions if i.message is None]
-            backwards = [
-                at
-                for at, i in enumerate(i for i in program.instructions if i.kind in kinds)
-                if i.task is not None and i.task.kind is TaskKind.BACKWARD
-            ]
-            assert kinds.count(InstructionKind.STEP) == len(backwards)
-            for at in backwards:
-                assert kinds[at + 1 : at + 3] == [InstructionKind.REDUCE_DATA, InstructionKind.STEP]
-
-
 def damaged(programs, part, rank, edit):
     """Return the programs with one rank's instructions in a window changed."""
     instructions = list(programs.steps[part][rank].instructions)

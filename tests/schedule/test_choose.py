@@ -103,28 +103,6 @@ def test_the_best_schedule_is_sliced():
     assert [(s.schedule, s.num_sliced) for s in again.stages] == [("1f1b", 0)] * 4
 
 
-def test_unknown_schedules():
-    with pytest.raises(ValueError, match=r"schedules \['zb'\] are not among"):
-        choose_schedule(chain_plan(2, 4), schedules=["1f1b", "zb"])
-    with pytest.raises(ValueError, match="give at least one"):
-        choose_schedule(chain_plan(2, 4), schedules=[])
-
-
-def test_the_best_of_all_is_no_longer_than_one_alone():
-    plan = simple_plan(
-        [2] * 8,
-        [(0, 1), (1, 2), (2, 7), (3, 4), (4, 7), (5, 6), (6, 7)],
-        mini_batch=128,
-        forward_us=1.0,
-        backward_us=2.0,
-        num_bytes=0.01,
-    )
-    names = (*USUAL_SCHEDULES, "zero_bubble")
-    best = choose_schedule(plan, schedules=names, slicing="auto", cluster=cluster_of(8))
-    alone = [choose_schedule(plan, schedules=[name], cluster=cluster_of(8)).iteration_us for name in names]
-    assert 0.0 < best.iteration_us <= min(alone)
-
-
 def test_many_tasks_leave_greedy_out():
     plan = chain_plan(2, 2048)
     assert "greedy" not in [name for name, _ in candidate_schedules(plan)]

@@ -71,21 +71,6 @@ def greedy_plan(plan):
     return with_in_flight(make_plan(stages, plan.edges, mini_batch=plan.mini_batch))
 
 
-def test_balanced_chain_is_1f1b():
-    plan = chain_plan(4, 8, forward_us=1.0, backward_us=2.0)
-    greedy = greedy_plan(plan)
-    assert [s.in_flight for s in greedy.stages] == [4, 3, 2, 1]
-    assert [s.tasks for s in build_schedules(greedy)] == [s.tasks for s in build_schedules(plan)]
-
-
-def test_slow_last_stage_needs_less_in_flight_than_table_2():
-    plan = chain_plan(4, 12, forward_us=[1.0, 1.0, 1.0, 8.0], backward_us=[1.0, 1.0, 1.0, 8.0])
-    greedy = greedy_plan(plan)
-    assert [s.in_flight for s in plan.stages] == [4, 3, 2, 1]
-    assert [s.in_flight for s in greedy.stages] == [2, 2, 2, 1]
-    assert simulate_plan(greedy).iteration_us == simulate_plan(plan).iteration_us
-
-
 def test_cap():
     plan = chain_plan(2, 6)
     last = build_schedules(plan)[1]

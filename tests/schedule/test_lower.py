@@ -10,7 +10,7 @@ from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.messages import Slicing, activation_message, edge_overlaps
+from gpp_plugin.schedule.messages import Slicing, edge_overlaps
 from tests.schedule.plans import chain_plan, make_plan, simple_plan
 
 
@@ -32,42 +32,6 @@ def messages(programs, direction):
          m.has_whole_tensors)
         for program in programs for m in program.messages(InstructionKind.SEND) if m.direction is direction
     }  # fmt: skip
-
-
-def test_two_stages():
-    first, last = lower(chain_plan(2, 3))
-    assert lines(first) == [
-        "0F0",
-        "send(act e0 r0.0>r1.0 [0..0])",
-        "0F1",
-        "send(act e0 r0.1>r1.1 [1..1])",
-        "receive(grad e0 r1.0>r0.0 [0..0])",
-        "0B0",
-        "0F2",
-        "send(act e0 r0.2>r1.2 [2..2])",
-        "receive(grad e0 r1.1>r0.1 [1..1])",
-        "0B1",
-        "receive(grad e0 r1.2>r0.2 [2..2])",
-        "0B2",
-        "reduce_data",
-        "step",
-    ]
-    assert lines(last) == [
-        "receive(act e0 r0.0>r1.0 [0..0])",
-        "1F0",
-        "receive(act e0 r0.1>r1.1 [1..1])",
-        "1B0",
-        "send(grad e0 r1.0>r0.0 [0..0])",
-        "1F1",
-        "1B1",
-        "receive(act e0 r0.2>r1.2 [2..2])",
-        "send(grad e0 r1.1>r0.1 [1..1])",
-        "1F2",
-        "1B2",
-        "send(grad e0 r1.2>r0.2 [2..2])",
-        "reduce_data",
-        "step",
-    ]
 
 
 def two_stage_plan(edge, *, sizes=(6, 6), degrees=(2, 3), mini_batch=6):
@@ -204,13 +168,6 @@ def test_evaluation_runs_forwards_alone():
         lower_schedules(plan, build_schedules(plan), training=False)
 
 
-def test_programs_are_in_rank_order_whatever_the_stages_ranks():
-    plan = chain_plan(3, 2)
-    stages = tuple(dataclasses.replace(s, ranks=(2 - i,)) for i, s in enumerate(plan.stages))
-    programs = lower(make_plan(stages, plan.edges, mini_batch=2))
-    assert [(p.rank, p.stage) for p in programs] == [(0, 2), (1, 1), (2, 0)]
-
-
 def test_too_little_in_flight_stops_and_says_which_stage():
     plan = simple_plan([1, 4], [(0, 1)], mini_batch=8)
     stages = (dataclasses.replace(plan.stages[0], in_flight=3), plan.stages[1])
@@ -240,17 +197,6 @@ def test_schedules_must_be_whole():
         lower_schedules(plan, (first, swapped))
     with pytest.raises(ScheduleError, match="give one for each"):
         lower_schedules(plan, (first,))
-
-
-def test_overlaps_and_messages_agree():
-    plan = two_stage_plan(BATCH)
-    assert list(edge_overlaps(plan, 0)) == [
-        (0, 0, 0, 2, False, None, None),
-        (0, 1, 2, 1, False, None, None),
-        (1, 1, 3, 1, False, None, None),
-        (1, 2, 4, 2, False, None, None),
-    ]
-    assert str(activation_message(plan, 0, (1, 2, 4, 2, False, None, None))) == "act e0 r1.0>r4.0 [4..5]"
 
 
 def test_costs_affect_the_order_but_never_safety():
@@ -290,16 +236,3 @@ def test_overlaps_of_halves_and_of_halves_that_leave_together():
         (1, 3, 12, 2, False, None, 0),
         (1, 3, 14, 2, False, None, 1),
     ]
-
-
-def test_lowering_is_deterministic():
-    plan = random_plan(random.Random(11))
-    assert lower_schedules(plan, build_schedules(plan)) == lower_schedules(plan, build_schedules(plan))
-
-
-def test_eight_ranks_of_sixty_four_micro_batches_are_lowered_and_proven():
-    plan = chain_plan(8, 64)
-    schedules = build_schedules(plan)
-    programs = lower_schedules(plan, schedules)
-    validate_programs(plan, schedules, programs)
-    assert sum(i.kind is InstructionKind.COMPUTE for p in programs for i in p.instructions) == 2 * 8 * 64

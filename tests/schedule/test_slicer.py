@@ -7,11 +7,11 @@ from gpp_benchmarks._random_schedules import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.plan.choose_schedule import choose_schedule, choose_slicing
-from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.durations import with_split_costs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.slicer import count_sliced, longest_start_up, slice_warm_up
+from gpp_plugin.schedule.orders.slicer import longest_start_up, slice_warm_up
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight, start_up_us
 from tests.schedule.plans import simple_plan
@@ -95,21 +95,6 @@ def test_start_up_and_iteration(num_stages, joined, backward_us):
         saved = (1.0 - ratio) * start_up_us(before)
         assert timeline.iteration_us == pytest.approx(before.iteration_us - saved)
         assert peak_in_flight(timeline) == peak_in_flight(before)
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "backward_us", "count"),
-    [(2, 2.0, 0), (3, 2.0, 1), (4, 2.0, 1), (4, 1.0, 2), (8, 2.0, 2), (8, 1.0, 4), (1, 1.0, 0)],
-)
-def test_algorithm_2(num_stages, backward_us, count):
-    times = [1.0] * num_stages, [backward_us] * num_stages, [0.0] * (num_stages - 1)
-    assert count_sliced(*times) == count
-
-
-def test_algorithm_2_slices_everything_where_backwards_are_quick():
-    assert count_sliced([1.0] * 6, [0.01] * 6, [0.0] * 5) == 5
-    with pytest.raises(ValueError, match="4 forward times, 4 backward times, 4 message times"):
-        count_sliced([1.0] * 4, [1.0] * 4, [0.0] * 4)
 
 
 def test_algorithm_2_against_every_count():
@@ -242,10 +227,6 @@ def test_odd_samples_are_refused():
     stages = (dataclasses.replace(plan.stages[0], num_sliced=1), *plan.stages[1:])
     with pytest.raises(ScheduleError, match="'s0': num_sliced is 1 with 1 samples a rank"):
         build_schedules(dataclasses.replace(plan, stages=stages))
-
-
-def test_evaluation_runs_whole():
-    assert all(task.half is None for s in forward_schedules(slice_warm_up(chain(4, 8))) for task in s.tasks)
 
 
 def test_random_draws():

@@ -276,9 +276,3 @@ def test_too_little_memory():
 def test_random_draws():
     for seed in range(60):
         check_schedule_draw(seed, "zero_bubble")
-
-
-def test_large_plans_gain_as_well():
-    plan = zero_bubble(chain_plan(32, 256, forward_us=1.0, backward_us=2.0))
-    # (256 + 31) 3 = 861 under 1F1B
-    assert predict_iteration_us(plan) <= 831.0

@@ -3,7 +3,6 @@ import random
 
 import pytest
 
-from gpp_benchmarks._random_plans import random_plan
 from gpp_benchmarks._random_schedules import random_draw
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
@@ -304,15 +303,3 @@ def test_agrees_with_the_slow_reference_on_a_thousand_plans():
 
 
 # ---- scale and determinism -------------------------------------------------------------------------
-
-
-def test_the_same_plan_gives_the_same_timeline():
-    plan = random_plan(random.Random(5))
-    cluster = cluster_of(24, bytes_per_s=1e12, node=8)
-    assert simulate_plan(plan, cluster=cluster) == simulate_plan(plan, cluster=cluster)
-
-
-def test_large_plans_are_simulated_whole():
-    plan = chain_plan(128, 256, num_bytes=1e3)
-    timeline = simulate_plan(plan, cluster=cluster_of(128, bytes_per_s=1e10, latency_us=2.0, node=8))
-    assert len(timeline.events) == 2 * 128 * 256 + 4 * 127 * 256

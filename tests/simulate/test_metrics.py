@@ -156,7 +156,3 @@ def test_critical_path_has_no_slack_but_messages():
                 assert after.start_us == pytest.approx(before.end_us)
             else:
                 assert after.start_us > before.end_us
-
-
-def test_critical_path_of_nothing():
-    assert critical_path(chain_plan(2, 1), Timeline(source="measured", plan="", events=())) == ()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from torch import Tensor
 
 import gpp_plugin
-from gpp_plugin.ir.serialize import dumps
 from tests.integrations.async_jobs import held_by_stages
 from tests.stage_graph.captured import (
     build_across,
@@ -74,37 +72,6 @@ def _engine(
     }
     wrapped = gpp_plugin.GraphPipelineModule(graph, sample_batch=batch)
     return deepspeed.initialize(model=wrapped, config=config)[0]
-
-
-def train_language(directory: str) -> dict[str, Any]:
-    """Three steps, recomputed; and the third again from a checkpoint; files, and an evaluation."""
-    zero = {"zero_optimization": {"stage": 1}}
-    batches = [caption_batch(seed) for seed in range(3)]
-    engine = _engine(build_across(), batches[0], {"memory": FULL}, **zero)
-    losses = steps(engine, batches[:2])
-    engine.save_checkpoint(directory)
-    losses += steps(engine, batches[2:])
-    engine.save_pretrained(f"{directory}/export")
-    unlabelled = {key: rows[: 2 * U] for key, rows in caption_batch(7).items() if key != "labels"}
-    answered = engine.eval_batch(iter([unlabelled]), compute_loss=False)
-    loss, logits = engine.eval_batch(iter([caption_batch(7)]), return_logits=True)
-    found = {
-        "losses": losses,
-        "differences": engine.memory_report().differences,
-        "recomputed": [stage.name for stage in engine.plan.stages if stage.memory is not None],
-        "state": engine.gather_state_dict(),
-        "loss": float(loss),
-        "logits": logits,
-        "unlabelled": answered,
-        "again": engine.eval_batch(iter([unlabelled]), compute_loss=False),
-    }
-    engine.destroy()
-    again = _engine(build_across(), batches[0], {"plan": json.loads(dumps(engine.plan))}, **zero)
-    steps(again, [caption_batch(9)])
-    again.load_checkpoint(directory)
-    found["reloaded"] = steps(again, batches[2:])
-    again.destroy()
-    return found
 
 
 def train_statistics() -> dict[str, Any]:

@@ -270,13 +270,6 @@ def build_wrongly(names: list[str]) -> dict[str, str]:
     return said
 
 
-def train_mixed(block: dict[str, Any]) -> dict[str, Any]:
-    """A captured vision tower in two stages, a captured layer that reads it, and a loss stage of its own."""
-    from tests.stage_graph.mixed import build_mixed, mixed_batch
-
-    return run_in_double(build_mixed(), mixed_batch(), 8, block)
-
-
 def train_mixed_by_engine(directory: str) -> dict[str, Any]:
     """Three steps of the same, evaluation, and a reload."""
     import deepspeed
@@ -326,78 +319,6 @@ def report() -> dict[str, Any]:
         "timeline": set() if timeline is None else {(e.rank, e.kind.value) for e in timeline.events},
         "memory": engine.memory_report(),
         "depth": engine.plan.depth,
-    }
-
-
-def train_given_modules() -> dict[str, Any]:
-    """Modules, not factories, with a dataset and groups of their parameters."""
-    import deepspeed
-
-    import gpp_plugin
-    from gpp_plugin.model.weights.materialize import resident_bytes
-    from tests.stage_graph.graphs import GRAPHS, make
-
-    modules = {given.name: make(given.kind, given.name) for given in GRAPHS["chain"]}
-    graph = gpp_plugin.StageGraph("chain")
-    for given in GRAPHS["chain"]:
-        graph.stage(
-            given.name, modules[given.name], inputs=given.inputs, outputs=given.outputs, ranks=given.ranks
-        )
-    named = list(graph.named_parameters())
-    groups = [
-        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.5},
-        {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    batch = batch_of("chain")
-    data = [{key: rows[i] for key, rows in batch.items()} for i in range(len(batch["x"]))]
-    engine, _, loader, _ = deepspeed.initialize(
-        model=graph, config=config_of("chain"), training_data=data, model_parameters=groups
-    )
-    losses = [float(engine.train_batch()) for _ in range(3)]
-    return {
-        "losses": losses,
-        "loader": len(loader),
-        "held": [name for name, module in modules.items() if resident_bytes(module)],
-        "state": engine.gather_state_dict(),
-    }
-
-
-def train_mixed_variants() -> list[dict[str, Any]]:
-    """The tower frozen, and on data-parallel ranks; its number of stages left to the planner."""
-    from tests.stage_graph.mixed import build_mixed, mixed_batch
-
-    return [
-        run_in_double(build_mixed(stages=stages, is_frozen=is_frozen), mixed_batch(), 8, {})
-        for stages, is_frozen in ((1, False), ("auto", True))
-    ]
-
-
-def train_tensor_ranks(directory: str) -> dict[str, Any]:
-    """Three steps of a stage of two tensor ranks; a reload; files of its shards."""
-    from gpp_plugin.errors import ConfigError
-
-    config = config_of("two_tensor_ranks", gradient_clipping=0.05)
-    batches = [batch_of("two_tensor_ranks", seed=seed) for seed in range(3)]
-    engine = make_engine("two_tensor_ranks", config)
-    losses = steps(engine, batches[:2])
-    engine.save_checkpoint(directory)
-    losses += steps(engine, batches[2:])
-    engine.save_pretrained(f"{directory}/export")
-    again = make_engine("two_tensor_ranks", config)
-    again.load_checkpoint(directory)
-    refusal = ""
-    try:
-        engine.gather_state_dict()
-    except ConfigError as error:
-        refusal = str(error)
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    return {
-        "losses": losses,
-        "norm": engine.get_global_grad_norm(),
-        "reloaded": steps(again, batches[2:]),
-        "refusal": refusal,
-        "weights": weights,
-        "evaluated": float(engine.eval_batch(iter([batches[0]]))),
     }
 
 

@@ -31,30 +31,6 @@ def as_graph(model: Any, *, num_ranks: int) -> gpp_plugin.StageGraph:
     return graph
 
 
-def train_demo(spelling: str, profiles: str) -> list[float]:
-    """Return the demo's first losses on one rank."""
-    import deepspeed
-
-    from gpp_plugin.demo.clip import make_clip
-    from gpp_plugin.demo.demo_settings import DemoSettings
-    from gpp_plugin.demo.digits import load_digit_captions, mini_batches
-
-    settings = DemoSettings(num_ranks=1, stages=1)
-    config = settings.ds_config()
-    config["graph_pipeline"]["profile_dir"] = profiles
-    data = load_digit_captions()
-    model = make_clip(data.tokenizer, seed=settings.seed)
-    engine, _, _, _ = deepspeed.initialize(
-        model=model if spelling == "plain" else as_graph(model, num_ranks=1),
-        config=config,
-        training_data=data.train,
-    )
-    batches = mini_batches(data.train, mini_batch=settings.mini_batch, steps=NUM_STEPS, seed=settings.seed)
-    losses = [float(engine.train_batch(data_iter=batches)) for _ in range(NUM_STEPS)]
-    engine.destroy()
-    return losses
-
-
 def train_both(directory: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Return, by way and spelling, what was planned, what came of it, and of a checkpoint of the other spelling."""
     found: dict[str, dict[str, dict[str, Any]]] = {}

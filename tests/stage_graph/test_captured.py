@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.stage_graph.captured import (
     WholeWithin,
     caption_batch,
     lengths_batch,
-    make_language,
     normed_batch,
 )
 from tests.stage_graph.graphs import B, U
@@ -74,37 +72,6 @@ def test_what_does_not_fit_recomputes_or_swaps_as_allowed(answers: list[dict[str
     swapped = [answer["within, swap"]["counts"] for answer in answers]
     assert sum(counts.swapped_bytes for counts in swapped) > 0
     assert sum(counts.recomputed_bytes for counts in swapped) == 0
-
-
-def test_a_language_model_that_shares_the_words_of_an_explicit_stage(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    answers = run_kept_ranks(captured_jobs.train_language, NUM_RANKS, str(tmp_path))
-    model = WholeAcross().float()
-    batches = [_single(caption_batch(seed)) for seed in range(3)]
-    losses = train_reference(model, batches, unit=U).losses
-    first, second = (name for name in answers[0]["recomputed"] if name.startswith("language."))
-    assert first.startswith("language.0") and second.endswith(
-        "2+loss"
-    )  # where they are cut follows from times
-    for answer in answers:
-        assert answer["losses"] == pytest.approx(losses, rel=NEAR)
-        assert answer["reloaded"] == answer["losses"][2:]
-        assert answer["differences"] == ()
-    model.load_state_dict(answers[0]["state"])
-    with torch.no_grad():
-        found = model.eval()(**_single(caption_batch(7)))
-    assert answers[0]["loss"] == pytest.approx(float(found.loss), rel=NEAR)
-    torch.testing.assert_close(answers[0]["logits"], found.logits, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(answers[1]["unlabelled"], found.logits[: 2 * U], rtol=1e-5, atol=1e-6)
-    assert torch.equal(answers[0]["again"], answers[0]["unlabelled"])
-    files: dict[str, torch.Tensor] = {}
-    for path in sorted((tmp_path / "export").glob("language.*.safetensors")):
-        files.update(load_file(path))
-    language = make_language().float()
-    language.load_state_dict(files)
-    for name, tensor in model.language.state_dict().items():
-        assert torch.equal(tensor, language.state_dict()[name]), name
 
 
 def test_statistics_over_samples_on_data_parallel_ranks() -> None:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.capture.recapture import CaptureAtLengths
 from gpp_plugin.capture.tracing.batch_lengths import with_lengths
-from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
 from gpp_plugin.model.measure_lengths import LengthsAsked, measure_lengths
@@ -56,24 +54,6 @@ def test_bytes_at_a_length_that_was_not_measured_are_those_of_a_profile_there(tm
     )
     shapes = {spec.name: spec.shape for spec in inputs_at(analysis.op_graph.inputs, costs, (16,))}
     assert shapes == dict.fromkeys(("input_ids", "attention_mask", "labels"), (2, 16))
-
-
-def test_one_export_is_the_capture_of_any_two_lengths() -> None:
-    model, make_batch = build("t5", layers=1)
-    batch = make_batch(2, 0)
-    texts = {key: (1,) for key, value in batch.items() if isinstance(value, torch.Tensor)}
-    part = whole_part(model, batch)
-    analysis = part.capture(batch, is_training=True).analysis
-    known = CaptureAtLengths(model, analysis, batch, texts, call=part.call)
-    assert len(known.conditions.symbols) == 2, "an encoder's length and a decoder's"
-    longer = {"input_ids": 13, "attention_mask": 13, "labels": 5, "decoder_attention_mask": 5}
-    other = with_lengths(batch, {key: longer[key] for key in texts})
-    found, wanted = known.at(other), whole_part(model, other).capture_again(analysis, other)
-    assert found.op_graph == wanted.op_graph and str(found.graph) == str(wanted.graph)
-    assert found.masks.keys() == wanted.masks.keys()
-    uneven = with_lengths(batch, {"input_ids": 13})
-    with pytest.raises(CaptureError, match="attention_mask is 8, not input_ids"):
-        known.at(uneven)
 
 
 def test_a_model_that_cannot_be_measured_at_other_lengths_is_planned_for_its_sample(

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.model.graph import stage_costs as costs
-from gpp_plugin.model.graph.graph_job import GraphJob
 from gpp_plugin.model.graph.kept import Kept, module_memory, record_kept
 from gpp_plugin.model.graph.module_cost import measure_split
-from gpp_plugin.model.graph.module_trial import ModuleTrial, Place
+from gpp_plugin.model.graph.module_trial import ModuleTrial
 from gpp_plugin.model.graph.resolve import resolve
-from gpp_plugin.model.graph.stage_costs import Measuring
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.graph.stored_profiles import NotDescribed, describe_module
 from gpp_plugin.profile.split_cost import CANNOT_SPLIT, UNSPLITTABLE
 from gpp_plugin.runtime.memory.counting import StorageNumbers
 from tests.stage_graph.graphs import Once
-from tests.stage_graph.recompute_jobs import WIDTH, Deep, Loss
+from tests.stage_graph.recompute_jobs import WIDTH, Deep
 
 CPU = torch.device("cpu")
 ROWS = 4
@@ -153,50 +149,3 @@ def test_what_says_nothing_of_itself_is_not_described() -> None:
     module.random = torch.Generator()  # type: ignore[assignment]
     with pytest.raises(NotDescribed, match=r"module.random is a torch._C.Generator"):
         describe_module(module)
-
-
-class Whole(nn.Module):
-    """A stage of its own, from the batch to the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deep, self.loss = Deep(), Loss()
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return self.loss(self.deep(x), target)
-
-
-def test_a_stored_profile_is_used_for_the_same_module_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[int] = []
-    measure = costs.measure_module
-
-    def spy(*given: Any, **options: Any) -> Any:
-        measured.append(1)
-        return measure(*given, **options)
-
-    monkeypatch.setattr(costs, "measure_module", spy)
-    batch = {"x": torch.randn(8, WIDTH), "target": torch.randn(8, WIDTH)}
-
-    def costs_of(module: nn.Module, *, with_split: bool = True) -> costs.StageCosts:
-        graph = StageGraph()
-        graph.stage("own", module, inputs=["x", "target"], outputs=["loss"], ranks=[0])
-        place = Place(rank=0, device=CPU, dtype=torch.float32, group=None)
-        job = GraphJob(graph, batch, place=place, num_ranks=1, loss_unit=2, seed=0, timeout_s=60.0)
-        measuring = Measuring(optimizer_bytes=8.0, cache_dir=str(tmp_path), with_split=with_split)
-        return job.measure({"own": (2,)}, measuring)
-
-    first = costs_of(Whole())
-    assert costs_of(Whole()) == first and len(measured) == 1
-    assert first.by_stage["own"][0].split_factor != 1.0
-    other = Whole()
-    other.deep.norm.momentum = 0.3
-    costs_of(other)
-    costs_of(Whole(), with_split=False)
-    unknown = Whole()
-    unknown.random = torch.Generator()  # type: ignore[assignment]
-    costs_of(unknown)
-    costs_of(unknown)
-    assert len(measured) == 5
-    assert len(list(tmp_path.iterdir())) == 3

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.model.graph.resolve import resolve
-from gpp_plugin.model.graph.stage_graph import StageGraph
-from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.stage_graph import one_capture_jobs
-from tests.stage_graph.one_capture_jobs import NUM_RANKS, WAYS, as_graph, files_of
+from tests.stage_graph.one_capture_jobs import NUM_RANKS, WAYS, files_of
 
 Answers = list[dict[str, dict[str, dict[str, Any]]]]
 
@@ -26,13 +23,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(directory: Path) -> Answers:
     return run_kept_ranks(one_capture_jobs.train_both, NUM_RANKS, str(directory), timeout_s=300.0)
-
-
-def test_the_demo_s_model_as_one_captured_part_trains_as_it_does_by_itself(tmp_path: Path) -> None:
-    (plain,) = run_kept_ranks(one_capture_jobs.train_demo, 1, "plain", str(tmp_path))
-    (captured,) = run_kept_ranks(one_capture_jobs.train_demo, 1, "captured", str(tmp_path))
-    assert captured == plain
-    assert len(list(tmp_path.glob("*.json"))) == 1, "they share their profile"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -76,36 +66,3 @@ def test_outputs_and_inputs_under_names_of_the_user_s_own() -> None:
         for plain, captured in zip(answer["plain"], answer["captured"], strict=True):
             same = torch.equal(plain, captured) if isinstance(plain, torch.Tensor) else plain == captured
             assert same
-
-
-def test_a_loss_is_not_asked_for_where_none_is_wanted() -> None:
-    model, make_batch = build("clip")
-    keys = [key for key, value in make_batch(2).items() if isinstance(value, torch.Tensor)]
-    graph = as_graph(model, num_ranks=1)
-    resolved = resolve(graph, batch_keys=keys, num_ranks=1, needs_loss=False, asked=["image_embeds"])
-    assert resolved.whole is not None
-    assert (resolved.whole.constants, resolved.whole.losses) == ((), ())
-    assert resolved.whole.nodes == (("image_embeds", "image_embeds"),)
-
-
-def test_what_a_graph_of_one_captured_part_is_called_with() -> None:
-    model, make_batch = build("clip")
-    tensors = {key: value for key, value in make_batch(2).items() if isinstance(value, torch.Tensor)}
-    graph = as_graph(model, num_ranks=1)
-    assert [name for name, _ in graph.named_parameters()] == [name for name, _ in model.named_parameters()]
-    (stage,) = resolve(graph, batch_keys=tensors, num_ranks=1).stages
-    assert stage.constants == (("return_loss", True),)
-    assert [key for _, key in stage.batch_inputs] == list(tensors)
-    (told,) = resolve(graph, batch_keys=tensors, constants={"return_loss": 1}, num_ranks=1).stages
-    assert told.constants == (("return_loss", 1),)
-
-
-def test_a_constant_is_an_input_like_others() -> None:
-    class Scaled(torch.nn.Linear):
-        def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
-            return (super().forward(x) * scale).mean()
-
-    graph = StageGraph("scaled")
-    graph.capture("scaled", Scaled(3, 3), inputs={"x": "x", "scale": "by"}, outputs=["loss"], ranks=[0])
-    (stage,) = resolve(graph, batch_keys=["x"], constants={"by": 2.0}, num_ranks=1).stages
-    assert (stage.batch_inputs, stage.constants) == ((("x", "x"),), (("scale", 2.0),))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +10,7 @@ from torch import Tensor, nn
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from tests.integrations.engine_jobs import B, config_of, make_engine
-from tests.stage_graph.untrue_models import Honest, Severed, make_batch
-
-
-def start_untrue() -> dict[str, Any]:
-    """Start a model whose graph is another one, then one that is what it seems to be."""
-    batch = make_batch(B)
-    refused = ""
-    torch.manual_seed(1)
-    try:
-        make_engine(Severed(), batch, config_of(block={"stages": 2, "verify": True}))
-    except CaptureError as error:
-        refused = str(error)
-    engine = make_engine(Honest(), batch, config_of(block={"stages": 2, "verify": True}))
-    return {"refused": refused, "trained": float(engine.train_batch(data_iter=iter([batch])))}
+from tests.stage_graph.untrue_models import make_batch
 
 
 class Tower(nn.Module):

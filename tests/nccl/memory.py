@@ -14,6 +14,7 @@ tensors in gloo's hands. What belongs to no block is the host's own, in its orde
     host read     of a number (``item``, ``nonzero``, a mask as index): the host waits
     collective    reads and writes its tensors on the communicator's stream (`fake_groups`)
     random        operators draw from a generator of the device's own
+    backward      runs on the current stream: torch runs a node on that of its forward, and all of a stage's are one
 
 An access is stamped with the number of operations on the tape so far: kernels between operations 6 and 7 of a stream have
 ended when operation 7 of that stream has.

@@ -20,7 +20,8 @@ from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.same_blocks import border_names, with_names
-from gpp_plugin.capture.tracing.carried_state import LeavesState, noted_reads, refused
+from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
+from gpp_plugin.capture.tracing.noted_accesses import noted_reads
 from gpp_plugin.capture.tracing.shadow import Shadow, make_shadow
 from gpp_plugin.capture.tracing.symbolic_sizes import (
     SizeTexts,

@@ -17,10 +17,9 @@ from gpp_plugin.capture.tracing.carried_state import (
     changed_attributes,
     described,
     initial_values,
-    noted_accesses,
-    noted_reads,
     without_history,
 )
+from gpp_plugin.capture.tracing.noted_accesses import noted_accesses, noted_reads
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState, StateTensor
 from gpp_plugin.ir.op_graph import CARRIED as CARRIED_PREFIX

@@ -38,8 +38,9 @@ from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put
 from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks, is_within
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.eager.trial_run import CPU, CheckedOnCpu, made_up, observe
-from gpp_plugin.capture.tracing.carried_state import TORCHS_OWN, class_values, described, initial_values
+from gpp_plugin.capture.tracing.carried_state import class_values, described, initial_values
 from gpp_plugin.capture.tracing.devices import on_device
+from gpp_plugin.capture.tracing.noted_accesses import TORCHS_OWN
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.analysis import CarriedState
 

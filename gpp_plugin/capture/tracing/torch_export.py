@@ -24,13 +24,12 @@ from gpp_plugin.capture.eager.choose_whole import READS, Untraceable
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.tracing.carried_state import (
-    TORCHS_OWN,
     LeavesState,
     StateFinder,
     carried_in,
     is_number,
-    noted_accesses,
 )
+from gpp_plugin.capture.tracing.noted_accesses import TORCHS_OWN, noted_accesses
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.overflow import OverflowMode
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit

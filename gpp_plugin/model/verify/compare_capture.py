@@ -31,9 +31,9 @@ from gpp_plugin.capture.tracing.carried_state import (
     changed_attributes,
     held_by,
     initial_values,
-    noted_accesses,
     without_history,
 )
+from gpp_plugin.capture.tracing.noted_accesses import noted_accesses
 from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
 from gpp_plugin.capture.tracing.shadow import rebind_hooks, set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch

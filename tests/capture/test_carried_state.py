@@ -181,7 +181,7 @@ class Holder(nn.Module):
 def test_what_is_noted_of_modules_is_noted_while_it_is_asked_for() -> None:
     model, seen = Holder(), []
     own = nn.Module.__setattr__, "__getattribute__" in vars(nn.Module)
-    with noted_accesses() as first:
+    with noted_accesses(model) as first:
         with noted_reads(lambda owner, name: seen.append(name)):
             assert model.calls == 3
         model.given = model.made

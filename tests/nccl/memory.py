@@ -399,12 +399,13 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the bytes of a storage between a tensor's first and last element."""
-    if not tensor.numel():
+    count = tensor.numel()
+    if not count:
         return 0, 0
-    size = tensor.element_size()
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset())
-    return first * size, (first + last + 1) * size
+    if not tensor.is_contiguous():
+        count = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first, size = int(tensor.storage_offset()), tensor.element_size()
+    return first * size, (first + count) * size
 
 
 def where() -> Where:

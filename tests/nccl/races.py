@@ -130,7 +130,7 @@ def clocks(operations: Sequence[Operation], points: Iterable[Point]) -> dict[Poi
     found: dict[Point, Clock] = {}
     host: dict[int, int] = {}
     of_stream: dict[int, dict[int, int]] = {}
-    end: dict[int, dict[int, int]] = {}  # of each item: what has ended when it has, itself apart
+    ended: dict[int, dict[int, int]] = {}  # by item, what has ended when it has, itself among it
     for number in range(len(operations) + 1):
         for point in asked.get(number, ()):
             found[point] = _join(of_stream.get(point[1], host), host)
@@ -141,13 +141,13 @@ def clocks(operations: Sequence[Operation], points: Iterable[Point]) -> dict[Poi
             if each.after is None:
                 host = {**host, EVERY: number}
             for item in each.after or ():
-                host = _join(host, _ended(operations, item, end))
+                host = _join(host, ended[item])
             continue
         stream = thread_of(number) if each.place is Place.THREAD else each.stream
-        clock = _join(of_stream.get(stream, {}), host)
+        clock = _join(of_stream.get(stream, host), host)
         for item in each.after or ():
-            clock = _join(clock, _ended(operations, item, end))
-        end[number] = clock
+            clock = _join(clock, ended[item])
+        ended[number] = {**clock, stream: number}
         if each.place is Place.DEVICE:
             of_stream[stream] = clock
         if (number, stream, True) in found:  # what it does itself is behind what it waits for
@@ -155,14 +155,10 @@ def clocks(operations: Sequence[Operation], points: Iterable[Point]) -> dict[Poi
     return found
 
 
-def _ended(operations: Sequence[Operation], item: int, end: Mapping[int, dict[int, int]]) -> dict[int, int]:
-    each = operations[item]
-    stream = thread_of(item) if each.place is Place.THREAD else each.stream
-    return _join(end[item], {stream: item})
-
-
 def _join(one: dict[int, int], other: Mapping[int, int]) -> dict[int, int]:
     """Return the later of two clocks, stream by stream; one of the two where it is."""
+    if one is other:
+        return one
     joined = None
     for stream, number in other.items():
         if number > one.get(stream, -1):

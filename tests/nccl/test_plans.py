@@ -24,7 +24,7 @@ from tests.tiers import some
 
 
 def test_every_plan_of_the_tests(tell: Tell) -> None:
-    report(tell, check_runs([(name, everything(run)) for name, run in some(read_plans(), every=7)]))
+    report(tell, check_runs([(name, everything(run)) for name, run in some(read_plans(), every=11)]))
 
 
 def test_windows_that_stay_full(tell: Tell) -> None:
@@ -70,7 +70,7 @@ def test_branches_that_run_ahead(tell: Tell) -> None:
         if run.train and run.plan.mode == "sync" and may_look_ahead(run.plan)
     ]
     assert len(ahead_of_tests) > 8
-    runs += some(ahead_of_tests, every=4)
+    runs += some(ahead_of_tests, every=8)
     report(tell, check_runs(runs))
 
 

@@ -314,8 +314,10 @@ def test_ranks_hold_one_of_their_stages_whole_under_zero_3():
     validate_plan(plan, graph, profile=request.profile, memory_limit_bytes=limit, zero_stage=3)
     with pytest.raises(PlanInfeasible, match="holds 2 stages that need"):
         validate_plan(plan, graph, profile=request.profile, memory_limit_bytes=limit - 9, zero_stage=3)
-    told = with_breakdown(plan, request).memory
+    told = with_breakdown(plan, limited).memory
     assert [part.total for part in told] == each and joined_breakdown(told).total == limit
+    roomy = joined_breakdown(with_breakdown(plan, request).memory)
+    assert roomy.total == sum(each), "where both fit, the next one is gathered ahead"
 
 
 def test_counts_in_flight_fit_the_memory_of_a_rank():

@@ -17,7 +17,7 @@ def random_run(seed: int) -> Run:
 def test_random_graphs_with_a_wait_at_every_point(tell: Tell) -> None:
     report(
         tell,
-        check_runs([(f"seed {seed}", everything(random_run(seed))) for seed in some(range(50), every=7)]),
+        check_runs([(f"seed {seed}", everything(random_run(seed))) for seed in some(range(50), every=14)]),
     )
 
 

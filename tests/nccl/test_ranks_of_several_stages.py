@@ -12,6 +12,7 @@ from tests.nccl.coverage_counts import Counts, Tell, check_all_points, check_run
 from tests.nccl.recording import Programs, Run, lower, record_job
 from tests.schedule.plans import on_ranks, sharded, simple_plan
 from tests.schedule.test_async import asynchronous
+from tests.tiers import some
 
 
 def random_run(seed: int) -> Run:
@@ -38,13 +39,19 @@ def test_stages_that_are_gathered(tell: Tell) -> None:
 
 
 def test_windows_that_stay_full(tell: Tell) -> None:
-    draws = [kept_draw(s, "async", most_stages=6, most_ranks=4, shares_ranks=True) for s in range(15)]
+    draws = [
+        kept_draw(s, "async", most_stages=6, most_ranks=4, shares_ranks=True)
+        for s in some(range(15), every=4)
+    ]
     runs = [Run(plan=d.plan, forward_only=d.forward_only, steps=2, record=True) for d in draws]
     report(tell, check_runs([(f"seed {n}", run) for n, run in enumerate(runs)]))
 
 
 def test_branches_that_run_ahead(tell: Tell) -> None:
-    draws = [kept_draw(s, "look_ahead", most_stages=6, most_ranks=4, shares_ranks=True) for s in range(10)]
+    draws = [
+        kept_draw(s, "look_ahead", most_stages=6, most_ranks=4, shares_ranks=True)
+        for s in some(range(10), every=4)
+    ]
     runs = [
         Run(plan=d.plan, forward_only=d.forward_only, looks_ahead=True, evaluate=True, record=True)
         for d in draws

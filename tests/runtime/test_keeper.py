@@ -74,9 +74,12 @@ def test_counts_are_of_one_micro_batch_of_all_at_once_and_of_the_rank() -> None:
     for micro_batch in (1, 0):
         second.end(micro_batch)
     assert second.counts() == MemoryCounts(
-        held_bytes=5 * ROW + 2 * ROW, swapped_bytes=30, recomputed_bytes=7,
-        peak_held_bytes=2 * 5 * ROW + 2 * ROW, working_bytes=50,
-    )  # fmt: skip
+        held_bytes=5 * ROW + 2 * ROW,
+        swapped_bytes=30,
+        recomputed_bytes=7,
+        peak_held_bytes=2 * 5 * ROW + 2 * ROW,
+        working_bytes=50,
+    )
     more = torch.ones(3, 4)
     first.keep(0, more)
     assert together.peak == 8 * ROW + 3 * ROW, "the first still holds its own"
@@ -134,7 +137,8 @@ class Noted(KeepAll):
         forward = super().begin(*given, **options)
         number = len(self._log)
         self._log.append(f"{self._name}{number}")
-        vars(forward)["prefetch"] = lambda: self._log.append(f"bring {self._name}{number}")
+        vars(forward)["prefetch"] = lambda **beside: self._log.append(f"bring {self._name}{number}")
+        vars(forward)["call_behind"] = lambda behind: behind()
         return forward
 
 
@@ -143,17 +147,27 @@ def test_the_half_that_ran_last_comes_back_first_and_nothing_after_a_failure() -
     link: Any = SimpleNamespace(clear=lambda: log.append("link"))
     following = {(False, 1, None): 0, (True, 0, None): 1}
     keeper = StageKeeper(
-        whole=Noted("whole", log), half=Noted("half", log), leaves=(), constants=(), link=link,
+        whole=Noted("whole", log),
+        half=Noted("half", log),
+        leaves=(),
+        constants=(),
+        link=link,
         next_backward=following.get,
-    )  # fmt: skip
+    )
     for half in (0, 1):
         keeper.forward(0, half, [], [], [torch.ones(1)])
     keeper.forward(1, None, [], [], [torch.ones(1)])
-    assert log == ["half0", "half1", "whole2", "bring half1", "bring half0"]
+    assert log == ["half0", "half1", "bring half1", "bring half0", "whole4"], (
+        "before the forward it hides behind"
+    )
     log.clear()
-    keeper.end_backward(0)
     keeper.begin_backward(0)
-    assert log == ["bring whole2"], "that of micro-batch 1 is next, and 0 is gone"
+    assert log == ["bring half1", "bring half0", "bring whole4"], "that of micro-batch 1 is next"
+    keeper.end_backward(0)
+    log.clear()
+    keeper.begin_backward(0, is_whole=False)
+    keeper.begin_weight_gradient(0)
+    assert log == ["bring whole4"], "0 is gone"
     keeper.clear()
     keeper.begin_backward(1)
-    assert log == ["bring whole2", "link"]
+    assert log == ["bring whole4", "link"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.errors import PlanError, RuntimeFailure
+from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
 from gpp_plugin.runtime.memory.recipe import Drop, MovingPass
 from gpp_plugin.runtime.memory.recompute import RandomState, Replay
@@ -124,9 +124,8 @@ def test_a_buffer_that_is_read_and_written_has_its_value_of_the_forward() -> Non
     assert any(p.is_mutated for p in stage.captured.op_graph.parameters)
     plan = memory_plan(stage, [stage.blocks])
     check(stage, plan, in_flight=1)
-    for trainer in (Trainer(stage), Trainer(stage, plan)):
-        with pytest.raises((RuntimeError, RuntimeFailure), match="by an inplace operation|written in place"):
-            trainer.train(in_flight=2)
+    # the next micro-batch's forward writes it before this one's backward
+    assert_same(Trainer(stage, plan).train(in_flight=2), Trainer(stage).train(in_flight=1))
 
 
 def test_random_numbers_of_a_segment_between_those_of_another_branch() -> None:

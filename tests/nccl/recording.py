@@ -36,7 +36,7 @@ from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
 from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
 from gpp_plugin.runtime.ranks import waiting
 from gpp_plugin.runtime.ranks.meeting import Meeting
-from gpp_plugin.runtime.ranks.waiting import all_gather
+from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -247,13 +247,15 @@ class RecordedWeights:
 
     def __init__(self, group: Any, degree: int) -> None:
         self._group, self._degree = group, degree
+        self._gathered: tuple[Tensor, ...] = ()
 
-    def gather(self) -> None:
+    def gather(self) -> Callable[[], None]:
         whole, part = torch.zeros(self._degree, device=CUDA), torch.zeros(1, device=CUDA)
-        all_gather(whole, part, group=self._group, what="a gather")
+        self._gathered = whole, part
+        return begin_all_gather(whole, part, group=self._group, what="a gather")
 
     def free(self) -> None:
-        pass
+        self._gathered = ()
 
     def apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return outputs

@@ -21,13 +21,12 @@ from gpp_plugin.runtime.memory.keeper import StageKeeper, Turn
 from gpp_plugin.runtime.memory.recipe import MovingPass
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
-from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.simulate.overlap import COPIES_BACK, COPIES_OUT, Travel, overlap_of
 from tests.nccl.checker import WaitGraph, topological_order
 from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
 from tests.nccl.operations import Job, Operation, Place, Tape
-from tests.nccl.recording import RecordedWeights, Run, record_job
+from tests.nccl.recording import Run, record_job
 from tests.schedule.plans import chain_plan, sharded, simple_plan, with_room
 from tests.tiers import some
 
@@ -76,8 +75,9 @@ class CopyingCuda(FakeCuda):
     """A recorded device that writes down copies to and from host memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_ and args[0].is_meta != args[1].is_meta:
-            what = COPIES_OUT if args[1].is_meta else COPIES_BACK
+        is_device = self.memory.is_device
+        if func is Tensor.copy_ and is_device(args[0]) != is_device(args[1]):
+            what = COPIES_OUT if is_device(args[1]) else COPIES_BACK
             self.tape.put(self.stream.number, what, sizes=(args[1].nbytes,))
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -225,23 +225,16 @@ def test_messages_travel_beside_tasks(tell: Tell) -> None:
 # ---- gathers -----------------------------------------------------------------------------------------------
 
 
-def begun(self: RecordedWeights) -> Any:
-    """Begin a gather, as the weights of an engine do."""
-    whole, part = torch.zeros(self._degree, device=CUDA), torch.zeros(1, device=CUDA)
-    return begin_all_gather(whole, part, group=self._group, what="a gather")
-
-
 def interleaved(num_stages: int) -> PipelinePlan:
     chain = simple_plan([4] * num_stages, [(i, i + 1) for i in range(num_stages - 1)], mini_batch=16)
     return sharded(chain, *[((0, 1), (2, 3))[i % 2] for i in range(num_stages)])
 
 
 def test_gathers_hide_behind_the_task_in_front_where_there_is_room(tell: Tell) -> None:
-    with mock.patch.object(RecordedWeights, "gather", begun):
-        found = {
-            name: plan_shares(Run(plan=plan, zero=3))
-            for name, plan in {"alone": interleaved(6), "ahead": with_room(interleaved(6))}.items()
-        }
+    found = {
+        name: plan_shares(Run(plan=plan, zero=3))
+        for name, plan in {"alone": interleaved(6), "ahead": with_room(interleaved(6))}.items()
+    }
     tell(found)
     assert found["ahead"]["gathers"] >= 0.6 > 0.3 >= found["alone"]["gathers"]
 
@@ -251,6 +244,5 @@ def test_no_gather_ahead_of_its_place_hangs(tell: Tell) -> None:
     plans = [with_room(interleaved(4)), with_room(interleaved(6))]
     for _ in some(range(24), every=4):
         plans.append(with_room(sharded(random_plan(rng, most_stages=6, most_ranks=6, shares_ranks=True))))
-    with mock.patch.object(RecordedWeights, "gather", begun):
-        runs = [(str(n), everything(Run(plan=plan, zero=3))) for n, plan in enumerate(plans)]
-        report(tell, check_runs(runs))
+    runs = [(str(n), everything(Run(plan=plan, zero=3))) for n, plan in enumerate(plans)]
+    report(tell, check_runs(runs))

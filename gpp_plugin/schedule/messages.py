@@ -174,6 +174,11 @@ def under_way_bytes(plan: PipelinePlan, index: int, *, more_samples: float = 1.0
     Args:
         more_samples: samples of a micro-batch over those that are planned.
     """
+    # The example above, with one edge in, of 10 MB, and one out, of 30 MB:
+    #
+    #     forward     sent 30    read 10    sends of a micro-batch: 30 + 10, of two at a time 80
+    #     backward    sent 10    read 30    the largest sent 30, the most that is read 30, two buffers of 30
+    #
     # sent[d], read[d]: bytes of a micro-batch, d: forward or backward; ``largest``: of one message, sent and received
     stage = plan.stages[index]
     sent, read, largest = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]

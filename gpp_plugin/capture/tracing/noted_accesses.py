@@ -29,6 +29,12 @@ TORCHS_OWN = frozenset(
 class _NotedDict(dict[Any, Any]):
     """A module's dict for one forward: notes whether an entry is read that this forward has not put there."""
 
+    # The forward before has left {"inner": a, "outer": b}:
+    #
+    #     features["inner"] = c      its own from now on
+    #     features["inner"]          c: nothing old is read
+    #     features["outer"]          b: `is_read`, so that the dict is state
+
     def __init__(self, items: Mapping[Any, Any]) -> None:
         super().__init__(items)
         self._own: set[Any] = set()

@@ -83,6 +83,8 @@ def plan_beside_messages(request: PlanRequest, make: Callable[[PlanRequest], Pip
     Args:
         make: makes a plan, each time of the same stages or of a planner's.
     """
+    # A rank of 100 MB, a plan that holds 90 and 25 of messages: 15 too many, so the second one is made for 85 MB. Where
+    # that one holds 80, and 30 of messages as it has more edges, 10 are too many, and the third is made for 75.
     plan = first = make(request)
     taken = 0
     for _ in range(MOST_PLANS - 1):

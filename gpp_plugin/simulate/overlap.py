@@ -165,7 +165,7 @@ class _Link:
     def _asked_us(self, previous: Event | None, task: Event) -> float:
         """Return when the first copy back of a backward is asked for."""
         # Of F0 F1 B0 B1, B0's is asked for as F1 begins, and B1's as B0 uses the last of its own. Of F0 B0 nothing has
-        # left in between; with split backwards (I0 W0 I1 W1) I1's is asked for as W0 begins, which uses what I0 brought.
+        # left in between; with split backwards (I0 W0 I1 W1) I1's is asked for as W0 begins.
         if previous is None or previous.kind is EventKind.INPUT_GRADIENT:
             return task.start_us
         if previous.kind is EventKind.FORWARD:

@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not faults:
         parser.error(f"no fault of layers {args.layer} with {args.only!r} in {LIST.name}")
     with tempfile.TemporaryDirectory(prefix="gpp-reach-") as temporary:
-        folder = args.reach or Path(temporary)
+        folder = args.reach or Path(temporary) / "reach"
         if not folder.is_dir():
             measure_reach(folder, args.tests)
         reach = Reach(folder)

@@ -11,7 +11,9 @@ import pytest
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.dawnpiper import BinaryPartition, partition_chain
+from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import make_cluster, make_request
@@ -112,6 +114,21 @@ def test_plans_carry_what_makes_them_fit_and_pass_the_evaluator(mode, ways):
             assert bool(stage.memory.swapped) <= ("swap" in ways)
             assert bool(stage.memory.recomputed) <= ("recompute" in ways)
     assert loads(PipelinePlan, dumps(plan)) == plan
+
+
+def test_what_swapping_adds_is_the_time_of_the_slowest_link_to_the_host():
+    """10 blocks of 1,000 bytes, 4 in flight: what a link of 2 MB/s, 2 bytes a microsecond, cannot hide, it adds."""
+    asked = tight_request(memory_optimization=("swap",))
+    added = []
+    for rate in (1e6, 2e6, 1e12):
+        slow = dataclasses.replace(asked.cluster.devices[2], host_bytes_per_s=rate)
+        devices = (*asked.cluster.devices[:2], slow, asked.cluster.devices[3])
+        request = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, devices=devices))
+        fitter = StageFitter(request, CostModel(request.graph, request.profile, request.cluster))
+        assert fitter.host.bytes_per_us == min(rate, 2e6) / 1e6
+        added.append(fitter.estimate(tuple(range(10)), degree=1, local=1.0, in_flight=4, limit=15_000))
+    assert added[0][0] == added[1][0] == 0.0, "all can leave"
+    assert added[0][1] > added[1][1] == added[2][1] > 0.0
 
 
 def test_a_plan_that_says_otherwise_is_refused():

@@ -116,6 +116,8 @@ def _planned(
     elif fixed is not None:
         plan = fixed_plan(fixed, request)
     elif state and request.data_parallel is None:
+        # also for what follows: stages that are laid on shared ranks are planned anew
+        request = dataclasses.replace(request, data_parallel=1)
         plan = _plan_with_state(config, request, state)
     else:
         plan = make_plan(config.planner, request)
@@ -140,11 +142,14 @@ def _planned(
 def _plan_with_state(config: GraphPipelineConfig, request: PlanRequest, state: Sequence[str]) -> PipelinePlan:
     """Return a plan with one copy of what a forward leaves for the next one, as one process has.
 
+    Args:
+        request: of stages of one rank.
+
     Raises:
         PlanError: none has; says how to train with copies.
     """
     try:
-        return make_plan(config.planner, dataclasses.replace(request, data_parallel=1))
+        return make_plan(config.planner, request)
     except PlanError as error:
         raise type(error)(
             f"each forward leaves {_told(state)} for the next one, so that each stage has one rank, and {error}; run "

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from gpp_plugin.model import preparation
 from tests import carried_models
 from tests.carried_models import make_batch
 from tests.integrations import carried_jobs
+from tests.plan.graphs import chain, make_request
 from tests.ranks import run_kept_ranks
 from tests.reference import Batch, ReferenceRun, train_reference
 
@@ -60,3 +64,21 @@ def test_ranks_share_no_stage_that_keeps_state_unless_they_are_asked_to() -> Non
         )
         assert '"data_parallel": 2' in answer["stages"] and "\n" not in answer["stages"]
         assert len(answer["advised"]) == 1 and len(answer["auto"]) == 2
+
+
+def test_every_step_of_planning_keeps_stages_with_state_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+    for name in ("make_plan", "schedule_plan", "share_ranks"):
+
+        def plan(first: Any, request: Any, *, name: str = name, **options: Any) -> Any:
+            asked[name] = request.data_parallel
+            return first
+
+        monkeypatch.setattr(preparation, name, plan)
+    config: Any = SimpleNamespace(
+        planner="auto", schedule="1f1b", slicing=None, memory=SimpleNamespace(recompute="off")
+    )
+    request = make_request(chain(4))
+    for state, degree in ((["centre"], 1), ([], None)):
+        preparation._planned(request.graph, request, config, None, None, {}, {}, state)
+        assert asked == dict.fromkeys(("make_plan", "schedule_plan", "share_ranks"), degree)

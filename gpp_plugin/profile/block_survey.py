@@ -236,9 +236,8 @@ class BlockSurvey:
 
     def _run(self, function: StageFunction) -> _Measured:
         operands = self._operands(function)
-        if (
-            self._device.type != "cpu"
-        ):  # an index beyond its table, at other lengths say, ends all work of a GPU
+        if self._device.type != "cpu":
+            # an index beyond its table, at other lengths say, ends all work of a GPU
             with torch.no_grad(), CheckedOnCpu(self._device.type, indices_only=True):
                 operands.call(*operands.parameters, *operands.inputs, *operands.received)
         whole = measure(operands, device=self._device, repeats=self._repeats, with_peak=self._with_peak)

@@ -191,9 +191,8 @@ def under_way_bytes(plan: PipelinePlan, index: int, *, more_samples: float = 1.0
             is_sent = (edge.src == index) == (direction == 0)
             whole = count(edge, 0, True)
             row = count(edge, 1, False) * more_samples
-            pieces = max(
-                1, stage.local_batch_size // max(other.local_batch_size, 1)
-            )  # each has the whole tensors
+            # each piece has the whole tensors
+            pieces = max(1, stage.local_batch_size // max(other.local_batch_size, 1))
             (sent if is_sent else read)[direction] += row * stage.local_batch_size + whole * pieces
             rows = min(stage.local_batch_size, other.local_batch_size)
             largest[not is_sent] = max(largest[not is_sent], row * rows + whole)

@@ -120,6 +120,10 @@ def _joined(spans: Iterable[tuple[float, float]]) -> Spans:
 def swap_copies(plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> list[Travel]:
     """Return the copies of stages that swap, with each rank's tasks at the timeline's times."""
     found: list[Travel] = []
+    tasks: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in timeline.events:
+        if event.kind in COMPUTE_KINDS:
+            tasks[event.rank, event.stage].append(event)
     for index, stage in enumerate(plan.stages):
         if stage.memory is None or not stage.memory.swapped:
             continue
@@ -127,13 +131,8 @@ def swap_copies(plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> lis
         ordered = sorted(stage.memory.swapped, key=lambda tensor: -tensor.free_us)
         for rank in stage.ranks:
             rate = cluster.devices[rank].host_bytes_per_s / 1e6
-            tasks = [
-                event
-                for event in timeline.events
-                if event.rank == rank and event.stage == index and event.kind in COMPUTE_KINDS
-            ]
-            tasks.sort(key=lambda event: event.start_us)
-            found += _Link(rank, [tensor.bytes / rate for tensor in ordered]).copies(tasks)
+            own = sorted(tasks[rank, index], key=lambda event: event.start_us)
+            found += _Link(rank, [tensor.bytes / rate for tensor in ordered]).copies(own)
     return found
 
 

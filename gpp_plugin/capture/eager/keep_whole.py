@@ -40,7 +40,7 @@ from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed,
 from gpp_plugin.capture.eager.trial_run import CPU, CheckedOnCpu, made_up, observe
 from gpp_plugin.capture.tracing.carried_state import class_values, described, initial_values
 from gpp_plugin.capture.tracing.devices import on_device
-from gpp_plugin.capture.tracing.noted_accesses import TORCHS_OWN
+from gpp_plugin.capture.tracing.noted_accesses import TORCHS_OWN, refill
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.analysis import CarriedState
 
@@ -419,8 +419,7 @@ class _LeftByHooks:
                 self.attributes.add((self._paths[id(attributes)], name))
             attributes[name] = value
             if content is not None:
-                value.clear()
-                (value.extend if isinstance(value, (list, deque)) else value.update)(content)
+                refill(value, content)
         written = [name for name, (tensor, version) in self._tensors.items() if tensor._version != version]
         with torch.no_grad(), _disable_current_modes():
             for name in written:

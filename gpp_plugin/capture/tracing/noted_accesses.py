@@ -14,6 +14,7 @@ Tests: tests/capture/test_carried_state.py
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,12 @@ TORCHS_OWN = frozenset(
     (*vars(nn.Module()), "_is_hf_initialized", "_output_capturing_hooks_installed", "forward")
 )
 """Attributes that torch and transformers keep on modules for themselves."""
+
+
+def refill(container: Any, content: Any) -> None:
+    """Let a dict, list, deque or set hold other contents, and stay the object that it is."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
 class _NotedDict(dict[Any, Any]):
@@ -103,10 +110,7 @@ def _noted_containers(model: nn.Module, first: dict[tuple[int, str], bool]) -> I
         for attributes, name, value, noted in held:
             if attributes.get(name) is noted:
                 attributes[name] = value
-            value.clear()
-            (value.update if isinstance(value, dict) else value.extend)(
-                dict.items(noted) if isinstance(noted, dict) else noted
-            )
+            refill(value, dict.items(noted) if isinstance(noted, dict) else noted)
             if not noted.is_read:
                 first[id(attributes), name] = False
 

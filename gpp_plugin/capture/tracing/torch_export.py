@@ -29,7 +29,7 @@ from gpp_plugin.capture.tracing.carried_state import (
     carried_in,
     is_number,
 )
-from gpp_plugin.capture.tracing.noted_accesses import TORCHS_OWN, noted_accesses
+from gpp_plugin.capture.tracing.noted_accesses import TORCHS_OWN, noted_accesses, refill
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.overflow import OverflowMode
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit
@@ -423,8 +423,7 @@ def _attributes_restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for container, content in own:
-            container.clear()
-            (container.update if isinstance(container, dict) else container.extend)(content)
+            refill(container, content)
         for module, attributes, buffers in before:
             for name in module._buffers.keys() - buffers:
                 del module._buffers[name]

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.eager.choose_whole import GLOBAL_HOOKS, MODULE_HOOKS, is_within
 from gpp_plugin.capture.tracing.carried_state import is_users
+from gpp_plugin.capture.tracing.noted_accesses import refill
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import WatchedModule
 from gpp_plugin.engine.stage_engine import StageEngine
@@ -98,11 +99,7 @@ class _Table:
                 if self.items.get(key, _ABSENT) is not value:
                     setattr(self.kind, key, value)
             return
-        self.items.clear()
-        if isinstance(self.items, dict):
-            self.items.update(values)
-        else:
-            self.items.extend(values.values())
+        refill(self.items, values if isinstance(self.items, dict) else values.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,10 +352,8 @@ class ModelWatch:
             if table.name == "_buffers":
                 self._take_buffer(watched, change)
             elif table.name in (*MODULE_HOOKS, *GLOBAL_HOOKS):
-                if (
-                    table.name in MODULE_HOOKS and table.path in watched.eager
-                ):  # it runs with the hooks that it has
-                    continue
+                if table.name in MODULE_HOOKS and table.path in watched.eager:
+                    continue  # it runs with the hooks that it has
                 where = "all modules" if table.name in GLOBAL_HOOKS else table.path or "the model"
                 raise ConfigError(
                     f"hooks on {where} were registered or removed after deepspeed.initialize, and "

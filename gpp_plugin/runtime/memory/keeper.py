@@ -288,8 +288,10 @@ class StageKeeper:
             self._counter.end(micro_batch)
 
     def _prefetch(self, micro_batch: int | None, *, beside_forward: bool = False) -> None:
+        if micro_batch is None:
+            return
         # Where counting began in between, the forward ran without this keeper, and there is nothing to bring.
-        for forward in reversed(self._passes.get(-1 if micro_batch is None else micro_batch, ())):
+        for forward in reversed(self._passes.get(micro_batch, ())):
             forward.prefetch(beside_forward=beside_forward)
 
     def start_counting(self, together: HeldTogether | None = None) -> None:

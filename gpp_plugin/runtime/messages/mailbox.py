@@ -169,11 +169,10 @@ class Mailbox:
         self._receives: list[Pending] = [_TAKEN] * len(received)
         self._sends: deque[Pending] = deque()
         # What is under way, in bytes: sent and not waited for; made for receives, less what a task has waited for.
-        # Buffers that are made ahead count from then on, as memory is taken then.
+        # Buffers that are made ahead count from then on, as memory is taken then. ``_sent_bytes`` is of the last ones
+        # of ``_sends``: what a window took over is not counted.
         self._sizes = [sum(wire.num_bytes for wire in wires) for _, wires in received]
-        self._sent_bytes: deque[int] = (
-            deque()
-        )  # of ``_sends``, the last ones; what a window took over is not counted
+        self._sent_bytes: deque[int] = deque()
         self._sending_bytes = self._read_bytes = 0
         self.most_bytes = 0
         """The most bytes that sends under way, and buffers of receives that no task has read, took at once."""

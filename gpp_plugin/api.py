@@ -41,25 +41,30 @@ from gpp_plugin.library.named_models import (
     usual_loss_unit,
 )
 from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import MOST_DEVICES, USUAL_DTYPE, read_cluster
 from gpp_plugin.plan.costs.cost_model import gather_times
-from gpp_plugin.plan.costs.memory_breakdown import plan_beside_messages, with_breakdown
+from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.plan_form import check_form, read_plan
-from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_request import validate_for
-from gpp_plugin.rehearse.saved_programs import make_windows, programs_of_plan
-from gpp_plugin.report import timeline_text
+from gpp_plugin.rehearse.rehearsal import make_windows, programs_of_plan
+from gpp_plugin.report import timeline_chart
 from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, unknown_schedule
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.windows import lengthened
-from gpp_plugin.simulate.ahead_prediction import AheadPrediction, predict_ahead
-from gpp_plugin.simulate.async_prediction import AsyncPrediction, num_windows, simulate_windows
+from gpp_plugin.simulate.async_prediction import (
+    AheadPrediction,
+    AsyncPrediction,
+    num_windows,
+    predict_ahead,
+    simulate_windows,
+)
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.program_times import simulate_programs
 
@@ -395,7 +400,7 @@ def format_timeline(
     """
     if plan.mode == "async" and timeline.source != "measured":
         plan = lengthened(plan, num_windows(windows_of(plan)))
-    return timeline_text.format_timeline(timeline, plan, width=width, screen=screen)
+    return timeline_chart.format_timeline(timeline, plan, width=width, screen=screen)
 
 
 def load_plan(path: str | Path) -> PipelinePlan:
@@ -523,8 +528,13 @@ def _module_and_batches(
             f"sample_batch: missing; a {type(model).__name__} is captured on a batch as it is trained on, a dict of "
             "tensors with the samples along axis 0"
         )
-    from gpp_plugin.capture.tracing.batch_lengths import length_entries, with_lengths
-    from gpp_plugin.capture.tracing.sample_batches import as_unit, is_counted, resize_batch
+    from gpp_plugin.capture.tracing.sample_batches import (
+        as_unit,
+        is_counted,
+        length_entries,
+        resize_batch,
+        with_lengths,
+    )
     from gpp_plugin.model.graph.stage_graph import prepare_batch
 
     prepared = prepare_batch(model, batch)

@@ -21,7 +21,7 @@ from gpp_plugin.extras import needs_extra
 from gpp_plugin.report.printable import printable_lines
 
 if TYPE_CHECKING:
-    from gpp_plugin.report.rows_chart import RowsChart
+    from gpp_plugin.report.rows_text import RowsChart
 
 Runner = Callable[[argparse.Namespace], dict[str, Any]]
 BENCHMARKS = "gpp_benchmarks"
@@ -120,7 +120,7 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     if args.json:
-        from gpp_plugin.report.json_text import json_text  # as late as all that --help does without
+        from gpp_plugin.report.rows_text import json_text  # as late as all that --help does without
 
         print(json_text({"command": args.command, **result}))
     return 0 if result.get("ok", True) else 1
@@ -234,7 +234,7 @@ def _bench_runner(run: Runner, columns: Sequence[str] | None, chart: RowsChart |
 
     def run_and_show(args: argparse.Namespace) -> dict[str, Any]:
         from gpp_plugin.report.progress import step
-        from gpp_plugin.report.rows_chart import check_figure, draw_rows
+        from gpp_plugin.report.rows_text import check_figure, draw_rows
 
         asked = None if chart is None else args.figure
         path = None if asked is None else check_figure(asked)

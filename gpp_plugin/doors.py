@@ -36,8 +36,7 @@ from gpp_plugin.ir.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
-    from gpp_plugin.collage.pattern_rules import BasePatternRule
-    from gpp_plugin.collage.patterns import OperatorPattern
+    from gpp_plugin.collage.patterns import BasePatternRule, OperatorPattern
     from gpp_plugin.plan.request import PlanRequest
     from gpp_plugin.runtime.messages.pending import Post
     from gpp_plugin.runtime.messages.wires import Wire

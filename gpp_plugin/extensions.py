@@ -238,10 +238,10 @@ PLANNERS = Door(
             "dapple": "gpp_plugin.plan.baselines.dapple:dapple_plan",
             "dawnpiper": "gpp_plugin.plan.memory.dawnpiper:dawnpiper_plan",
             "graphpipe": "gpp_plugin.plan.graphpipe.graphpipe:graphpipe_plan",
-            "pipedream": "gpp_plugin.plan.baselines.pipedream:pipedream_plan",
+            "pipedream": "gpp_plugin.plan.baselines.piper:pipedream_plan",
             "piper": "gpp_plugin.plan.baselines.piper:piper_plan",
             "stock_1f1b": "gpp_plugin.plan.baselines.stock_chain:stock_plan",
-            "uniform": "gpp_plugin.plan.baselines.uniform:uniform_plan",
+            "uniform": "gpp_plugin.plan.baselines.stock_chain:uniform_plan",
             "vpipe": "gpp_plugin.plan.baselines.vpipe:vpipe_plan",
         }
     ),
@@ -282,8 +282,8 @@ BACKENDS = Door(
         {
             "torch": "gpp_plugin.backends.torch_backends:TORCH",
             "inductor": "gpp_plugin.backends.torch_backends:INDUCTOR",
-            "onnxruntime": "gpp_plugin.backends.onnxruntime_backend:ONNXRUNTIME",
-            "openvino": "gpp_plugin.backends.openvino_backend:OPENVINO",
+            "onnxruntime": "gpp_plugin.backends.exported_backends:ONNXRUNTIME",
+            "openvino": "gpp_plugin.backends.exported_backends:OPENVINO",
         }
     ),
     wrong_shape=_wrong_backend,

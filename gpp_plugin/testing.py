@@ -38,7 +38,7 @@ from gpp_plugin.launch import run_ranks
 from gpp_plugin.library.analytic_models import AnalyticModel, assemble, linear, path_edges, profile_model
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.rehearse.saved_programs import make_windows, programs_of_plan
+from gpp_plugin.rehearse.rehearsal import make_windows, programs_of_plan
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.order_check import check_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gpp_plugin.runtime.ranks import whereabouts
+from gpp_plugin.runtime.ranks import rank_status
 
 KINDS = ("kill", "TERM", "raise", "memory", "stop", "delay", "corrupt")
 DELAY_S = 3.0
@@ -85,7 +85,7 @@ def corrupt_next_task() -> None:
 
 def let_be() -> None:
     """Watch no more."""
-    whereabouts.HERE.__class__ = whereabouts.Whereabouts
+    rank_status.HERE.__class__ = rank_status.Whereabouts
 
 
 def inject(fault: Fault, *, rank: int) -> None:
@@ -95,7 +95,7 @@ def inject(fault: Fault, *, rank: int) -> None:
     watched, start = fault.at.split(":", 1)
     left = [fault.skip]
 
-    class Watched(whereabouts.Whereabouts):
+    class Watched(rank_status.Whereabouts):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
             text = str(value) if name == watched and value else ""
@@ -104,4 +104,4 @@ def inject(fault: Fault, *, rank: int) -> None:
                 if left[0] == -1:
                     fault.strike()
 
-    whereabouts.HERE.__class__ = Watched
+    rank_status.HERE.__class__ = Watched

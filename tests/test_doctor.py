@@ -112,10 +112,10 @@ def test_a_failed_exchange_is_reported_not_raised(monkeypatch):
     ],
 )
 def test_whose_adam_a_job_will_have_is_said(monkeypatch, has_gpu, why, status, found):
-    from gpp_plugin.integrations.deepspeed import adam_build
+    from gpp_plugin.integrations.deepspeed import optimizer_bytes
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    monkeypatch.setattr(adam_build, "why_no_fused_adam", lambda: why)
+    monkeypatch.setattr(optimizer_bytes, "why_no_fused_adam", lambda: why)
     check = doctor.check_optimizer()
     assert (check.status.value, check.found, check.is_failure) == (status, found, False)
     assert bool(check.advice) == (status == "warning")

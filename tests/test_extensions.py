@@ -24,7 +24,7 @@ from gpp_plugin.extensions import (
 from gpp_plugin.schedule.names import is_schedule_name, may_split_backward, planning_schedule, schedule_names
 
 MODULE = """
-from gpp_plugin.plan.baselines.uniform import uniform_plan as halves
+from gpp_plugin.plan.baselines.stock_chain import uniform_plan as halves
 from gpp_plugin.schedule.orders.kfkb import ONE_F_ONE_B as patient, KfKb
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT as relay
 number = 3

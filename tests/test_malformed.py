@@ -9,7 +9,7 @@ import pytest
 from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import GppError
-from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
+from gpp_plugin.integrations.deepspeed.config_values import derive_stage_config
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout

@@ -9,13 +9,12 @@ import pytest
 
 from gpp_plugin.cli import main
 from gpp_plugin.doctor import preflight
-from gpp_plugin.doctor.check import Status
-from gpp_plugin.doctor.preflight import check_driver, check_ninja, check_nvcc, started_ranks
+from gpp_plugin.doctor.preflight import Status, check_driver, check_ninja, check_nvcc, started_ranks
 from gpp_plugin.doctor.preflight_rank import preflight_plan
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.rehearse.saved_programs import programs_of_plan
+from gpp_plugin.rehearse.rehearsal import programs_of_plan
 from gpp_plugin.runtime.lane import channels_of
 from tests.waits import run_program
 

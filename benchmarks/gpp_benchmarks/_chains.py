@@ -23,11 +23,10 @@ from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.integrations.deepspeed.pipeline_peer import PipelinePeer
 from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
-from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.block_graph import BlockGraph, OpGraph
 from gpp_plugin.ir.cluster import Cluster, Device, Link
-from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.model.graph.captured_part import whole_part
-from gpp_plugin.plan.given.explicit import explicit_plan
+from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs

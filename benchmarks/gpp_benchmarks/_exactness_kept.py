@@ -45,7 +45,7 @@ from gpp_plugin.runtime.window_lane import RankWindowRunner, VersionedHooks, Win
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
 from gpp_plugin.schedule.look_ahead import AheadPrograms, Part, lower_ahead
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
 
 KEPT_FAMILIES = ("async", "look_ahead")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.compare.activations import PeakMemory
+from gpp_plugin.compare.single_process import PeakMemory
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
@@ -25,7 +25,7 @@ from gpp_plugin.launch import emit_event
 from gpp_plugin.library.paper_modules import FeedForward
 from gpp_plugin.model.graph.captured_part import whole_part
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.given.explicit import explicit_plan
+from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs

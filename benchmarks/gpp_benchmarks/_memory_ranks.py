@@ -21,7 +21,7 @@ from gpp_plugin.integrations.huggingface.hf_models import build_model_of, config
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.launch import emit_event, end_rank
-from gpp_plugin.plan.costs.memory_breakdown import expected_counts
+from gpp_plugin.plan.costs.memory_formula import expected_counts
 
 VOCABULARY = 126
 """Ids are drawn below the special ones."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan
-from gpp_plugin.compare.contests import Contest, Outcome
+from gpp_plugin.compare.alternated_benchmarks import Contest, Outcome
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.choose_schedule import choose_slicing

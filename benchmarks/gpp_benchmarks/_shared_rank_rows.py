@@ -9,7 +9,7 @@ from typing import Any
 
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_in_flight
 from gpp_benchmarks._schedule_orders import Race
-from gpp_plugin.compare.contests import Contest
+from gpp_plugin.compare.alternated_benchmarks import Contest
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.simulate.predict import predict_iteration_us
 

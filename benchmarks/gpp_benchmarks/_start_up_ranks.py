@@ -160,9 +160,8 @@ def _plan(name: str, laps: Laps) -> tuple[dict[str, float], dict[str, float]]:
 
 def _clip() -> tuple[Any, dict[str, Any], Any]:
     """Return the demo's model, configuration and data."""
-    from gpp_plugin.demo.clip import make_clip
+    from gpp_plugin.demo.clip import load_digit_captions, make_clip
     from gpp_plugin.demo.demo_settings import DemoSettings
-    from gpp_plugin.demo.digits import load_digit_captions
 
     settings = DemoSettings()
     data = load_digit_captions()

@@ -213,7 +213,7 @@ def _case(args: argparse.Namespace, samples: Samples) -> _Case:
 
 def _measure(args: argparse.Namespace, cases: Sequence[_Case]) -> list[dict[Way, list[float]]]:
     """Return the milliseconds of each mini-batch; those of one case's epochs take turns."""
-    from gpp_plugin.compare.contests import Contest, run_contests
+    from gpp_plugin.compare.alternated_benchmarks import Contest, run_contests
 
     contests = [
         Contest(

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         RuntimeFailure: a rank failed.
     """
     _check(args)
-    from gpp_plugin.compare.contests import Contest, run_contests
+    from gpp_plugin.compare.alternated_benchmarks import Contest, run_contests
 
     cases = [_case(args, count) for count in args.micro_batches]
     contests = [

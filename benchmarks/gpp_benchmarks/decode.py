@@ -2,7 +2,7 @@
 
 Ranks hold the caches of all sequences together, cut along the sequence, and decode. What a rank sends is counted and
 compared with the formula of what is implemented, with the chapter's formulas as printed, and with those in equal units
-(`gpp_plugin.plan.costs.cache_parallelism`). The time of a layer's attention stands beside that of the same sequences
+(`gpp_plugin.plan.costs.long_context`). The time of a layer's attention stands beside that of the same sequences
 with whole caches, each rank its own: ranks of one machine share its cores, so it says what is spent here, and not what
 a cluster does.
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import check_priority, run_ranks
-from gpp_plugin.plan.costs.cache_parallelism import (
+from gpp_plugin.plan.costs.long_context import (
     gathered_elements,
     printed_elements,
     printed_tensor_elements,

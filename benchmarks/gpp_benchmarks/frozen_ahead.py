@@ -15,8 +15,8 @@ from typing import Any
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_frozen_first
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.rehearse.saved_programs import make_ahead, scale_times
-from gpp_plugin.simulate.ahead_prediction import predict_ahead
+from gpp_plugin.rehearse.rehearsal import make_ahead, scale_times
+from gpp_plugin.simulate.async_prediction import predict_ahead
 
 TABLE = ()
 """The table that is printed has every column (`gpp_plugin.report.rows_text`)."""
@@ -63,7 +63,7 @@ def plans(num_ranks: int) -> list[PipelinePlan]:
 
 
 def _rows(args: argparse.Namespace, num_ranks: int) -> list[dict[str, Any]]:
-    from gpp_plugin.compare.contests import Contest, run_contests
+    from gpp_plugin.compare.alternated_benchmarks import Contest, run_contests
 
     found = [scale_times(plan, args.scale_time) for plan in plans(num_ranks)]
     predicted = [predict_ahead(plan) for plan in found]

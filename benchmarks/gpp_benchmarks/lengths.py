@@ -22,7 +22,7 @@ from gpp_benchmarks import _attention_models
 from gpp_benchmarks._lengths_models import FAMILIES, IMAGE_TOKENS, MOST_IMAGES
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
-from gpp_plugin.plan.costs.memory_breakdown import TOLERANCE
+from gpp_plugin.plan.costs.memory_formula import TOLERANCE
 from gpp_plugin.report.units import format_bytes, format_table
 
 MOST_SECONDS = 3600.0

@@ -20,7 +20,7 @@ from typing import Any
 from gpp_benchmarks._memory_pairs import CONFIGS, PLANS, MemoryCase
 from gpp_plugin.errors import ConfigError, DeviceMissing
 from gpp_plugin.launch import run_ranks
-from gpp_plugin.plan.costs.memory_breakdown import TOLERANCE
+from gpp_plugin.plan.costs.memory_formula import TOLERANCE
 from gpp_plugin.report.units import format_bytes, format_table
 
 TIMEOUT_S = 900.0

@@ -27,8 +27,8 @@ from gpp_benchmarks._emulated_graphs import (
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.rehearse.measured_times import measure_times, predict_from
-from gpp_plugin.rehearse.saved_programs import scale_times
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.rehearse.rehearsal import scale_times
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 LIMIT = 0.05
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rows(args: argparse.Namespace, found: Sequence[PipelinePlan], num_ranks: int) -> list[dict[str, Any]]:
-    from gpp_plugin.compare.contests import Contest, run_contests
+    from gpp_plugin.compare.alternated_benchmarks import Contest, run_contests
 
     seconds = sum(_planned_us(plan) for plan in found) / 1e6
     outcomes = run_contests(

@@ -33,7 +33,7 @@ from gpp_benchmarks._emulated_graphs import (
 )
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.report.rows_chart import BARS, RowsChart
+from gpp_plugin.report.rows_text import BARS, RowsChart
 
 PARTS = ("chain", "graphs", "slicing", "zero-bubble", "interleaved", "colocated")
 MICRO_BATCHES_PER_STAGE = 2
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2")
     from gpp_benchmarks._schedule_orders import slicing_rows, zero_bubble_rows
     from gpp_benchmarks._shared_rank_rows import colocated_rows, interleaved_rows
-    from gpp_plugin.compare.contests import run_contests
+    from gpp_plugin.compare.alternated_benchmarks import run_contests
 
     race = functools.partial(run_contests, rounds=args.rounds, tell=_tell, is_real_time=args.real_time)
     rows: list[dict[str, Any]] = []
@@ -131,8 +131,8 @@ def _race(
     plans: Sequence[PipelinePlan], num_ranks: int, peers: tuple[str, ...], race: Callable[..., Any]
 ) -> list[dict[str, Any]]:
     """Run plans and, in turn with each, its stages in a line on other runtimes; return their rows."""
+    from gpp_plugin.compare.alternated_benchmarks import Contest
     from gpp_plugin.compare.chains import Chain
-    from gpp_plugin.compare.contests import Contest
 
     contests = []
     for plan in plans:

@@ -28,7 +28,7 @@ from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import LEFT_OUT
 from gpp_plugin.plan.shared.share_ranks import share_ranks
-from gpp_plugin.report.rows_chart import LINES, RowsChart
+from gpp_plugin.report.rows_text import LINES, RowsChart
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules

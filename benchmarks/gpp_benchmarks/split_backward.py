@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.profile.split_cost import measure_split_cost
+from gpp_plugin.profile.block_survey import measure_split_cost
 from gpp_plugin.profile.timing import Operands
 
 HEADS = 4

@@ -34,19 +34,19 @@ from typing import Any
 import numpy as np
 
 from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
+from gpp_plugin.compare.simulated import best_chain, block_orders, in_order
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.library.paper_graphs import build_model
-from gpp_plugin.plan.baselines.best_chain import best_chain, block_orders, in_order
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.machines.exchanges import exchange_stages
+from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.heterogeneous_devices import exchange_stages
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
-from gpp_plugin.report.rows_chart import LINES, RowsChart
+from gpp_plugin.report.rows_text import LINES, RowsChart
 from gpp_plugin.report.units import format_table
 
 OURS = ("graphpipe", "auto")

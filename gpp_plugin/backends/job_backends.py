@@ -29,7 +29,7 @@ from gpp_plugin.runtime.batches import Batch, ones_among
 from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.stage_source import StageCode
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, fx, nn
 
-from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
+from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, operator_name, writes
 from gpp_plugin.backends.measured_backends import (
     TORCH,
     BackendLog,
@@ -21,13 +25,232 @@ from gpp_plugin.backends.measured_backends import (
     measure_backends,
     time_in_turn,
 )
-from gpp_plugin.backends.placed_forward import CuttableForward, placed_groups
-from gpp_plugin.collage.candidates import Candidates, OperatorGroup, Placement, find_candidates
+from gpp_plugin.collage.candidates import Candidates, OperatorGroup, Placement, find_candidates, patterns_of
 from gpp_plugin.collage.graph_search import SearchSettings, search_placements
 from gpp_plugin.collage.op_placement import place_operators
-from gpp_plugin.collage.registered import patterns_of
+from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
+
+# A forward cut into groups of operators, each built by its backend, run one after the other.
+#
+#     operators   conv  relu  add  norm        OperatorGraph: one for each call that makes tensors
+#     groups      [conv relu]openvino  [add norm]torch
+#     built       f(pixels) -> relu             g(relu, pixels) -> norm
+#
+# What is no tensor (sizes) is a number at these shapes and becomes one; the parts of a call that makes several tensors
+# go with it.
+
+BuildGroup = Callable[[str, ForwardCode], ForwardRunner]
+"""From a backend's name and code to what computes it."""
+
+
+_Part = tuple[ForwardCode, tuple[str, ...], tuple[str, ...]]
+
+
+class CuttableForward:
+    """A forward as an `OperatorGraph`, and the code of any convex set of its operators.
+
+    Args:
+        code: its examples are run once, to see what each operator makes.
+
+    Raises:
+        BackendRefused: it holds code of other functions (control flow), or writes into tensors: it cannot be cut.
+    """
+
+    def __init__(self, code: ForwardCode) -> None:
+        self.code = code
+        graph = code.frozen.graph
+        if any(node.op in ("call_module", "call_method") for node in graph.nodes) or any(
+            node.op == "get_attr" and not isinstance(_attribute(code, node), Tensor) for node in graph.nodes
+        ):
+            raise BackendRefused(f"stage {code.name!r} holds functions of functions, and cannot be cut")
+        written = next((node for node in graph.nodes if writes(node)), None)
+        if written is not None:  # who reads it must run behind it, which no edge says
+            raise BackendRefused(
+                f"operator {written.name} ({written.target}) writes into a tensor: it is not cut"
+            )
+        watched = _Watched(code.frozen)
+        with torch.no_grad():
+            watched.run(*code.examples)
+        self._values = watched.values
+        self._nodes = {node.name: node for node in graph.nodes}
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        self._outputs = [node.name for node in output.args[0]]
+        self._parts: dict[int, _Part] = {}
+        self._owner: dict[str, str] = {}
+        self._members: dict[str, list[str]] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and not self._is_number(node):
+                # a part of a tuple belongs to the call that made it
+                source = node.args[0] if node.target is operator.getitem else None
+                own = self._owner[source.name] if isinstance(source, fx.Node) else node.name
+                self._owner[node.name] = own
+                self._members.setdefault(own, []).append(node.name)
+        self.graph = OperatorGraph(
+            [self._operator(key) for key in self._members],
+            [self._owner[name] for name in self._outputs if name in self._owner],
+        )
+
+    def _is_number(self, node: fx.Node) -> bool:
+        value = self._values[node.name]
+        if isinstance(value, Tensor):
+            return False
+        return not (isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value))
+
+    def _operator(self, key: str) -> Operator:
+        node = self._nodes[key]
+        inputs = []
+        for name in self._members[key]:
+            for read in self._nodes[name].all_input_nodes:
+                own = self._owner.get(read.name, read.name)
+                if own != key and not (read.op == "call_function" and self._is_number(read)):
+                    inputs.append(own)
+        return Operator(
+            key=key, name=operator_name(node), inputs=tuple(inputs), attr=_attributes(node, self._values)
+        )
+
+    def part(self, mask: int) -> _Part:
+        """Return the code of a convex set of operators, the names of what it takes, and of what it returns.
+
+        The same set has the same code, so that what was built of it can be found again.
+        """
+        if mask not in self._parts:
+            self._parts[mask] = self._part(mask)
+        return self._parts[mask]
+
+    def _part(self, mask: int) -> _Part:
+        # For {relu, add} of conv -> relu -> add(relu, w) -> norm, with 0-d size n = 8 read by add:
+        #     takes w (held), conv (from outside); n is the number 8 in the code; returns add, which norm reads
+        keys = set(self.graph.keys(mask))
+        own = [n for n in self._nodes.values() if self._owner.get(n.name) in keys]
+        inside = {node.name for node in own}
+        graph = fx.Graph()
+        reads = dict.fromkeys(source for node in own for source in node.all_input_nodes)
+        outside = [n for n in reads if n.name not in inside and not self._is_constant(n)]
+        held = [n for n in reads if n.op == "get_attr"]
+        mapping: dict[str, Any] = {n.name: graph.placeholder(n.name) for n in (*held, *outside)}
+        for node in own:
+            mapping[node.name] = graph.create_node(
+                node.op,
+                node.target,
+                fx.map_arg(node.args, lambda n: self._mapped(n, mapping)),
+                fx.map_arg(node.kwargs, lambda n: self._mapped(n, mapping)),
+                node.name,
+            )
+        outputs = tuple(
+            n.name
+            for n in own
+            if isinstance(self._values[n.name], Tensor)
+            and (n.name in self._outputs or any(user.name not in inside for user in n.users))
+        )
+        graph.output(tuple(mapping[name] for name in outputs))
+        code = ForwardCode(
+            name=self.code.name,
+            module=fx.GraphModule(nn.Module(), graph),
+            bound=(),
+            parameters=tuple(self._values[n.name] for n in held),
+            examples=tuple(self._values[n.name] for n in outside),
+        )
+        return code, tuple(n.name for n in outside), outputs
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" or (node.op == "call_function" and self._is_number(node))
+
+    def _mapped(self, node: fx.Node, mapping: Mapping[str, Any]) -> Any:
+        return mapping[node.name] if node.name in mapping else self._values[node.name]
+
+    def groups(self, placed: Sequence[PlacedGroup]) -> list[tuple[str, int]]:
+        """Return the groups of a placement as sets of this graph's operators.
+
+        Raises:
+            BackendRefused: it names operators that this graph does not have, or leaves some out.
+        """
+        found = []
+        for group in placed:
+            unknown = [key for key in group.operators if key not in self.graph.position]
+            if unknown:
+                raise BackendRefused(
+                    f"stage {self.code.name!r} has no operator {unknown[0]!r} at these shapes"
+                )
+            found.append((group.backend, self.graph.mask(group.operators)))
+        if sum(mask for _, mask in found) != self.graph.everything:
+            raise BackendRefused(
+                f"stage {self.code.name!r} has operators at these shapes that are not placed"
+            )
+        return found
+
+    def build(self, groups: Sequence[tuple[str, int]], build_group: BuildGroup) -> ForwardRunner:
+        """Return what runs groups of operators in this order, each built by its backend."""
+        steps = []
+        for backend, mask in groups:
+            code, reads, makes = self.part(mask)
+            steps.append(_Step(build_group(backend, code), reads, makes))
+        given = [node.name for node in self._nodes.values() if node.op == "placeholder"]
+        kept = {
+            name: self._values[name] for name in self._outputs if self._is_constant(self._nodes[name])
+        }  # a weight, or a constant, that is returned as it is
+        outputs = self._outputs
+
+        def run(*tensors: Tensor) -> Sequence[Tensor]:
+            values: dict[str, Any] = {**kept, **dict(zip(given, tensors, strict=True))}
+            for step in steps:
+                made = step.run(*(values[name] for name in step.reads))
+                values.update(zip(step.makes, made, strict=True))
+            return [values[name] for name in outputs]
+
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    run: ForwardRunner
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+class _Watched(fx.Interpreter):
+    """Keeps what every operator makes."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run an operator and keep what it makes."""
+        self.values[n.name] = super().run_node(n)
+        return self.values[n.name]
+
+
+def _attribute(code: ForwardCode, node: fx.Node) -> Any:
+    found: Any = code.frozen
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _attributes(node: fx.Node, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments that are no tensors by the names of its schema, its defaults among them."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    found: dict[str, Any] = {}
+    for i, argument in enumerate(schema.arguments):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        plain = fx.map_arg(value, lambda n: values[n.name])
+        if not any(isinstance(v, Tensor) for v in (plain if isinstance(plain, (tuple, list)) else (plain,))):
+            found[argument.name] = list(plain) if isinstance(plain, (tuple, list)) else plain
+    return found
+
+
+def placed_groups(forward: CuttableForward, groups: Sequence[tuple[str, int]]) -> tuple[PlacedGroup, ...]:
+    """Return groups by the names of their operators."""
+    graph = forward.graph
+    return tuple(
+        PlacedGroup(backend=backend, operators=tuple(graph.operators[i].key for i in bits(mask)))
+        for backend, mask in groups
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from gpp_plugin.backends.measured_backends import (
     build_checked,
     build_forward,
 )
-from gpp_plugin.backends.place_forward import place_forward
-from gpp_plugin.backends.placed_forward import CuttableForward
+from gpp_plugin.backends.place_forward import CuttableForward, place_forward
 from gpp_plugin.errors import BackendRefused, ConfigError, nearest
 from gpp_plugin.extensions import BACKENDS, find_backend, named_backends
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend

@@ -11,22 +11,24 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from gpp_plugin.capture.annotate import Note, annotate, module_path, written_placeholders
 from gpp_plugin.capture.attention import attention_masks, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.keys import find_layer_lists
-from gpp_plugin.capture.layout.inseparable import find_clusters
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
 from gpp_plugin.capture.layout.layouts import (
     Layouts,
     analyse_layouts,
     describe_coupling,
+    find_clusters,
     is_random,
+    operator_sources,
+    ordered_units,
     whole_layouts,
 )
-from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.lengths import resized
 from gpp_plugin.capture.mask_values import Mask, MaskFinder
 from gpp_plugin.capture.sharding.find_regions import find_sharding
@@ -36,8 +38,58 @@ from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, overlapping, t
 from gpp_plugin.capture.tracing.traced import Traced, structure_of
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis, Sharding
-from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
+from gpp_plugin.ir.block_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layout
+
+# Which operators every stage may compute for itself instead of receiving their results.
+
+MAX_BUFFER_BYTES = 4 << 20
+MAX_SHARE = 0.01
+"""A replicated operator costs at most this part of the model's forward (or a million operations)."""
+ALWAYS_CHEAP_FLOPS = 1e6
+
+
+def find_replicable(
+    traced: Traced, notes: Mapping[str, Note], clusters: Sequence[Sequence[str]], layouts: Layouts
+) -> set[str]:
+    """Return the operators that are cheap, draw no random numbers and read no parameters.
+
+    They depend on model inputs without a gradient, constants and small buffers that the forward never writes. Groups
+    that share written storage qualify as a whole or not at all. The loss and named outputs never do.
+    """
+    # A mask from attention_mask [8, 16] costs 100 operations and would be 8 x 1 x 16 x 16 values on every edge; each
+    # stage computes it from the batch instead. One percent of the forward a node is the price limit, with a floor so
+    # that tiny models still replicate their masks.
+    total = sum(notes[node.name].flops for node in traced.operators)
+    limit = max(ALWAYS_CHEAP_FLOPS, MAX_SHARE * total)
+    written = written_placeholders(traced.graph, notes)
+    results = {traced.loss, *traced.outputs.values()}
+    usable = {name for name in traced.inputs if not notes[name].requires_grad} | set(traced.constants)
+    for name in traced.parameters:
+        fake = traced.fakes[name]
+        is_small = fake.numel() * fake.element_size() <= MAX_BUFFER_BYTES
+        if not isinstance(fake, nn.Parameter) and is_small and name not in written:
+            usable.add(name)
+    # an input that is written has other values behind the write than a second copy of its readers would see
+    usable -= written & set(traced.inputs)
+    by_name = {node.name: node for node in traced.operators}
+    # In execution order: an operator qualifies if all it reads is usable or has qualified before it.
+    found: set[str] = set()
+    for group in ordered_units(operator_sources(traced.operators), clusters):
+        members = [by_name[name] for name in group]
+        known = usable | found | set(group)
+        qualifies = all(
+            (notes[n.name].flops <= limit or isinstance(layouts.states[n.name], Counted))
+            and n.name not in results
+            and not is_random(n)
+            and not isinstance(n.target, OpaqueCall)
+            and all(s.op == "get_attr" or s.name in known for s in n.all_input_nodes)
+            for n in members
+        )
+        if qualifies:
+            found.update(group)
+    return found
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
-from gpp_plugin.capture.flop_count import FlopCount
+from gpp_plugin.capture.eager.trial_run import FlopCount
 from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
 from gpp_plugin.capture.tracing.shadow import Shadow
 

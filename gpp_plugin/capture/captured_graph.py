@@ -12,7 +12,7 @@ from gpp_plugin.capture.mask_values import Mask
 from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.ir.analysis import Analysis
-from gpp_plugin.ir.op_graph import OpGraph, OpNode
+from gpp_plugin.ir.block_graph import OpGraph, OpNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from gpp_plugin.capture.analyse_traced import analysed
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.eager.choose_whole import (
+from gpp_plugin.capture.eager.trial_run import (
     GLOBAL_HOOKS,
     MAX_ATTEMPTS,
     Untraceable,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gpp_plugin.ir.op_graph import OpNode
+from gpp_plugin.ir.block_graph import OpNode
 
 _ATTENTION = ("scaled_dot_product_attention", "softmax", "flex_attention", "bmm")
 """Operators, by name, that only the attention part of a layer has."""

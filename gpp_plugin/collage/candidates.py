@@ -1,13 +1,20 @@
-"""Groups of operators, each on a backend: the candidates there are on a graph, and placements made of them."""
+"""Groups of operators, each on a backend: the candidates there are on a graph, and placements made of them.
+
+Source: Collage (PACT 2022, arXiv 2111.00655; here by the thesis, section 2.3, listing 1)
+Tests: tests/collage/test_patterns.py
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gpp_plugin.collage.operator_graph import OperatorGraph, is_acyclic_cover, run_order
-from gpp_plugin.collage.pattern_rules import BasePatternRule, generate_groups
-from gpp_plugin.collage.patterns import OperatorPattern, match_pattern
+from gpp_plugin.collage.patterns import BasePatternRule, OperatorPattern, generate_groups, match_pattern
+from gpp_plugin.errors import ExtensionError
+from gpp_plugin.extensions import BACKENDS, find_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +111,83 @@ def in_run_order(graph: OperatorGraph, groups: Sequence[OperatorGroup], cost_us:
     order = run_order(graph, [group.operators for group in groups])
     assert len(order) == len(groups), "groups wait for each other"
     return Placement(groups=tuple(groups[i] for i in order), cost_us=cost_us)
+
+
+# What users say that backends run: `add_backend`, `add_backend_pattern` and `add_backend_pattern_rule`.
+#
+# They hold in the process that calls them; a package that always adds a backend has an entry point
+# (`gpp_plugin.doors`).
+
+_PATTERNS: dict[str, list[OperatorPattern]] = defaultdict(list)
+_RULES: dict[str, list[BasePatternRule]] = defaultdict(list)
+
+
+def add_backend(name: str, backend: Any) -> None:
+    """Let a backend be used by this name in this process.
+
+    Args:
+        backend: an instance of a class derived from `gpp_plugin.doors.Backend`.
+
+    Raises:
+        ExtensionError: the name is known already, or the object is no backend.
+    """
+    BACKENDS.add(name, backend)
+
+
+def add_backend_pattern(backend: str, pattern: OperatorPattern) -> None:
+    """Say that a backend runs what matches a pattern as one.
+
+    Raises:
+        ExtensionError: there is no such backend, or this is no pattern.
+    """
+    _check_known(backend)
+    if not isinstance(pattern, OperatorPattern):
+        raise ExtensionError(
+            f"backend {backend!r}: {type(pattern).__name__} is no pattern of an operator; begin with is_op(name)"
+        )
+    _PATTERNS[backend].append(pattern)
+
+
+def add_backend_pattern_rule(backend: str, pattern_rule: BasePatternRule) -> None:
+    """Say by a rule what a backend runs as one.
+
+    Raises:
+        ExtensionError: there is no such backend, or this is no rule.
+    """
+    _check_known(backend)
+    if not isinstance(pattern_rule, BasePatternRule):
+        raise ExtensionError(
+            f"backend {backend!r}: {type(pattern_rule).__name__} is no rule; give an instance of a class derived from "
+            "gpp_plugin.BasePatternRule"
+        )
+    _RULES[backend].append(pattern_rule)
+
+
+def patterns_of(name: str) -> BackendPatterns:
+    """Return all that a backend runs: what it says itself, and what was added.
+
+    Raises:
+        ExtensionError: there is no such backend.
+    """
+    backend = find_backend(name)
+    return BackendPatterns(
+        backend=name,
+        patterns=(*backend.patterns, *_PATTERNS[name]),
+        rules=(*backend.pattern_rules, *_RULES[name]),
+        runs_any=backend.is_graph_library,
+    )
+
+
+def forget(name: str) -> None:
+    """Forget what was added of a backend: its patterns and rules, and itself unless it is built in or a package's."""
+    BACKENDS.remove(name)
+    _PATTERNS.pop(name, None)
+    _RULES.pop(name, None)
+
+
+def _check_known(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ExtensionError(
+            f"no backend {backend!r}{BACKENDS.suggestion(backend)}; add it first with gpp_plugin.add_backend, or give "
+            f"one of {', '.join(BACKENDS.names())}"
+        )

@@ -12,11 +12,150 @@ Tests: tests/collage/test_patterns.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpp_plugin.collage.operator_graph import OperatorGraph
+from gpp_plugin.collage.operator_graph import OperatorGraph, bits
+from gpp_plugin.errors import ExtensionError, first_line
+
+# Rules of what a backend can fuse, and the generator that grows every set of operators that a rule allows.
+#
+# A rule says of one operator whether the backend runs it (`op_rule`), and of a set whether it runs it as one
+# (`fusion_rule`). From each operator that it runs, the seed, the generator goes on to the seed's post-dominator, to
+# that one's, and so on: all that lies between belongs together, since whatever is made of the seed's result goes
+# through.
+#
+#     conv -> relu -> add -> out       seed conv: {conv}, {conv, relu}, {conv, relu, add}
+#          \_________/
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RuleOperator:
+    """An operator as a rule sees it.
+
+    Args:
+        graph, position: where it is.
+        types: of the graph's operators by position, as of `BasePatternRule.type_of`.
+    """
+
+    graph: OperatorGraph
+    position: int
+    types: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return what is called: ``linear``."""
+        return self.graph.operators[self.position].name
+
+    @property
+    def key(self) -> str:
+        """Return its name in the graph."""
+        return self.graph.operators[self.position].key
+
+    @property
+    def attr(self) -> Mapping[str, Any]:
+        """Return its arguments that are no tensors."""
+        return self.graph.operators[self.position].attr
+
+
+class BasePatternRule:
+    """A rule to derive from; by itself it runs single operators, of any name.
+
+    Types of operators are small numbers of the rule's own; a group has the least of its operators' (one convolution
+    among elementwise operators makes it a convolution's), unless `type_of_group` says otherwise.
+    """
+
+    def op_rule(self, op: RuleOperator) -> bool:
+        """Return whether the backend runs this operator."""
+        return True
+
+    def type_of(self, op: RuleOperator) -> int:
+        """Return the type of an operator."""
+        return 0
+
+    def type_of_group(self, types: Iterable[int]) -> int:
+        """Return the type of a group of operators of these types."""
+        return min(types)
+
+    def fusion_rule(self, cur_type: int, src: RuleOperator, sink: RuleOperator) -> bool:
+        """Return whether all that lies between ``src`` and ``sink``, a post-dominator of it, runs as one.
+
+        Args:
+            cur_type: of the group as it was before ``sink``.
+        """
+        return False
+
+    def groups(self, graph: OperatorGraph) -> Iterable[Iterable[str]]:
+        """Return further groups, as keys of operators, that the backend runs as one, whatever the other rules say."""
+        return ()
+
+
+def check_path(src: RuleOperator, sink: RuleOperator, fchecker: Callable[[int], bool]) -> bool:
+    """Return whether every operator behind ``src`` up to ``sink`` has a type that is accepted."""
+    inside = src.graph.between(src.position, sink.position) & ~(1 << src.position)
+    return all(fchecker(src.types[i]) for i in bits(inside))
+
+
+def generate_groups(rule: BasePatternRule, graph: OperatorGraph, *, backend: str) -> list[int]:
+    """Return the sets of operators that a rule allows, each once; all are convex.
+
+    Raises:
+        ExtensionError: the rule fails, or names a group that is not convex.
+    """
+    name = f"rule {type(rule).__name__} of backend {backend!r}"
+    try:
+        found = list(dict.fromkeys((*_grown(rule, graph), *_named(rule, graph, name))))
+    except ExtensionError:
+        raise
+    except Exception as error:  # whatever a foreign rule does
+        raise ExtensionError(
+            f"{name} failed: {type(error).__name__}: {first_line(error)}; mend the rule"
+        ) from error
+    return found
+
+
+def _grown(rule: BasePatternRule, graph: OperatorGraph) -> Iterator[int]:
+    # Types are asked for first, since rules look at those of other operators (`check_path`); an operator that is
+    # asked for its own type sees none yet.
+    plain = [RuleOperator(graph, i) for i in range(len(graph.operators))]
+    types = tuple(rule.type_of(op) for op in plain)
+    operators = [RuleOperator(graph, i, types) for i in range(len(graph.operators))]
+    runs = graph.mask(op.key for op in operators if rule.op_rule(op))
+    for seed in bits(runs):
+        # conv -> relu -> add, with relu's other reader between: the post-dominators of conv are relu's and the other
+        # one's meeting, then what follows it; all between the seed and such an operator is taken at once.
+        group = 1 << seed
+        yield group
+        sink = graph.post_dominators[seed]
+        while sink is not None:
+            grown = graph.between(seed, sink)
+            # one that it cannot run, or that leaves the stage on the way: nothing larger can be allowed either
+            if grown & ~runs or grown & graph.outputs & ~(1 << sink):
+                break
+            kind = rule.type_of_group(types[i] for i in bits(group))
+            if not rule.fusion_rule(kind, operators[seed], operators[sink]):
+                break
+            group = grown
+            yield group
+            sink = graph.post_dominators[sink]
+
+
+def _named(rule: BasePatternRule, graph: OperatorGraph, name: str) -> Iterator[int]:
+    for keys in rule.groups(graph):
+        own = list(keys)
+        unknown = [key for key in own if key not in graph.position]
+        if unknown or not own:
+            raise ExtensionError(
+                f"{name} names operators {unknown} that the graph does not have; mend the rule"
+            )
+        group = graph.mask(own)
+        if not graph.is_convex(group):
+            raise ExtensionError(
+                f"{name} names the group {own}, which is not convex: what it makes is read outside, and read back; "
+                "name those operators too"
+            )
+        yield group
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpp_plugin.commands.command_parser import list_of
 from gpp_plugin.compare.compare_settings import SINGLE, CompareSettings, default_config
-from gpp_plugin.compare.model_names import check_model_name, trained_names
+from gpp_plugin.compare.compared_models import check_model_name, trained_names
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import BACKENDS
 from gpp_plugin.ir.backend_costs import StageBackend

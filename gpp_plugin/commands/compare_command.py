@@ -20,7 +20,7 @@ from gpp_plugin.compare.compare_settings import (
     check_modes,
     default_config,
 )
-from gpp_plugin.compare.model_names import TINY, check_model_name, planned_names, trained_names
+from gpp_plugin.compare.compared_models import TINY, check_model_name, planned_names, trained_names
 from gpp_plugin.compare.simulated import simulate_modes
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.deepspeed_json import load_deepspeed_json
@@ -31,8 +31,8 @@ from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
-from gpp_plugin.report.json_text import json_text
 from gpp_plugin.report.progress import step
+from gpp_plugin.report.rows_text import json_text
 from gpp_plugin.report.units import fill_text, format_bytes, format_table
 
 _SIZES = ("mini_batch", "loss_unit", "planner", "stages")

@@ -26,7 +26,7 @@ from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
 from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
 from gpp_plugin.plan.edge_transports import NATIVE
-from gpp_plugin.plan.memory.memory_advice import memory_advice
+from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_on_paper, stage_rows

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.compare.activations import PeakMemory
 from gpp_plugin.compare.compare_settings import SINGLE, CompareSettings, settings_from_json
 from gpp_plugin.compare.compared_models import Batch, BuiltModel, build_model
-from gpp_plugin.compare.single_process import SingleProcess
+from gpp_plugin.compare.single_process import PeakMemory, SingleProcess
 from gpp_plugin.errors import GppError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, initialize
 from gpp_plugin.launch import emit_event
 from gpp_plugin.model.weights.materialize import resident_bytes
-from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.agree import Meeting
 
 _LAST_WORDS_S = 10.0
 """How long the other ranks let rank 0 say why a mode is refused."""

@@ -9,7 +9,7 @@ message, on any number of ranks, and goes on in the middle of an epoch from two 
                                                                   the unit that it fills least
 
 Source: R. L. Graham, Bounds on multiprocessing timing anomalies (SIAM J. Appl. Math. 1969, doi 10.1137/0117039)
-Tests: tests/data/test_unit_packing.py
+Tests: tests/data/test_unit_packing.py, tests/data/test_flattening.py, tests/integrations/test_flattened.py
 """
 
 from __future__ import annotations
@@ -23,6 +23,81 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpp_plugin.errors import CheckpointError, ConfigError
+
+# Several samples in one row without padding: `flatten`, a collator for models that keep such samples apart.
+#
+# A row holds samples one behind the other. Positions begin anew with each, by which models of transformers that make
+# their masks with `masking_utils` know where a sample begins, and let it attend to itself alone (attention is then
+# block-diagonal). No label is given for a sample's first token, which nothing before it in its own sample predicts:
+#
+#     samples        a b c    d e               mask   a b c d e
+#     input_ids      a b c d e                  a      x
+#     position_ids   0 1 2 0 1                  b      x x
+#     labels         - b c - e                  c      x x x
+#                                               d            x
+#                                               e            x x
+
+IDS, MASK, LABELS, POSITIONS = "input_ids", "attention_mask", "labels", "position_ids"
+UNLABELLED = -100
+"""The label of a token that is not predicted."""
+
+
+def flatten(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return samples as one row of tokens, ``[1, tokens]`` each entry; to be given as ``collate_fn``.
+
+    Args:
+        samples: dicts of tensors with one axis, of a sample's tokens: ``input_ids``, perhaps ``labels`` (its own tokens
+            where it has none) and others; tokens that an ``attention_mask`` hides are left out.
+
+    Raises:
+        ConfigError: a sample has no tokens, or an entry that is not one value a token.
+    """
+    if not samples:
+        raise ConfigError("flatten: no samples; give at least one to a unit")
+    rows = [_row(sample) for sample in samples]
+    keys = set(rows[0])
+    if any(set(row) != keys for row in rows):
+        found = sorted({tuple(sorted(row)) for row in rows})
+        raise ConfigError(f"flatten: samples have unlike entries {found}; give all of them the same")
+    lengths = [len(row[IDS]) for row in rows]
+    ids = rows[0][IDS]
+    first = [sum(lengths[:number]) for number in range(len(lengths))]
+    flat: dict[str, Any] = {}
+    # by methods of the tensors themselves: this layer knows no torch
+    for key in sorted(keys):
+        flat[key] = rows[0][key].new_empty((1, sum(lengths)))
+        for begin, length, row in zip(first, lengths, rows, strict=True):
+            flat[key][0, begin : begin + length] = row[key]
+    flat[LABELS][0, first] = UNLABELLED
+    flat[POSITIONS] = ids.new_tensor([[place for length in lengths for place in range(length)]])
+    return flat
+
+
+def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a sample has for each of its tokens, with labels, and without its mask."""
+    ids: Any = sample.get(IDS)
+    if not hasattr(ids, "new_empty") or ids.ndim != 1 or not len(ids):
+        raise ConfigError(
+            f"flatten: a sample's {IDS} must be a tensor of at least one token, [tokens]; of a dataset of lists, "
+            'set_format("torch") gives tensors'
+        )
+    for key, value in sample.items():
+        if tuple(getattr(value, "shape", ())) != tuple(ids.shape):
+            shape = list(value.shape) if hasattr(value, "shape") else type(value).__name__
+            raise ConfigError(
+                f"flatten: {key} is {shape}, and a sample has {len(ids)} tokens; only entries of one value a token can "
+                "lie in one row: leave it out, or pad samples in place of packing them"
+            )
+    row = {LABELS: ids, **{key: value for key, value in sample.items() if key != POSITIONS}}
+    mask = row.pop(MASK, None)
+    if mask is not None:
+        row = {key: value[mask != 0] for key, value in row.items()}
+        if not len(row[IDS]):
+            raise ConfigError(
+                f"flatten: a sample's {MASK} hides all of its {len(ids)} tokens; leave such samples out"
+            )
+    return row
+
 
 Cost = str | Sequence[str] | Sequence[float] | NDArray[Any] | Callable[[Any], float | Sequence[float]]
 Budget = float | Sequence[float]

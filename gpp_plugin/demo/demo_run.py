@@ -20,7 +20,7 @@ from gpp_plugin.launch import require_modules, run_ranks
 from gpp_plugin.relative_errors import loss_difference
 from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.report.summary import forward_overlap_us, forward_overlaps_us
-from gpp_plugin.report.timeline_text import format_timeline
+from gpp_plugin.report.timeline_chart import format_timeline
 from gpp_plugin.report.units import screen_columns
 
 COMPARED_STEPS = 20
@@ -188,8 +188,7 @@ def _accuracy(folder: Path) -> float:
     from transformers import CLIPModel
     from transformers.utils import logging as transformers_logging
 
-    from gpp_plugin.demo.clip import zero_shot_accuracy
-    from gpp_plugin.demo.digits import load_digit_captions
+    from gpp_plugin.demo.clip import load_digit_captions, zero_shot_accuracy
 
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)  # as each rank has; with operators this small, more only wait for each other
@@ -199,8 +198,7 @@ def _accuracy(folder: Path) -> float:
 
 def _reference_losses(settings: DemoSettings) -> list[float]:
     """Return the losses of training in one process."""
-    from gpp_plugin.demo.clip import train_in_one_process
-    from gpp_plugin.demo.digits import load_digit_captions
+    from gpp_plugin.demo.clip import load_digit_captions, train_in_one_process
 
     data = load_digit_captions()
     print("\nThe same training in one process, to compare with:", flush=True)

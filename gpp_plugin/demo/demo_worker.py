@@ -14,9 +14,8 @@ import deepspeed
 import torch.distributed as dist
 
 import gpp_plugin  # noqa: F401  (the import registers the `graph_pipeline` block)
-from gpp_plugin.demo.clip import make_clip
+from gpp_plugin.demo.clip import load_digit_captions, make_clip, mini_batches
 from gpp_plugin.demo.demo_settings import DemoSettings
-from gpp_plugin.demo.digits import load_digit_captions, mini_batches
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.launch import emit_event, end_rank
 

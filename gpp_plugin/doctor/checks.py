@@ -19,9 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.doctor.check import Check, Status, print_advice, print_checks
 from gpp_plugin.doctor.patch_check import PATCH_DIR, report_patches
-from gpp_plugin.doctor.preflight import add_preflight_arguments, check_optimizer, run_preflight
+from gpp_plugin.doctor.preflight import (
+    Check,
+    Status,
+    add_preflight_arguments,
+    check_optimizer,
+    print_advice,
+    print_checks,
+    run_preflight,
+)
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict
 from gpp_plugin.launch import emit_event, end_rank, run_ranks

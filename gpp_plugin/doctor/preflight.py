@@ -9,21 +9,67 @@ ranks, on however many hosts. Every wait has a limit, and what ends it names the
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.doctor.check import Check, Status, print_advice, print_checks
 from gpp_plugin.errors import ConfigError, DeviceMissing
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.launch import end_rank, run_ranks
-from gpp_plugin.report.units import format_table
+from gpp_plugin.report.units import fill_text, format_table
+
+# How a check of `gpp doctor` ended, and what to do about it.
+
+
+class Status(enum.Enum):
+    """How a check ended."""
+
+    OK = "ok"
+    WARNING = "warning"
+    MISSING = "missing"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing looked at.
+
+    Args:
+        found: what there is; ``advice`` what to do about it, empty where nothing.
+        is_required: without it nothing trains.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+    is_required: bool = True
+
+    @property
+    def is_failure(self) -> bool:
+        """Return whether training is impossible because of this."""
+        return self.is_required and self.status in (Status.MISSING, Status.FAILED)
+
+
+def print_checks(checks: Sequence[Check]) -> None:
+    """Print what was found as a table."""
+    rows = [[check.name, check.status.value, check.found] for check in checks]
+    print(format_table(["check", "status", "found"], rows, left=3))
+
+
+def print_advice(checks: Sequence[Check]) -> None:
+    """Print what to do, where there is anything."""
+    advice = [f"- {check.name}: {check.advice}" for check in checks if check.advice]
+    if advice:
+        print("\nWhat to do\n" + "\n".join(fill_text(line, indent="  ") for line in advice))
+
 
 ASKING_TIMEOUT_S = 30.0
 ALL = -1
@@ -305,7 +351,7 @@ def check_optimizer() -> Check:
     """Say whose Adam a JSON ``AdamW`` will be on this machine, and why."""
     import torch
 
-    from gpp_plugin.integrations.deepspeed.adam_build import why_no_fused_adam
+    from gpp_plugin.integrations.deepspeed.optimizer_bytes import why_no_fused_adam
 
     name = "JSON AdamW"
     if not torch.cuda.is_available():

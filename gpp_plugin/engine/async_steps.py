@@ -26,15 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.metrics import Metrics
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.setting import Setting
 from gpp_plugin.engine.training_steps import MiniBatchRunner, TrainedCall, different_data
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.kept_lanes import KeptWindows
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 _LOSS_TAG = 1 << 30
 """Beyond the numbers of the group's own meetings, which gloo's monitored barrier uses as tags."""

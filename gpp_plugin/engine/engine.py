@@ -45,20 +45,14 @@ from gpp_plugin.capture.tracing.sample_batches import (
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.ahead_steps import LookAheadSteps
 from gpp_plugin.engine.async_steps import AsynchronousSteps
+from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.evaluator import Evaluator
 from gpp_plugin.engine.guards.model_watch import ModelWatch
 from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.guards.repetition import Repetition
 from gpp_plugin.engine.guards.task_digests import TaskDigests
-from gpp_plugin.engine.loading.batch_keys import inputs_of
-from gpp_plugin.engine.loading.feed import LOADING_TIMEOUT_S, Feed, inputs_read, ranks_that_read
-from gpp_plugin.engine.loading.row_loader import make_row_loader
-from gpp_plugin.engine.loading.training_data import TrainingData
-from gpp_plugin.engine.memory_watch import MemoryWatch
-from gpp_plugin.engine.metrics import Metrics, keep_timeline
-from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.setting import (
+from gpp_plugin.engine.job_context import (
     NOTHING_GENERATED,
     EngineModel,
     Framework,
@@ -66,9 +60,15 @@ from gpp_plugin.engine.setting import (
     Setting,
     TextGenerator,
 )
+from gpp_plugin.engine.loading.batch_source import LOADING_TIMEOUT_S, Feed, inputs_read, ranks_that_read
+from gpp_plugin.engine.loading.mini_batch_loader import inputs_of
+from gpp_plugin.engine.loading.row_loader import make_row_loader
+from gpp_plugin.engine.loading.training_data import TrainingData
+from gpp_plugin.engine.memory_watch import MemoryWatch
+from gpp_plugin.engine.metrics import Metrics, keep_timeline
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.sharded_weights import check_sharding
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
-from gpp_plugin.engine.surface import PipelineSurface
 from gpp_plugin.engine.training_steps import (
     LaneMaker,
     MiniBatchRunner,
@@ -81,24 +81,21 @@ from gpp_plugin.engine.training_steps import (
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import find_transport
 from gpp_plugin.ir.backend_costs import StageBackend
-from gpp_plugin.ir.cache_report import CacheReport
-from gpp_plugin.ir.memory_report import MemoryReport
+from gpp_plugin.ir.memory_report import CacheReport, MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.plan.costs.unit_costs import unit_costs
 from gpp_plugin.plan.edge_transports import note_edge_transports
-from gpp_plugin.plan.unit_order import UnitOrder
+from gpp_plugin.plan.unit_order import UnitOrder, unit_costs
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.kept_lanes import KeptAhead, KeptWindows
 from gpp_plugin.runtime.lane import tied_stages
 from gpp_plugin.runtime.memory.counting import storage_bytes
 from gpp_plugin.runtime.rank_lane import RankLane
-from gpp_plugin.runtime.ranks.agree import do_together
-from gpp_plugin.runtime.ranks.calls import watched_calls
-from gpp_plugin.runtime.ranks.meeting import Meeting
-from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
-from gpp_plugin.runtime.ranks.whereabouts import HERE
+from gpp_plugin.runtime.ranks.agree import Meeting, do_together
+from gpp_plugin.runtime.ranks.job_board import watched_calls
+from gpp_plugin.runtime.ranks.rank_status import HERE
+from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import Shell, StageModule
 from gpp_plugin.runtime.stage_source import Reference

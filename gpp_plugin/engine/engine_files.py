@@ -19,17 +19,16 @@ from gpp_plugin.engine.checkpoints.rank_files import place_of
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
 from gpp_plugin.engine.checkpoints.saved_tensors import cut_shard, join_shards
 from gpp_plugin.engine.guards.agreement import agree_on_state
+from gpp_plugin.engine.job_context import EngineModel, Setting
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.engine.training_steps import StepStrategy
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.op_graph import Parameter, is_carried
+from gpp_plugin.ir.block_graph import Parameter, is_carried
 from gpp_plugin.report.progress import shown_as
-from gpp_plugin.runtime.ranks.agree import do_together
-from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.agree import Meeting, do_together
 from gpp_plugin.runtime.ranks.waiting import finish
 
 EXPORT_NAMES = ("model.safetensors", "pytorch_model.bin")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
+from gpp_plugin.engine.job_context import EngineModel, Setting
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
@@ -27,7 +27,7 @@ from gpp_plugin.runtime.evaluation import EvaluationPart, evaluation_plan, split
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import Reference, held_tensors
 from gpp_plugin.runtime.rank_lane import RankLane
-from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.agree import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.unit_lane import plan_of_units
 

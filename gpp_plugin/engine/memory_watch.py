@@ -15,12 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.tracing.batch_lengths import length_entries, length_of
-from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import (
+    count_samples,
+    length_entries,
+    length_of,
+    rows_per_sample,
+)
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.gradients.gradient_store import StageGradients
+from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.setting import Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import BatchRefused
 from gpp_plugin.ir.memory_plan import joined_breakdown
@@ -34,9 +38,9 @@ from gpp_plugin.ir.memory_report import (
     joined_counts,
 )
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.costs.memory_breakdown import differences
+from gpp_plugin.plan.costs.memory_formula import differences
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, UnitSize
-from gpp_plugin.plan.memory.memory_advice import memory_advice
+from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.runtime.batches import (
     Batch,
     UnitBatch,
@@ -44,7 +48,7 @@ from gpp_plugin.runtime.batches import (
     unit_key,
     units_of,
 )
-from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.agree import Meeting
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gpp_plugin.engine.gradients.flat_gradients import Summand, sum_over
 from gpp_plugin.engine.gradients.gradient_store import StageGradients
-from gpp_plugin.engine.setting import StepCounters, WeightUpdater
+from gpp_plugin.engine.job_context import StepCounters, WeightUpdater
 from gpp_plugin.engine.stage_groups import (
     StageGroups,
     TiedParameter,

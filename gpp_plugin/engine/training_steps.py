@@ -26,10 +26,10 @@ from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.doors import Channel, Transport, TransportRequest
 from gpp_plugin.engine.guards.agreement import agree, fingerprint_of
 from gpp_plugin.engine.guards.repetition import Repetition
+from gpp_plugin.engine.job_context import EngineModel, Setting
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
@@ -38,25 +38,23 @@ from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.timeline import Event
-from gpp_plugin.plan.given.tied_blocks import UNTIE
+from gpp_plugin.plan.explicit.tied_blocks import UNTIE
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, UnitBatch
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.kept_lanes import KeptAhead, KeptWindows
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
 from gpp_plugin.runtime.rank_lane import RankLane
-from gpp_plugin.runtime.ranks.agree import do_together, exchange
-from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.agree import Meeting, do_together, exchange
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageForwards
 from gpp_plugin.runtime.unit_lane import AheadUnitLane, UnitLane, WindowUnitLane, plan_of_units
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import WindowLane
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
-from gpp_plugin.schedule.early_reductions import stages_that_reduce_early
-from gpp_plugin.schedule.gathers import gathered_at_once
+from gpp_plugin.schedule.gathers import gathered_at_once, stages_that_reduce_early
 from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.windows import lower_windows
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpp_plugin.ir.op_graph import OpGraph
+from gpp_plugin.ir.block_graph import OpGraph
 
 PREPARED, RECORDED, WHOLE_UNITS = "prepared", "recorded", "whole units"
 """Means of a capture."""

@@ -11,40 +11,341 @@ nothing is planned a third time, nothing goes to and fro.
     1 and 2 simulated with 0.4 and 0.42: the shorter step
 
 Source: this project; selection by measurement after Collage (PACT 2022, arXiv 2111.00655)
-Tests: tests/model/test_backend_planning.py, tests/integrations/test_backend_training.py
+Tests: tests/model/test_backend_planning.py, tests/integrations/test_backend_training.py,
+    tests/backends/test_compiled_blocks.py, tests/integrations/test_compiled_training.py
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
+from gpp_plugin.backends.compiled_stage import compare_results, run_both
 from gpp_plugin.backends.job_backends import code_of_stage
-from gpp_plugin.backends.measured_backends import BackendLog
+from gpp_plugin.backends.measured_backends import BackendLog, place_key, time_in_turn
+from gpp_plugin.backends.place_forward import LEAST_GAIN
 from gpp_plugin.backends.stage_backends import Asked, choose_backend
-from gpp_plugin.errors import CaptureError, PlanError, first_line
-from gpp_plugin.ir.backend_costs import StageBackend
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.eager.trial_run import refuse_lost_device
+from gpp_plugin.errors import BackendRefused, CaptureError, ConfigError, PlanError, first_line, nearest
+from gpp_plugin.extensions import find_schedule
+from gpp_plugin.ir.backend_costs import CompiledCost, StageBackend
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.estimate import judge_us
 from gpp_plugin.plan.make import stage_edges
+from gpp_plugin.profile.block_survey import BlockCode, BlockSurvey
+from gpp_plugin.profile.held_bytes import SavedStorages
+from gpp_plugin.profile.timing import Operands
 from gpp_plugin.report.plan_text import format_ranks
+from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import format_ms
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.stage_source import Reference
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
+
+# Plans that know what blocks cost compiled: each distinct one measured beside torch's, before stages are cut.
+#
+# The blocks that planners place are those that are compiled, so rank 0 does with each distinct one what stages will
+# do: it compiles it at one loss unit, holds outputs and gradients against torch's, times both in turn, forward, and
+# forward with backward, and counts what each keeps. The profile is then that of the compiled blocks; planners, memory
+# and simulation know nothing else of it.
+#
+#     profile    layer  forward 4.0 ms  backward 8.0 ms   18 MB a sample
+#     measured   layer  forward 0.9 x   both 0.8 x        kept 0.7 x
+#     planned    layer  forward 3.6 ms  backward 6.0 ms   12.6 MB a sample
+
+
+CompiledBlocksOption = bool | str | Mapping[str, bool]
+"""The value of ``graph_pipeline.compile``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledBlocks:
+    """What blocks cost compiled, and which of them are.
+
+    Args:
+        costs: of each distinct block that was asked for -> the blocks like it, and what they cost.
+        taken: the blocks that run compiled.
+    """
+
+    costs: tuple[tuple[tuple[str, ...], CompiledCost], ...] = ()
+    taken: frozenset[str] = frozenset()
+
+    def scaled(self, costs: Iterable[BlockCost]) -> tuple[BlockCost, ...]:
+        """Return the costs of blocks, those of compiled ones as they were measured beside torch's."""
+        of_block = {block: cost for blocks, cost in self.costs for block in blocks if block in self.taken}
+        return tuple(_scaled(own, of_block[own.block]) if own.block in of_block else own for own in costs)
+
+    def lines(self) -> list[str]:
+        """Return a line for each distinct block: what it gains, what it keeps, why it stays on torch."""
+        found = []
+        for blocks, cost in self.costs:
+            name = blocks[0] if len(blocks) == 1 else f"{blocks[0]} and {len(blocks) - 1} like it"
+            if cost.refused:
+                found.append(f"compile: {name} stays on torch: {cost.refused}")
+                continue
+            place = "compiled" if blocks[0] in self.taken else "stays on torch"
+            found.append(
+                f"compile: {name} {place}: forward and backward {cost.both_us / 1e3:.2f} ms, on torch "
+                f"{cost.torch_both_us / 1e3:.2f} ({cost.gain:.2f} x as fast), {_share(cost):.2f} x the bytes kept, "
+                f"{cost.build_s:.0f} s to compile"
+            )
+        return found
+
+    def noted(self, plan: PipelinePlan) -> PipelinePlan:
+        """Return a plan whose stages say which of their blocks are compiled.
+
+        Raises:
+            PlanError: a stage with compiled blocks cuts its forwards or backwards, or is on tensor ranks.
+        """
+        stages = []
+        for stage in plan.stages:
+            compiled = tuple(block for block in stage.blocks if block in self.taken)
+            if compiled:
+                _check_stage(stage)
+            stages.append(dataclasses.replace(stage, compiled=compiled))
+        lines = self.lines()
+        if self.taken:
+            lines.append("compile: memory.recompute and memory.swap are off, and forwards are not sliced")
+        return dataclasses.replace(plan, stages=tuple(stages), notes=(*plan.notes, *lines))
+
+
+def _check_stage(stage: Stage) -> None:
+    reasons = {
+        f"schedule {stage.schedule!r} makes its backwards in two parts": find_schedule(
+            stage.schedule
+        ).splits_backward,
+        "it swaps, recomputes or slices forwards": stage.memory is not None or stage.num_sliced > 0,
+        f"{stage.tensor} tensor ranks share it out": stage.tensor > 1,
+    }
+    what = next((reason for reason, holds in reasons.items() if holds), "")
+    if what:
+        raise PlanError(
+            f'stage {stage.name!r}: its blocks are compiled, and {what}; plan again, or set "compile" to false'
+        )
+
+
+def _scaled(cost: BlockCost, compiled: CompiledCost) -> BlockCost:
+    # A forward of 4.0 and both of 12.0 on torch, 3.6 and 9.6 compiled: forwards x 0.9, backwards x (9.6 - 3.6) / 8 =
+    # 0.75, at all numbers of samples, though they were measured at one.
+    forward = compiled.forward_us / compiled.torch_forward_us if compiled.torch_forward_us else 1.0
+    own, torchs = (
+        max(both - alone, 0.0)
+        for both, alone in (
+            (compiled.both_us, compiled.forward_us),
+            (compiled.torch_both_us, compiled.torch_forward_us),
+        )
+    )
+    backward = own / torchs if torchs else 1.0
+    share = _share(compiled)
+    return dataclasses.replace(
+        cost,
+        forward_us=tuple(us * forward for us in cost.forward_us),
+        backward_us=tuple(us * backward for us in cost.backward_us),
+        saved_bytes_per_sample=cost.saved_bytes_per_sample * share,
+        saved_bytes_fixed=cost.saved_bytes_fixed * share,
+    )
+
+
+def _share(cost: CompiledCost) -> float:
+    return cost.saved_bytes / cost.torch_saved_bytes if cost.torch_saved_bytes else 1.0
+
+
+def is_asked(asked: CompiledBlocksOption, block: str) -> bool:
+    """Return whether a block is asked for: all are, or it lies in a module that is named.
+
+    >>> is_asked({"language_model": True}, "model.language_model.layers.0")
+    True
+    """
+    if not isinstance(asked, Mapping):
+        return bool(asked)
+    return any(wanted and f".{path}." in f".{block}." for path, wanted in asked.items())
+
+
+def check_paths(asked: CompiledBlocksOption, blocks: Sequence[str]) -> None:
+    """Refuse paths of which no block is.
+
+    Raises:
+        ConfigError: names the path, and the nearest there is.
+    """
+    for path in asked if isinstance(asked, Mapping) else ():
+        if not any(is_asked({path: True}, block) for block in blocks):
+            parts = dict.fromkeys(
+                ".".join(b.split(".")[:n]) for b in blocks for n in range(1, b.count(".") + 2)
+            )
+            raise ConfigError(
+                f"graph_pipeline.compile.{path}: no block of the model lies in a module of that path"
+                f"{nearest(path, list(parts))}; blocks are {', '.join(list(blocks)[:4])}, ..."
+            )
+
+
+def measure_compiled(
+    captured: CapturedGraph,
+    graph: BlockGraph,
+    *,
+    state: Mapping[str, Tensor],
+    batch: Mapping[str, Any],
+    asked: CompiledBlocksOption,
+    log: BackendLog,
+    compiler: BlockCompiler | None = None,
+) -> CompiledBlocks:
+    """Return what the blocks that are asked for cost compiled, and which are taken.
+
+    Args:
+        captured: in training, at one loss unit; ``graph`` its blocks.
+        state, batch: as of `profile_blocks`.
+        log: what it has is not compiled here.
+
+    Raises:
+        ConfigError: a path is named in which no block lies.
+    """
+    # One walk over the blocks, on what those before made of a real batch; of 24 equal layers the trial sees the first.
+    # Blocks are taken by signature: {"A": layers.0 to layers.23, "B": head}; "auto" those whose gain is above noise.
+    check_paths(asked, [block.name for block in graph.blocks])
+    trial = _Trial(captured, compiler or BlockCompiler(), log, asked)
+    with step("compile blocks"), kept_streams(captured.device):
+        survey = BlockSurvey(
+            captured=captured,
+            block_graph=graph,
+            state=state,
+            batch=batch,
+            repeats=1,
+            share_identical=True,
+            with_peak=False,
+            with_split=False,
+            visit=trial.visit,
+        )
+        survey.run(lambda done, total, text: None)
+    blocks: dict[str, list[str]] = {}
+    for block, signature in survey.signatures.items():
+        if signature in trial.costs and is_asked(asked, block):
+            blocks.setdefault(signature, []).append(block)
+    taken: set[str] = set()
+    for signature, own in blocks.items():
+        cost = trial.costs[signature]
+        if not cost.refused and (asked != "auto" or cost.gain >= LEAST_GAIN):
+            taken.update(own)
+        if cost.refused and asked != "auto":
+            logger.warning("block %s stays on torch instead of compiled code: %s", own[0], cost.refused)
+    found = tuple((tuple(own), trial.costs[signature]) for signature, own in blocks.items())
+    return CompiledBlocks(costs=found, taken=frozenset(taken))
+
+
+class _Trial:
+    """Measures each distinct block that is asked for and trains."""
+
+    def __init__(
+        self, captured: CapturedGraph, compiler: BlockCompiler, log: BackendLog, asked: CompiledBlocksOption
+    ) -> None:
+        self._device = captured.device
+        self._compiler = compiler
+        self._log = log
+        self._asked = asked
+        self.costs: dict[str, CompiledCost] = {}
+
+    def visit(self, code: BlockCode, operands: Operands) -> None:
+        """Measure a block, or look up what it was measured at."""
+        flags = (*(p.requires_grad for p in operands.parameters), *operands.takes_gradient)
+        if code.signature in self.costs or not is_asked(self._asked, code.block) or not any(flags):
+            return
+        key: dict[str, object] = {
+            "compiled block": code.signature,
+            "compiler": self._compiler.name,
+            "torch": str(torch.__version__),
+            **place_key(self._device),
+        }
+        cost = self._log.look_up(CompiledCost, key)
+        if cost is None:
+            cost = measure_block(code.block, code.function, operands, self._compiler)
+            if not cost.refused:  # a compiler that is missing today may be there tomorrow
+                self._log.keep(key, cost)
+        self.costs[code.signature] = cost
+
+
+def measure_block(
+    name: str, function: StageFunction, operands: Operands, compiler: BlockCompiler
+) -> CompiledCost:
+    """Return what a block costs compiled and on torch's operators; says why where it cannot be compiled."""
+    module = function.module if function.choice is None else function.choice.module
+    if module is None:
+        return CompiledCost(refused="a module of yours, run as it is")
+    # The block is a stage of one block: cut as stages are, so that its code, and the compiler's file, is the stage's.
+    # All that is timed is timed in turn with torch: a slow moment of the machine hits both.
+    bound = function.bound
+    calls = [node.name for node in module.graph.nodes if node.op == "call_function"]
+    leaves = [
+        tensor.detach().requires_grad_(flag)
+        for tensor, flag in zip(operands.received, operands.takes_gradient, strict=True)
+    ]
+    parameters, tensors = operands.parameters, (*operands.inputs, *leaves)
+    try:
+        forward = CutCode(module, {name: calls}, compiler).forward
+
+        def compiled(*args: Tensor) -> tuple[Tensor, ...]:
+            outputs: tuple[Tensor, ...] = forward(*bound, *args)
+            return outputs
+
+        right = run_both(operands.call, parameters, tensors)
+        start = time.perf_counter()
+        own = run_both(compiled, parameters, tensors)
+        build_s = time.perf_counter() - start
+        error = compare_results(own, right)
+    except BackendRefused as problem:
+        return CompiledCost(refused=str(problem))
+    except Exception as problem:  # whatever compiled code raises
+        refuse_lost_device(problem)
+        return CompiledCost(refused=f"its first run failed: {type(problem).__name__}: {first_line(problem)}")
+    calls_of = {"compiled": compiled, "torch": operands.call}
+    alone = time_in_turn({k: functools.partial(call, *parameters, *tensors) for k, call in calls_of.items()})
+    both = time_in_turn(
+        {k: functools.partial(_forward_backward, call, parameters, tensors) for k, call in calls_of.items()}
+    )
+    kept = {k: _kept_bytes(call, operands, leaves) for k, call in calls_of.items()}
+    return CompiledCost(
+        forward_us=alone["compiled"],
+        both_us=both["compiled"],
+        saved_bytes=kept["compiled"],
+        torch_forward_us=alone["torch"],
+        torch_both_us=both["torch"],
+        torch_saved_bytes=kept["torch"],
+        build_s=build_s,
+        error=error,
+    )
+
+
+def _forward_backward(
+    call: Callable[..., Sequence[Tensor]], parameters: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> None:
+    outputs = [output for output in call(*parameters, *tensors) if output.requires_grad]
+    leaves = [tensor for tensor in (*parameters, *tensors) if tensor.requires_grad]
+    if outputs:
+        torch.autograd.grad(outputs, leaves, list(map(torch.ones_like, outputs)), allow_unused=True)
+
+
+def _kept_bytes(call: Callable[..., Sequence[Tensor]], operands: Operands, leaves: Sequence[Tensor]) -> int:
+    saved = SavedStorages(exclude=(*operands.parameters, *operands.inputs, *operands.constants))
+    with saved.recording():
+        call(*operands.parameters, *operands.inputs, *leaves)
+    return saved.total_bytes
+
 
 logger = logging.getLogger(__name__)
 
-LEAST_GAIN = 1.02
+LEAST_STEP_GAIN = 1.02
 """How many times as long as the plan cut again the plan before must take by the simulator: less is noise."""
 
 Measure = Callable[[PipelinePlan, int], StageBackend | None]
@@ -146,7 +447,7 @@ def plan_with_backends(
             before, f"{_step_text(before, plan)}; cut again with these times, the stages are the same"
         )
     after = _timed(again, costs, {i: measure(again, i) for i in sorted(forward_only_stages(again))})
-    if after.iteration_us * LEAST_GAIN > before.iteration_us:
+    if after.iteration_us * LEAST_STEP_GAIN > before.iteration_us:
         text = f"{_step_text(before, plan)}; cut again it would be {format_ms(after.iteration_us)} ms: the stages stay"
         return _noted(before, text)
     return _noted(

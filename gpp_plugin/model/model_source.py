@@ -27,11 +27,11 @@ from gpp_plugin.capture.tracing.sample_batches import (
 )
 from gpp_plugin.capture.tracing.shadow import set_modes
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.setting import WatchedModule
+from gpp_plugin.engine.job_context import WatchedModule
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
 from gpp_plugin.extensions import find_schedule
 from gpp_plugin.integrations.huggingface import pretrained_files
-from gpp_plugin.integrations.huggingface.labelled_tokens import (
+from gpp_plugin.integrations.huggingface.model_inputs import (
     NUM_ITEMS,
     check_counted,
     check_divides,
@@ -39,20 +39,24 @@ from gpp_plugin.integrations.huggingface.labelled_tokens import (
     count_labelled,
     has_labels,
 )
-from gpp_plugin.ir.length_costs import LengthCosts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.size_formulas import LengthCosts
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.model.backend_planning import StageTrials, plan_with_backends
-from gpp_plugin.model.compiled_planning import CompiledBlocks, measure_compiled
+from gpp_plugin.model.backend_planning import (
+    CompiledBlocks,
+    StageTrials,
+    measure_compiled,
+    plan_with_backends,
+)
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
-from gpp_plugin.model.graph.given_module import GivenModule
 from gpp_plugin.model.graph.graph_job import GraphJob
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
+from gpp_plugin.model.graph.user_module import GivenModule
 from gpp_plugin.model.measure_lengths import LengthsAsked
 from gpp_plugin.model.preparation import (
     PREPARATION_TIMEOUT_S,
@@ -65,28 +69,26 @@ from gpp_plugin.model.preparation import (
     with_batch,
     with_memory_explained,
 )
-from gpp_plugin.model.weights.given_export import save_stages
 from gpp_plugin.model.weights.materialize import release_parameters
-from gpp_plugin.model.weights.module_holder import ModuleHolder
+from gpp_plugin.model.weights.module_holder import ModuleHolder, save_stages
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
-from gpp_plugin.plan.given.fixed_stages import FixedStage
-from gpp_plugin.plan.given.tied_blocks import join_tied_blocks
+from gpp_plugin.plan.explicit.fixed_stages import FixedStage
+from gpp_plugin.plan.explicit.tied_blocks import join_tied_blocks
 from gpp_plugin.plan.search_report import searching
 from gpp_plugin.profile.analytic_costs import default_sample_counts
+from gpp_plugin.profile.block_survey import UNSPLITTABLE
 from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
-from gpp_plugin.profile.split_cost import UNSPLITTABLE
 from gpp_plugin.report.progress import shown_as, step
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.lane import Lane, held_tensors
 from gpp_plugin.runtime.rank_lane import RankLane
-from gpp_plugin.runtime.ranks.agree import call_on_rank_zero, exchange
-from gpp_plugin.runtime.ranks.meeting import Meeting
-from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
+from gpp_plugin.runtime.ranks.agree import Meeting, call_on_rank_zero, exchange
+from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, joined_module
 from gpp_plugin.runtime.stage_source import Reference, UnitSource
-from gpp_plugin.runtime.tensor_parallel.parameter_shards import (
+from gpp_plugin.runtime.tensor_parallel.tensor_ranks import (
     check_shared_out,
     describe_whole,
     parameter_shards,

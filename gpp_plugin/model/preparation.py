@@ -18,24 +18,28 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.setting import Setting
+from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ReadError
-from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.block_graph import CARRIED, BlockGraph
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.op_graph import CARRIED
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
+from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.costs.memory_breakdown import plan_beside_messages, with_breakdown, with_inputs
-from gpp_plugin.plan.given.explicit import explicit_plan
-from gpp_plugin.plan.given.fixed_stages import FixedStage, fixed_plan
-from gpp_plugin.plan.given.stage_sizes import names_a_stage, resize_stages, stage_sizes
+from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown, with_inputs
+from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.explicit.fixed_stages import (
+    FixedStage,
+    fixed_plan,
+    names_a_stage,
+    resize_stages,
+    stage_sizes,
+)
 from gpp_plugin.plan.memory.full_recompute import recompute_fully
-from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks

@@ -13,14 +13,33 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from gpp_plugin.errors import PlanError, ScheduleError
+from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.extensions import SCHEDULES
+from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.plan.baselines.stock_chain import STOCK
+from gpp_plugin.plan.batch_rules import coupled_blocks
+from gpp_plugin.plan.costs.cost_model import CostModel, with_link_times
+from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
+from gpp_plugin.plan.memory.fitting import fitter_for
+from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.selection import memory_excess
+from gpp_plugin.plan.shared.shared_evaluator import BUDGET, SharedJudge, under
+from gpp_plugin.plan.split_backwards import (
+    fitted_split,
+    knows_split_times,
+    with_part_times,
+    without_memory_plans,
+)
 from gpp_plugin.schedule.build import build_schedules, with_slices
 from gpp_plugin.schedule.durations import Durations
+from gpp_plugin.schedule.names import AUTO, KFKB, is_schedule_name, k_of, schedule_label, unknown_schedule
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.slicer import slice_warm_up, unsliced
 from gpp_plugin.schedule.orders.stage_order import stages_behind
@@ -286,3 +305,287 @@ def _with_even_limits(plan: PipelinePlan, most_in_flight: Sequence[int] | None) 
             most = min(most, most_in_flight[index])
         counts.append(max(stage.in_flight, min(samples // stage.micro_batch_size, most)))
     return _with_counts(plan, counts)
+
+
+# The schedule of a plan whose ranks hold several stages: the one the user names, or the shortest in simulation.
+#
+# Stages keep orders of their own, as on ranks of their own; in what turns a rank runs the tasks of its stages is found
+# for each candidate (`schedule.shared_ranks`). Forwards are not run in halves there.
+
+SPLIT = "zero_bubble"
+
+
+def schedule_shared(
+    plan: PipelinePlan,
+    request: PlanRequest,
+    *,
+    schedule: str = AUTO,
+    budget: int = BUDGET,
+    report: SearchReport | None = None,
+) -> PipelinePlan:
+    """Return ``plan``, whose ranks hold several stages, under a schedule, with in-flight counts that fit.
+
+    A plan that swaps or recomputes stays, or runs zero bubble, fitted anew.
+
+    Args:
+        budget: tasks of the simulations, after which no further schedule is tried; ``report`` is told.
+
+    Raises:
+        PlanInfeasible: nothing that the name stands for fits the ranks' memory and can run.
+    """
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    judge = SharedJudge(request, costs, schedule=first_schedule(schedule), budget=budget, report=report)
+    is_fitted = any(stage.memory is not None for stage in plan.stages)
+    # what swaps or recomputes does so for its order: that stays, or backwards are split and it is fitted anew
+    best: PipelinePlan | None = plan if is_fitted and schedule == AUTO else None
+    plain = without_memory_plans(plan, costs) if is_fitted else plan
+    for name, gain in _names(request, schedule):
+        if is_fitted and name != SPLIT:
+            continue
+        if best is not None and judge.is_spent():
+            break
+        found = judge.best_counts(under(with_part_times(plain, costs), name, costs))
+        if found is not None and (best is None or found.iteration_us < best.iteration_us * (1.0 - gain)):
+            best = found
+    if best is None:
+        rank = max(range(plan.num_ranks), key=lambda rank: len(plan.stages_of_rank(rank)))
+        held = ", ".join(plan.stages[i].name for i in plan.stages_of_rank(rank))
+        raise PlanInfeasible(
+            f"no order of schedule {schedule!r} fits and runs with several stages on a rank (rank {rank} holds "
+            f"{held}); use 1f1b, lower micro_batch_sizes, or give stages ranks of their own"
+        )
+    return best
+
+
+def _names(request: PlanRequest, schedule: str) -> Iterator[tuple[str, float]]:
+    """Yield the schedules to try, and by what part each must be shorter than those before it."""
+    if schedule != AUTO:
+        yield first_schedule(schedule), 0.0
+        return
+    yield "1f1b", 0.0
+    yield "gpipe", GAIN
+    if knows_split_times(request.profile):
+        yield SPLIT, SPLIT_GAIN
+
+
+def first_schedule(schedule: str) -> str:
+    """Return the schedule that stages are chosen for, where the user's name stands for several."""
+    return {AUTO: "1f1b", KFKB: "2f2b"}.get(schedule, schedule)
+
+
+# The schedule a plan runs: the one the user names, for every stage, or the shortest in simulation.
+#
+# Planners choose stages under 1F1B (or GPipe, which holds more); here the finished plan's stages are given their
+# schedule and in-flight counts, within the memory its ranks have. Stages that swap or recompute keep the planner's
+# order, which that was made for, or run zero bubble, for which it is made anew (`split_backwards`).
+
+LARGEST_K = 8
+
+
+@paused_collector()  # as in `make_plan`
+def schedule_plan(
+    plan: PipelinePlan, request: PlanRequest, *, schedule: str = "auto", slicing: str | int = "auto"
+) -> PipelinePlan:
+    """Return ``plan`` under the schedule called ``schedule``, with its in-flight counts, slices and memory.
+
+    Plans whose mode counts on their order and DeepSpeed's own stay as they are, and so do plans of too many tasks to
+    simulate one by one, unless another schedule is asked for. Of plans that swap or recompute only backwards may be
+    split.
+
+    Args:
+        slicing: as for `choose_slicing`: ``auto`` runs the first forwards in halves where that is shorter.
+
+    Raises:
+        PlanError: there is no such schedule, or the plan must keep another one.
+        PlanInfeasible: ranks lack the memory for what it holds.
+    """
+    if not is_schedule_name(schedule):
+        raise PlanError(unknown_schedule(schedule))
+    # Who decides, from the strongest: a plan that rests on its order keeps it (and refuses another by name); then the
+    # name the user gives; then the simulation, which is left out where it would take too long. A stage of 16
+    # micro-batches on 4 ranks is 2 * 16 * 4 = 128 tasks, a forward and a backward for each micro-batch and rank.
+    #
+    #     plan                 "auto"              "gpipe"
+    #     1f1b, usual          the shortest        gpipe
+    #     1f1b, with swaps     1f1b, zero bubble   PlanError: its swaps go by 1f1b's order
+    tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
+    is_fitted = any(stage.memory is not None for stage in plan.stages)
+    is_fixed = plan.planner == STOCK or plan.mode == "async" or (is_fitted and schedule != SPLIT)
+    labels = {schedule_label(stage) for stage in plan.stages}
+    if is_fixed and schedule not in ("auto", *labels):
+        runs = f"planner {plan.planner!r} made its plan for {' and '.join(sorted(labels))}"
+        fix = 'use "auto", or another planner'
+        if plan.mode == "async":
+            runs, fix = "mode async runs 1f1b", 'use "auto"'
+        raise PlanError(f"schedule {schedule!r}: {runs}; {fix}")
+    if is_fixed and not (is_fitted and plan.planner != STOCK and plan.mode == "sync"):
+        return plan
+    if is_fitted and schedule not in ("auto", SPLIT):
+        return plan
+    if plan.shares_ranks:
+        return schedule_shared(plan, request, schedule=schedule)
+    if tasks > MAX_RANK_TASKS and schedule in ("auto", *labels):
+        note = f"{tasks} tasks are too many to try schedules and slices on; it keeps {' and '.join(sorted(labels))}"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+    chooser = _Chooser(plan, request, slicing)
+    if schedule == SPLIT:
+        return chooser.named_split()
+    if is_fitted:
+        return chooser.with_split(plan)
+    if schedule == "auto":
+        return chooser.shortest()
+    if schedule == "kfkb":
+        most = max(plan.num_micro_batches(i) for i in range(len(plan.stages)))
+        return chooser.best_k(range(2, max(2, min(LARGEST_K, most)) + 1))
+    k = k_of(schedule)
+    if k is None:
+        return chooser.among((schedule,))
+    return chooser.planned() if labels == {schedule} else chooser.best_k([k])
+
+
+class _Chooser:
+    """Tries schedules on one plan: times of parts of tasks from the profile, memory of its ranks."""
+
+    def __init__(self, plan: PipelinePlan, request: PlanRequest, slicing: str | int) -> None:
+        self._request = request
+        self._costs = costs = CostModel(
+            request.graph, request.profile, request.cluster, zero_stage=request.zero_stage
+        )
+        self._plan = plan = with_part_times(plan, costs)
+        self._slicing = slicing
+        coupled = coupled_blocks(request.graph)
+        self._surroundings: dict[str, Any] = {
+            "cluster": request.cluster,
+            "whole_stages": [
+                i
+                for i, stage in enumerate(plan.stages)
+                if not coupled.isdisjoint(stage.blocks)
+                or stage.local_batch_size < 2 * request.smallest_local_batch
+            ],
+            "forward_only_stages": forward_only_stages(plan),
+            "reduce_us": costs.reduce_times(plan),
+        }
+        self._most_in_flight = [self._most(i) for i in range(len(plan.stages))]
+
+    def planned(self) -> PipelinePlan:
+        """Return the plan with the counts its planner chose, perhaps more than Table 2's to hide messages."""
+        return choose_slicing(self._plan, slicing=self._slicing, **self._surroundings)
+
+    def among(self, schedules: Sequence[str]) -> PipelinePlan:
+        """Return the plan under the quickest of ``schedules`` that fits."""
+        try:
+            chosen = choose_schedule(
+                self._plan,
+                schedules=schedules,
+                slicing=self._slicing,
+                most_in_flight=self._most_in_flight,
+                **self._surroundings,
+            )
+        except PlanError as error:
+            raise PlanInfeasible(str(error)) from error
+        return self._with_memory(chosen)
+
+    def shortest(self) -> PipelinePlan:
+        """Return the plan as planned, or under the usual schedule that is shorter.
+
+        Zero bubble is tried where it is known what splitting backwards costs, and must win by more than that may be
+        off.
+        """
+        best = self.planned()
+        if len(self._plan.stages) == 1:
+            return best
+        chosen = self.among(USUAL_SCHEDULES)
+        if chosen.iteration_us < best.iteration_us * (1.0 - GAIN):
+            best = chosen
+        return self.with_split(best)
+
+    def with_split(self, best: PipelinePlan) -> PipelinePlan:
+        """Return ``best``, or the plan under zero bubble where that is known to be shorter."""
+        if len(self._plan.stages) > 1 and knows_split_times(self._request.profile):
+            chosen = self._split()
+            if chosen is not None and chosen.iteration_us < best.iteration_us * (1.0 - SPLIT_GAIN):
+                return chosen
+        return best
+
+    def named_split(self) -> PipelinePlan:
+        """Return the plan under zero bubble.
+
+        Raises:
+            PlanInfeasible: it does not fit.
+        """
+        chosen = self._split()
+        if chosen is None:
+            counts = [stage.in_flight for stage in self._plan.stages]
+            raise PlanInfeasible(
+                f"no schedule fits: zero_bubble holds {counts} micro-batches in flight, and beside them the gradients "
+                "that wait for weight gradients; use 1f1b, allow swap or recompute, or lower micro_batch_sizes"
+            )
+        return chosen
+
+    def _split(self) -> PipelinePlan | None:
+        """Return the shortest plan under zero bubble that fits; None where none does."""
+        fitter = fitter_for(self._request, self._costs)
+        best: PipelinePlan | None = None
+        for name, candidate in self._split_candidates():
+            fitted = fitted_split(candidate, self._request, self._costs, fitter)
+            if fitted is None:
+                continue
+            found = choose_slicing(fitted, slicing=self._slicing, **self._surroundings)
+            if best is None or found.iteration_us < best.iteration_us * (1.0 - GAIN):
+                note = f"schedule {name}: {found.iteration_us:.0f} us predicted"
+                best = dataclasses.replace(found, notes=(*found.notes, note))
+        return best
+
+    def _split_candidates(self) -> Iterator[tuple[str, PipelinePlan]]:
+        """Yield (name, plan under zero bubble), each with orders that take messages to be free, and not."""
+        tried = candidate_schedules(unsliced(self._plan), (SPLIT,), most_in_flight=self._most_in_flight)
+        for name, candidate in tried:
+            yield name, candidate
+            linked = with_link_times(candidate, self._request.cluster)
+            if linked is not candidate:
+                yield f"{name}, its order with the links' times", linked
+
+    def best_k(self, ks: Iterable[int]) -> PipelinePlan:
+        """Return the plan under the kFkB of the shortest step among those that fit."""
+        candidates = [self._with_memory(_under_k(self._plan, k)) for k in ks]
+        fitting = [c for c in candidates if memory_excess(self._request, c)[0] <= 0]
+        if not fitting:
+            self._explain(candidates[0])
+        timed = [choose_slicing(c, slicing=self._slicing, **self._surroundings) for c in fitting]
+        return min(timed, key=lambda candidate: candidate.iteration_us)
+
+    def _most(self, index: int) -> int:
+        """Return how many micro-batches of a stage its ranks' memory holds, at most all of them."""
+        stage = self._plan.stages[index]
+        limit = min(rank_limit(self._request, rank) for rank in stage.ranks)
+        none, one = (self._memory(stage, in_flight) for in_flight in (0, 1))
+        count = self._plan.num_micro_batches(index)
+        return count if one <= none else min(count, max((limit - none) // (one - none), 0))
+
+    def _memory(self, stage: Stage, in_flight: int) -> int:
+        blocks = self._costs.indices(stage.blocks)
+        return self._costs.on(stage).stage_memory(
+            blocks, degree=stage.degree, local=stage.local_batch_size, in_flight=in_flight
+        )
+
+    def _with_memory(self, plan: PipelinePlan) -> PipelinePlan:
+        stages = tuple(
+            dataclasses.replace(stage, memory_bytes=self._memory(stage, stage.in_flight))
+            for stage in plan.stages
+        )
+        return dataclasses.replace(plan, stages=stages)
+
+    def _explain(self, plan: PipelinePlan) -> NoReturn:
+        _, stage, rank = memory_excess(self._request, plan)
+        raise PlanInfeasible(
+            f"stage {stage.name!r} holds {stage.in_flight} micro-batches under {schedule_label(stage)} and needs "
+            f"{stage.memory_bytes} bytes, rank {rank} has {rank_limit(self._request, rank)}; use 1f1b, or lower "
+            "micro_batch_sizes"
+        )
+
+
+def _under_k(plan: PipelinePlan, k: int) -> PipelinePlan:
+    stages = tuple(dataclasses.replace(stage, schedule="1f1b", k=k, num_sliced=0) for stage in plan.stages)
+    counts = plan_in_flight(dataclasses.replace(plan, stages=stages))
+    stages = tuple(dataclasses.replace(s, in_flight=n) for s, n in zip(stages, counts, strict=True))
+    return dataclasses.replace(plan, stages=stages)

@@ -9,10 +9,9 @@ from gpp_plugin.extensions import PLANNERS, find_planner
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import TensorRules, tensor_rules
-from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
-from gpp_plugin.plan.given.tied_blocks import joined_request, parted
-from gpp_plugin.plan.machines.exchanges import exchange_stages
-from gpp_plugin.plan.machines.unlike_devices import best_over_orders
+from gpp_plugin.plan.explicit.fixed_stages import to_asynchronous
+from gpp_plugin.plan.explicit.tied_blocks import joined_request, parted
+from gpp_plugin.plan.heterogeneous_devices import best_over_orders, exchange_stages
 from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank
 from gpp_plugin.plan.validate_request import validate_for

@@ -12,8 +12,7 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import estimate_plan_us
-from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.estimate import estimate_plan_us, judge_us
 from gpp_plugin.plan.costs.memory_formula import rank_bytes
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for

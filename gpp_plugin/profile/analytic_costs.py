@@ -34,13 +34,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import ProfileError
-from gpp_plugin.ir.block_graph import Block, BlockGraph
+from gpp_plugin.ir.block_graph import Block, BlockGraph, OpGraph, OpNode, Parameter
 from gpp_plugin.ir.cluster import Device
-from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.plan.costs.device_speed import roofline_us
+from gpp_plugin.plan.costs.cost_model import roofline_us
 from gpp_plugin.plan.costs.memory_formula import adam_bytes
 
 ADAM_STATE_BYTES = adam_bytes("fp32")

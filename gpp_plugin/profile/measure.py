@@ -27,8 +27,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.errors import ProfileError
-from gpp_plugin.ir.block_graph import Block, BlockGraph
-from gpp_plugin.ir.op_graph import OpGraph
+from gpp_plugin.ir.block_graph import Block, BlockGraph, OpGraph
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.profile.analytic_costs import (
@@ -39,10 +38,10 @@ from gpp_plugin.profile.analytic_costs import (
     validate_sample_counts,
 )
 from gpp_plugin.profile.block_survey import BlockResult, BlockSurvey
-from gpp_plugin.profile.busy_stream import clock_of
 from gpp_plugin.profile.cost_store import CostStore
 from gpp_plugin.profile.held_storages import HeldStorages, fit_bytes, shared_storages
 from gpp_plugin.profile.machine import describe_device, processor_name
+from gpp_plugin.profile.timing import clock_of
 from gpp_plugin.runtime.random_streams import kept_streams
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.simulate.async_prediction import drained_graph, predict_drained_us
 from gpp_plugin.simulate.predict import predict_iteration_us

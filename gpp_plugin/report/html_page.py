@@ -16,7 +16,7 @@ from typing import Any
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.plan.search_report import LEFT_OUT, REJECTED
-from gpp_plugin.report.figure import figure_svg
+from gpp_plugin.report.figure import draw_stage_graph, figure_svg
 from gpp_plugin.report.plan_text import (
     breakdown_table,
     format_memory,
@@ -25,7 +25,6 @@ from gpp_plugin.report.plan_text import (
     headline,
     stage_table,
 )
-from gpp_plugin.report.stage_figure import draw_stage_graph
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.timeline_chart import (
     COLOURS,

@@ -25,13 +25,12 @@ from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankPro
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights
-from gpp_plugin.runtime.messages.assembly import compile_reading
-from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, WindowPlace
+from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, WindowPlace, compile_reading
 from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
-from gpp_plugin.runtime.ranks.whereabouts import HERE
+from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.recorder import Recorder
 
 

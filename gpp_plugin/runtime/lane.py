@@ -42,7 +42,7 @@ from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.keeper import NextBackward, StageKeeper, backwards_after
-from gpp_plugin.runtime.memory.planned_keeper import KnownSaves, make_keeper
+from gpp_plugin.runtime.memory.module_policies import KnownSaves, make_keeper
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
 from gpp_plugin.runtime.messages.routes import Routes
@@ -52,12 +52,12 @@ from gpp_plugin.runtime.split import BackwardSplitter
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageForwards, StageSource
 from gpp_plugin.runtime.weight_versions import WeightVersions
-from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.build_graph import Presence
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.early_reductions import last_backward
+from gpp_plugin.schedule.gathers import last_backward
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.memory.memory_policy import StageOperators
+from gpp_plugin.runtime.memory.keeper import StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction
 
 

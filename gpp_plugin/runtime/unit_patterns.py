@@ -36,11 +36,11 @@ from gpp_plugin.runtime.batches import Batch, units_of
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.evaluation import match_blocks
 from gpp_plugin.runtime.lane import channels_of, held_tensors, make_programs
-from gpp_plugin.runtime.memory.memory_policy import INSIDE
+from gpp_plugin.runtime.memory.keeper import INSIDE
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.stage_source import Reference, StageCode, UnitSource
-from gpp_plugin.schedule.absent import Presence
-from gpp_plugin.schedule.early_reductions import last_backward, stages_that_reduce_early
+from gpp_plugin.schedule.build_graph import Presence
+from gpp_plugin.schedule.gathers import last_backward, stages_that_reduce_early
 
 MAX_PATTERNS = 32
 """Sets of inputs that the units of a job may have."""

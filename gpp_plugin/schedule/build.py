@@ -9,7 +9,7 @@ from gpp_plugin.extensions import SCHEDULES, find_schedule
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.messages import check_divisibility
-from gpp_plugin.schedule.orders.forward_only import forward_only_schedule
+from gpp_plugin.schedule.orders.gpipe import forward_only_schedule
 from gpp_plugin.schedule.orders.interleaved import interleaved_schedules
 from gpp_plugin.schedule.orders.slicer import halve_forwards
 from gpp_plugin.schedule.orders.stage_order import sinks_first

@@ -42,7 +42,7 @@ from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.gathers import gather_around_tasks
 from gpp_plugin.schedule.lower import end_mini_batch, lower_graph
 from gpp_plugin.schedule.messages import activation_bytes
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.shared_ranks import merge_chains
 from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.schedule.windows import (

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gpp_plugin.plan.costs.cache_parallelism import (
+from gpp_plugin.plan.costs.long_context import (
     gathered_elements,
     printed_elements,
     printed_tensor_elements,

@@ -22,8 +22,7 @@ from gpp_plugin.backends.measured_backends import (
     build_forward,
     measure_backends,
 )
-from gpp_plugin.backends.place_forward import choose_single, place_forward
-from gpp_plugin.backends.placed_forward import CuttableForward, placed_groups
+from gpp_plugin.backends.place_forward import CuttableForward, choose_single, place_forward, placed_groups
 from gpp_plugin.backends.stage_backends import (
     BackendForward,
     StageBackends,
@@ -33,8 +32,7 @@ from gpp_plugin.backends.stage_backends import (
     forward_code,
 )
 from gpp_plugin.collage.operator_graph import bits
-from gpp_plugin.collage.pattern_rules import BasePatternRule
-from gpp_plugin.collage.patterns import is_op
+from gpp_plugin.collage.patterns import BasePatternRule, is_op
 from gpp_plugin.doors import Backend
 from gpp_plugin.errors import BackendRefused, ConfigError
 from gpp_plugin.extensions import BACKENDS, find_backend

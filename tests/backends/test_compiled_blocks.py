@@ -26,8 +26,8 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.errors import BackendRefused, ConfigError, PlanError
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.model.compiled_planning import CompiledBlocks, check_paths, is_asked, measure_compiled
-from gpp_plugin.runtime.memory.memory_policy import StageOperators
+from gpp_plugin.model.backend_planning import CompiledBlocks, check_paths, is_asked, measure_compiled
+from gpp_plugin.runtime.memory.keeper import StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import StageCode
 from tests.compilers import compile_plainly
@@ -338,7 +338,7 @@ def test_the_function_of_a_stage_is_kept() -> None:
     with pytest.raises(
         PlanError, match="stage 'a': its blocks are compiled, and schedule 'zero_bubble' makes"
     ):
-        from gpp_plugin.model.compiled_planning import _check_stage
+        from gpp_plugin.model.backend_planning import _check_stage
 
         _check_stage(Stage(**stage, ranks=(0,), schedule="zero_bubble"))
     with pytest.raises(

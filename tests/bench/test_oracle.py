@@ -29,8 +29,8 @@ from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan import validate_plan as validate
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.graphpipe.components import Component, decompose
+from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.graphpipe.intervals import Component, decompose
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.request import PlanRequest
 

@@ -11,7 +11,7 @@ from gpp_benchmarks.throughput import RATIOS, _row
 from gpp_plugin.cli import main
 from gpp_plugin.ir.cluster import Link
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.estimate import judge_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from tests.plan.graphs import make_cluster, make_graph, make_request
 

@@ -13,7 +13,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.model.graph.resolve import resolve_module
-from gpp_plugin.profile.block_code import block_codes
+from gpp_plugin.profile.block_survey import block_codes
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from tests.models import build
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.capture.tracing.batch_lengths import length_entries, sample_with_lengths, with_lengths
+from gpp_plugin.capture.tracing.sample_batches import length_entries, sample_with_lengths, with_lengths
 from gpp_plugin.errors import ConfigError
 
 

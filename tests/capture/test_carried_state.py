@@ -19,11 +19,11 @@ from gpp_plugin.capture.tracing.carried_state import (
     initial_values,
     without_history,
 )
-from gpp_plugin.capture.tracing.noted_accesses import noted_accesses, noted_reads
+from gpp_plugin.capture.tracing.outside import noted_accesses, noted_reads
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState, StateTensor
-from gpp_plugin.ir.op_graph import CARRIED as CARRIED_PREFIX
-from gpp_plugin.ir.op_graph import is_carried
+from gpp_plugin.ir.block_graph import CARRIED as CARRIED_PREFIX
+from gpp_plugin.ir.block_graph import is_carried
 from gpp_plugin.model.verify.compare_capture import Comparison, compare_capture, make_twin
 from tests.carried_models import (
     CARRIED,

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.eager.call_structure import put_together, take_apart
-from gpp_plugin.capture.eager.choose_whole import with_culprit
-from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall, put_together, take_apart
 from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad_records
-from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device
+from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device, with_culprit
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.shadow import make_shadow

@@ -15,7 +15,7 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import read_values, recapture
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs
+from gpp_plugin.integrations.huggingface.model_inputs import has_prepared_inputs
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 from tests.capture.graphs import assert_is_model, eager_loss, run_graph

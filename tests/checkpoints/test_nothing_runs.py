@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gpp_plugin.engine.checkpoints import checkpoint_directory as places
+from gpp_plugin.engine.checkpoints.checkpoint_files import text_sum
 from gpp_plugin.engine.checkpoints.conversion import (
     read_checkpoint,
     read_torch,
@@ -21,7 +22,6 @@ from gpp_plugin.engine.checkpoints.conversion import (
     write_checkpoint,
     write_universal,
 )
-from gpp_plugin.engine.checkpoints.manifest import text_sum
 from gpp_plugin.errors import CheckpointError
 from tests.checkpoints.killed_saves import state_of
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpp_plugin.engine.checkpoints.manifest import (
+from gpp_plugin.engine.checkpoints.checkpoint_files import (
     MANIFEST,
+    BrokenFile,
     CheckpointManifest,
     manifest_text,
     read_manifest,
@@ -30,7 +31,6 @@ from gpp_plugin.engine.checkpoints.rank_files import (
     write_files,
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, StageOptimizerState, TensorPlace
-from gpp_plugin.engine.checkpoints.tensor_file import BrokenFile
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 
 

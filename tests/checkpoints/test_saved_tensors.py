@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.checkpoints.manifest import WEIGHT, CheckpointManifest
+from gpp_plugin.engine.checkpoints.checkpoint_files import WEIGHT, BrokenFile, CheckpointManifest
 from gpp_plugin.engine.checkpoints.rank_files import FileContents, write_files
 from gpp_plugin.engine.checkpoints.saved_tensors import (
     CheckpointTensors,
@@ -17,7 +17,6 @@ from gpp_plugin.engine.checkpoints.saved_tensors import (
     cut_shard,
     join_shards,
 )
-from gpp_plugin.engine.checkpoints.tensor_file import BrokenFile
 from gpp_plugin.errors import CheckpointError
 
 WHOLE = torch.arange(48.0).view(8, 6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpp_plugin.engine.checkpoints.tensor_file import (
+from gpp_plugin.engine.checkpoints.checkpoint_files import (
     DTYPES,
     BrokenFile,
     FileSums,

@@ -7,16 +7,23 @@ import random
 import pytest
 
 import gpp_plugin
-from gpp_plugin.collage.candidates import BackendPatterns, find_candidates
-from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
-from gpp_plugin.collage.pattern_rules import BasePatternRule, check_path, generate_groups
-from gpp_plugin.collage.patterns import is_op, match_pattern, wildcard
-from gpp_plugin.collage.registered import (
+from gpp_plugin.collage.candidates import (
+    BackendPatterns,
     add_backend,
     add_backend_pattern,
     add_backend_pattern_rule,
+    find_candidates,
     forget,
     patterns_of,
+)
+from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
+from gpp_plugin.collage.patterns import (
+    BasePatternRule,
+    check_path,
+    generate_groups,
+    is_op,
+    match_pattern,
+    wildcard,
 )
 from gpp_plugin.doors import Backend
 from gpp_plugin.errors import ExtensionError

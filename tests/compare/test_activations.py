@@ -2,7 +2,7 @@
 
 import torch
 
-from gpp_plugin.compare.activations import PeakMemory
+from gpp_plugin.compare.single_process import PeakMemory
 
 
 def test_each_storage_counts_once_and_as_long_as_it_is_held():

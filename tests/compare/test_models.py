@@ -7,8 +7,7 @@ import torch
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.compare.compare_settings import CompareSettings, default_config
-from gpp_plugin.compare.compared_models import build_model, cut_batch
-from gpp_plugin.compare.model_names import TINY
+from gpp_plugin.compare.compared_models import TINY, build_model, cut_batch
 from gpp_plugin.errors import ConfigError
 
 OWN = """

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from gpp_plugin.demo.clip import TEMPLATES, WordTokenizer, load_digit_captions, mini_batches
 from gpp_plugin.demo.demo_settings import DemoSettings
-from gpp_plugin.demo.digits import TEMPLATES, WordTokenizer, load_digit_captions, mini_batches
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from gpp_plugin.integrations.megatron import (
     load_full_state,
     transformer_block_stage,
 )
-from gpp_plugin.integrations.megatron.dropout import DropoutStreams
+from gpp_plugin.integrations.megatron.chunks import DropoutStreams
 from gpp_plugin.integrations.megatron.stages import require_megatron
 from gpp_plugin.model.graph.stage_context import StageContext, make_contexts
 from gpp_plugin.model.graph.stage_graph import StageGraph

@@ -12,8 +12,8 @@ import torch.utils.cpp_extension
 from deepspeed.ops.op_builder import builder
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.deepspeed import adam_build, dispatch
-from gpp_plugin.integrations.deepspeed.adam_build import why_no_fused_adam, with_usable_adam
+from gpp_plugin.integrations.deepspeed import dispatch, optimizer_bytes
+from gpp_plugin.integrations.deepspeed.optimizer_bytes import why_no_fused_adam, with_usable_adam
 from tests.integrations import toy
 from tests.ranks import run_kept_ranks
 
@@ -84,12 +84,12 @@ def test_what_a_user_chose_is_left(without_nvcc: None) -> None:
 
 def test_all_ranks_take_the_same(without_nvcc: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of a stage on two machines, one of which has nvcc, would step apart."""
-    monkeypatch.setattr(adam_build, "exchange", lambda make, **_: ["", make()])
+    monkeypatch.setattr(optimizer_bytes, "exchange", lambda make, **_: ["", make()])
     params, note = usable({"lr": 0.1})
     assert params["fused"] and note.startswith(
         "optimizer.type AdamW: on rank 1 DeepSpeed's FusedAdam cannot be"
     )
-    monkeypatch.setattr(adam_build, "exchange", lambda make, **_: ["", ""])
+    monkeypatch.setattr(optimizer_bytes, "exchange", lambda make, **_: ["", ""])
     assert usable({"lr": 0.1}) == ({"lr": 0.1}, "")
 
 
@@ -101,12 +101,12 @@ def test_why_it_cannot_be_compiled(without_nvcc: None, monkeypatch: pytest.Monke
         in why_no_fused_adam()
     )
     monkeypatch.setattr(builder, "installed_cuda_version", lambda *_: (13, 0))
-    monkeypatch.setattr(adam_build.shutil, "which", lambda name: None if name == "ninja" else name)
+    monkeypatch.setattr(optimizer_bytes.shutil, "which", lambda name: None if name == "ninja" else name)
     assert why_no_fused_adam() == "ninja cannot be found"
-    monkeypatch.setattr(adam_build.shutil, "which", lambda name: name)
+    monkeypatch.setattr(optimizer_bytes.shutil, "which", lambda name: name)
     assert why_no_fused_adam() == ""
     monkeypatch.undo()
-    monkeypatch.setitem(adam_build.installed_ops, "fused_adam", True)
+    monkeypatch.setitem(optimizer_bytes.installed_ops, "fused_adam", True)
     assert why_no_fused_adam() == "", "the installation brought it ready"
 
 

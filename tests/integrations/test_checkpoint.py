@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from gpp_plugin.engine.checkpoints.checkpoint_files import read_manifest
 from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
-from gpp_plugin.engine.checkpoints.manifest import read_manifest
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, save_checkpoint
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups

@@ -15,10 +15,10 @@ from torch.utils.data import IterableDataset
 
 from gpp_plugin.data.unit_packing import pack
 from gpp_plugin.engine.checkpoints.state_values import to_json
-from gpp_plugin.engine.loading.feed import Feed
+from gpp_plugin.engine.loading.batch_source import Feed
 from gpp_plugin.engine.loading.mini_batch_loader import make_loader
+from gpp_plugin.engine.loading.rank_shard import Share
 from gpp_plugin.engine.loading.row_loader import RowLoader
-from gpp_plugin.engine.loading.share import Share
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.samples import SampleRange

@@ -15,9 +15,8 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
 from gpp_plugin.cli import main
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.deepspeed.config_values import _MODELS, read_deepspeed
+from gpp_plugin.integrations.deepspeed.config_values import _MODELS, derive_stage_config, read_deepspeed
 from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict, given_keys, names_in
-from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
 
 # ---- every key of the installed release ------------------------------------------------------------------------
 

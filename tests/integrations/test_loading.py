@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.loading.feed import Feed, _Loading
+from gpp_plugin.engine.loading.batch_source import Feed, _Loading
 from gpp_plugin.engine.loading.mini_batch_loader import count_workers, make_loader
+from gpp_plugin.engine.loading.rank_shard import Share
 from gpp_plugin.engine.loading.row_loader import RowLoader
-from gpp_plugin.engine.loading.share import Share
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.samples import SampleRange

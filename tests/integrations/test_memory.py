@@ -9,8 +9,8 @@ import torch
 
 from gpp_plugin.ir.memory_report import COUNTED
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.costs.memory_breakdown import expected_counts
-from gpp_plugin.report.memory_text import format_memory_report
+from gpp_plugin.plan.costs.memory_formula import expected_counts
+from gpp_plugin.report.plan_text import format_memory_report
 from tests.integrations import memory_jobs
 from tests.integrations.engine_jobs import B, U
 from tests.models import build

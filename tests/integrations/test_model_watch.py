@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.engine.guards.model_watch import ModelWatch
-from gpp_plugin.engine.setting import WatchedModule
+from gpp_plugin.engine.job_context import WatchedModule
 from gpp_plugin.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.deepspeed.stage_config import StageConfig, derive_stage_config
+from gpp_plugin.integrations.deepspeed.config_values import StageConfig, derive_stage_config
 
 USER: dict[str, Any] = {
     "train_batch_size": 24,

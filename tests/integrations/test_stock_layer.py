@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpp_plugin.integrations.deepspeed.stock_layer import bits_length, from_bits, to_bits
+from gpp_plugin.integrations.deepspeed.stock_engine import bits_length, from_bits, to_bits
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 
 VALUES = {

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from gpp_plugin.engine.compatibility import PipelineSurface, why_lacking
 from gpp_plugin.engine.engine import GraphPipelineEngine
-from gpp_plugin.engine.stock_names import why_lacking
-from gpp_plugin.engine.surface import PipelineSurface
 from gpp_plugin.errors import ConfigError
 from tests.integrations import surface_jobs as jobs
 from tests.models import build

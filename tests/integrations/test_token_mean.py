@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gpp_plugin.engine.metrics import share_of_loss
-from gpp_plugin.integrations.huggingface.labelled_tokens import count_labelled
+from gpp_plugin.integrations.huggingface.model_inputs import count_labelled
 from tests.integrations import unit_jobs as jobs
 from tests.ranks import run_kept_ranks
 

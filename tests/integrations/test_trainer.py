@@ -13,8 +13,7 @@ from transformers import default_data_collator
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface import trainer, trainer_config
-from gpp_plugin.integrations.huggingface.trainer_config import engine_config, why_no_units
-from gpp_plugin.integrations.huggingface.trainer_data import pads_to_longest
+from gpp_plugin.integrations.huggingface.trainer_config import engine_config, pads_to_longest, why_no_units
 from tests.integrations import trainer_jobs as jobs
 from tests.ranks import run_kept_ranks
 

@@ -13,14 +13,14 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.model.backend_planning import blocks_without_gradients, plan_with_backends
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.estimate import judge_us
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.chrome_trace import chrome_trace
 from gpp_plugin.report.html_page import ReportedPlan, report_page
 from gpp_plugin.report.plan_text import format_plan
-from gpp_plugin.report.timeline_text import format_timeline
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.report.timeline_chart import format_timeline
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.plan.graphs import chain, make_profile, make_request
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import longest_caches
-from gpp_plugin.model.generation.cache_room import CacheNeed, is_cut, need_of
+from gpp_plugin.model.generation.cache_peers import CacheNeed, is_cut, need_of
 from tests.integrations.generation_jobs import generating, prompts
 
 

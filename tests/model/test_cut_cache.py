@@ -18,7 +18,7 @@ from gpp_plugin.integrations.huggingface.sequence_cache import (
     partial_attention,
 )
 from gpp_plugin.model.generation.cache_peers import CachePeers
-from gpp_plugin.plan.costs.cache_parallelism import cut_cache_bytes, sent_elements
+from gpp_plugin.plan.costs.long_context import cut_cache_bytes, sent_elements
 from tests.ranks import run_kept_ranks
 
 KV, SIZE = 2, 8

@@ -13,10 +13,10 @@ from transformers import DynamicCache
 
 from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GenerateConfig
-from gpp_plugin.engine.setting import Setting
+from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import argument_facts, joined_tokens
-from gpp_plugin.ir.cache_report import RankCaches
+from gpp_plugin.ir.memory_report import RankCaches
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.samples import even_ranges
 from gpp_plugin.model.generation.generator import (
@@ -26,9 +26,9 @@ from gpp_plugin.model.generation.generator import (
     _note_cache,
     _Outcome,
 )
-from gpp_plugin.model.generation.lane_parts import DrawsOfAll, LanePart, lanes_of
 from gpp_plugin.model.generation.micro_batches import Turns
-from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.model.generation.owned_modules import DrawsOfAll, LanePart, lanes_of
+from gpp_plugin.runtime.ranks.agree import Meeting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
 
 

@@ -14,7 +14,7 @@ LIMIT_S = 60.0
 
 
 def make_wire() -> Any:
-    from gpp_plugin.model.generation.lane_wire import LaneWire
+    from gpp_plugin.model.generation.micro_batches import LaneWire
 
     return LaneWire(
         ranks=(2, 0, 1),
@@ -28,7 +28,7 @@ def make_wire() -> Any:
 def wait_past_the_limit(is_at_work: bool) -> tuple[float, str]:
     """One rank tells something three times later than silent ranks are waited for, at work or outside of any call."""
     from gpp_plugin.errors import CommTimeout
-    from gpp_plugin.runtime.ranks.calls import engine_call
+    from gpp_plugin.runtime.ranks.job_board import engine_call
 
     wire = make_wire()
     open_test_board(limit_s=1.0)
@@ -63,7 +63,7 @@ def test_a_rank_that_is_elsewhere_ends_the_wait_soon_after_the_limit() -> None:
 
 
 def test_a_lane_of_one_rank_counts_what_it_tells_and_sends_nothing() -> None:
-    from gpp_plugin.model.generation.lane_wire import LaneWire
+    from gpp_plugin.model.generation.micro_batches import LaneWire
 
     wire = LaneWire(ranks=(4,), position=0, group=None, device=torch.device("cpu"), timeout_s=LIMIT_S)
     own = torch.ones(2)

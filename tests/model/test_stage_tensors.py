@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import generating_model
-from gpp_plugin.model.generation.lane_wire import LaneStopped
+from gpp_plugin.model.generation.micro_batches import LaneStopped
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, map_tensors
 from gpp_plugin.model.model_source import ModelSource
 from tests.models import build

@@ -31,8 +31,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "plan/choose_schedule.py",
     ),
     "lowering": (
-        "schedule/lower.py", "schedule/messages.py", "schedule/placement.py", "schedule/gathers.py",
-        "schedule/early_reductions.py", "schedule/windows.py", "schedule/look_ahead.py", "schedule/absent.py",
+        "schedule/lower.py", "schedule/messages.py", "schedule/lower.py", "schedule/gathers.py",
+        "schedule/gathers.py", "schedule/windows.py", "schedule/look_ahead.py", "schedule/build_graph.py",
         "schedule/build*.py", "schedule/orders/*",
     ),
     "validators": ("schedule/checks/*", "plan/validate_plan.py", "plan/batch_rules.py"),
@@ -45,12 +45,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "data": ("engine/loading/*", "data/*"),
     "units": (
         "plan/unit_order.py", "runtime/unit_lane.py", "runtime/unit_patterns.py", "runtime/batches.py",
-        "plan/costs/unit_costs.py", "runtime/input_rows.py",
+        "plan/unit_order.py", "runtime/input_rows.py",
     ),
     "guards of capture": ("capture/*.py", "capture/tracing/*", "capture/layout/*", "capture/eager/*", "model/verify/*"),
     "guards of steps": ("engine/guards/*", "engine/memory_watch.py", "engine/metrics.py"),
     "activations": ("runtime/memory/*", "runtime/random_streams.py", "runtime/compute.py"),
-    "evaluation": ("engine/evaluator.py", "runtime/evaluation.py", "schedule/orders/forward_only.py"),
+    "evaluation": ("engine/evaluator.py", "runtime/evaluation.py", "schedule/orders/gpipe.py"),
     "generation": ("model/generation/*", "integrations/huggingface/generate_calls.py"),
 }  # fmt: skip
 """Which files make up a layer, below the package. What is drawn is then addressed by function."""

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
+from gpp_plugin.engine.job_context import StageReplica
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.setting import StageReplica
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
@@ -29,12 +29,12 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfForwards
 from gpp_plugin.runtime.memory.keeper import StageKeeper, backwards_after
-from gpp_plugin.runtime.memory.planned_keeper import make_keeper
+from gpp_plugin.runtime.memory.module_policies import make_keeper
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.ranks.waiting import all_gather
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.weight_versions import WeightVersions
-from gpp_plugin.schedule.early_reductions import last_backward
+from gpp_plugin.schedule.gathers import last_backward
 from tests.integrations.framework_jobs import PlainOptimizer, Settings
 from tests.nccl.fake_cuda import CUDA
 

@@ -37,7 +37,7 @@ from gpp_plugin.doors import Transport, TransportRequest
 from gpp_plugin.engine.checkpoints.rank_files import FileContents
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.model.generation.lane_wire import LaneWire
+from gpp_plugin.model.generation.micro_batches import LaneWire
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
 from gpp_plugin.runtime.input_rows import InputLink
 from gpp_plugin.runtime.messages import transport

@@ -35,18 +35,18 @@ from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
 from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
 from gpp_plugin.runtime.ranks import waiting
-from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
-from gpp_plugin.runtime.ranks.whereabouts import HERE
 from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.runtime.window_lane import RankWindowRunner, VersionedHooks, WindowRunner
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead
-from gpp_plugin.schedule.early_reductions import last_backward, stages_that_reduce_early
+from gpp_plugin.schedule.gathers import last_backward, stages_that_reduce_early
 from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
 from gpp_plugin.simulate.async_prediction import num_windows
 from tests.nccl.computing import LOSS, ComputingStages

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.memory.keeper import StageKeeper, Turn
-from gpp_plugin.runtime.memory.recipe import MovingPass
+from gpp_plugin.runtime.memory.recompute import MovingPass
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
 from gpp_plugin.simulate.overlap import COPIES_BACK, COPIES_OUT, Travel, overlap_of

@@ -15,7 +15,7 @@ import pytest
 
 from gpp_benchmarks._random_schedules import random_draw
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown, plan_beside_messages
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown, plan_beside_messages
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.runtime.messages.mailbox import Mailbox

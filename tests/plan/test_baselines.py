@@ -9,14 +9,12 @@ import pytest
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, as_sequential
-from gpp_plugin.plan.baselines.pipedream import partition_chain
-from gpp_plugin.plan.baselines.piper import MAX_DOWNSETS, list_downsets, partition_downsets
+from gpp_plugin.plan.baselines.piper import MAX_DOWNSETS, list_downsets, partition_chain, partition_downsets
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.graphpipe.components import decompose
+from gpp_plugin.plan.costs.estimate import judge_us
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
-from gpp_plugin.plan.graphpipe.intervals import build_series
+from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import branches, chain, diamond, make_cluster, make_graph, make_profile, make_request

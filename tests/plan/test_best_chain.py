@@ -9,10 +9,10 @@ import networkx as nx
 import pytest
 
 from gpp_benchmarks.throughput import plan_with_one_size
-from gpp_plugin.plan.baselines.best_chain import best_chain, block_orders, in_order
+from gpp_plugin.compare.simulated import best_chain, block_orders, in_order
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.estimate import judge_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import (

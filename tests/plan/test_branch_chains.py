@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from gpp_plugin.plan.auto import master_chain, refine_chains
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft
-from gpp_plugin.plan.refine.branch_chains import master_chain, refine_chains
 from gpp_plugin.plan.refine.refine import Candidate, Refiner
 from tests.plan.graphs import make_graph, make_profile, make_request
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gpp_plugin.plan.costs import cache_parallelism as cp
+from gpp_plugin.plan.costs import long_context as cp
 
 
 @pytest.mark.parametrize(("block", "ranks"), [(1, 2), (2, 3), (16, 4), (5, 1)])

@@ -3,7 +3,7 @@
 import networkx as nx
 import pytest
 
-from gpp_plugin.plan.graphpipe.components import decompose
+from gpp_plugin.plan.graphpipe.intervals import decompose
 from tests.plan.graphs import branches, chain, diamond, encoder_decoder
 
 

@@ -9,15 +9,12 @@ import pytest
 
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.plan.costs.boundary_bytes import interval_bytes
-from gpp_plugin.plan.costs.cost_model import CostModel, gather_times
-from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us
-from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.costs.link_times import LEAST_SHARE, with_link_times
-from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
-from gpp_plugin.plan.costs.part_times import with_part_times
+from gpp_plugin.plan.costs.cost_model import LEAST_SHARE, CostModel, gather_times, with_link_times
+from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, interval_bytes, judge_us
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.split_backwards import with_part_times
 from gpp_plugin.plan.validate_plan import _stage_bytes, validate_plan
 from tests.plan.graphs import uneven_request
 

@@ -164,7 +164,7 @@ def test_a_saved_plan_is_refused_where_the_run_does_less():
     """A run that neither swaps nor recomputes, or is synchronous, must not take it silently."""
     import json
 
-    from gpp_plugin.plan.given.explicit import explicit_plan
+    from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
 
     request = tight_request(memory_optimization=BOTH)
     spec = json.loads(dumps(make_plan("dawnpiper", request)))

@@ -12,10 +12,10 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.costs.memory_breakdown import differences, expected_counts, with_breakdown
-from gpp_plugin.plan.given.explicit import explicit_plan
+from gpp_plugin.plan.costs.memory_formula import differences, expected_counts, with_breakdown
+from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.plan.memory.full_recompute import recompute_fully
-from gpp_plugin.plan.memory.memory_advice import memory_advice
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import make_cluster

@@ -10,11 +10,9 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import estimate_plan_us
-from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.graphpipe.components import decompose
+from gpp_plugin.plan.costs.estimate import estimate_plan_us, judge_us
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
-from gpp_plugin.plan.graphpipe.intervals import build_series
+from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.graphpipe.reconstruction import read_groups
 from gpp_plugin.plan.refine.refine import Refiner
 from gpp_plugin.plan.registry import make_plan

@@ -10,7 +10,7 @@ from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTens
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile, SharedStorage, TiedCost
-from gpp_plugin.plan.costs.memory_breakdown import (
+from gpp_plugin.plan.costs.memory_formula import (
     LEAST_BYTES,
     TOLERANCE,
     differences,

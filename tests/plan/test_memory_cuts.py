@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gpp_plugin.plan.memory.memory_cuts import (
+from gpp_plugin.plan.memory.dawnpiper import (
     allowed_cuts,
     compute_balanced_cut,
     cut_interval,

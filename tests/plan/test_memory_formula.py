@@ -10,12 +10,11 @@ from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.graphpipe.components import Component
-from gpp_plugin.plan.graphpipe.intervals import build_series
+from gpp_plugin.plan.graphpipe.intervals import Component, build_series
 from gpp_plugin.plan.graphpipe.stage_shapes import series_shapes
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
+from gpp_plugin.plan.memory.memory_chain import StageChain
 from gpp_plugin.plan.memory.operator_chain import OperatorChain, PipelineShape
-from gpp_plugin.plan.memory.stage_chain import StageChain
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request, uneven_request
 
 SIZE = 4

@@ -8,12 +8,11 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.plan.cluster_files import describe_cluster, read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import estimate_plan_us
-from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.machines.exchanges import exchange_stages
+from gpp_plugin.plan.costs.estimate import estimate_plan_us, judge_us
+from gpp_plugin.plan.heterogeneous_devices import exchange_stages
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.rehearse.saved_programs import programs_of_plan
+from gpp_plugin.rehearse.rehearsal import programs_of_plan
 from gpp_plugin.simulate.predict import simulate_plan, simulate_programs
 from tests.plan.graphs import make_graph, make_profile
 

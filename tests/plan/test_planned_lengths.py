@@ -8,15 +8,14 @@ import pytest
 
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.cluster import Cluster, Device, Link
-from gpp_plugin.ir.length_costs import BlockLengths, LengthCosts, terms_of
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.size_formulas import SizeConditions
+from gpp_plugin.ir.size_formulas import BlockLengths, LengthCosts, SizeConditions, terms_of
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown, with_breakdown, with_inputs
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown, with_breakdown, with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, UnitSize, inputs_at, planned_profile, profile_at
-from gpp_plugin.plan.given.explicit import explicit_plan
+from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
 from gpp_plugin.plan.memory.full_recompute import recompute_fully
 from gpp_plugin.plan.request import PlanRequest
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.plan.plan_schedules import schedule_plan
+from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.schedule.names import schedule_label, schedule_names
@@ -89,7 +89,7 @@ def test_what_does_not_fit_memory_is_refused_and_auto_stays_within():
 
 def test_a_plan_of_very_many_tasks_keeps_its_schedule_and_says_so(monkeypatch):
     plan, request = planned(chain(8))
-    monkeypatch.setattr("gpp_plugin.plan.plan_schedules.MAX_RANK_TASKS", 100)
+    monkeypatch.setattr("gpp_plugin.plan.choose_schedule.MAX_RANK_TASKS", 100)
     kept = schedule_plan(plan, request, schedule="auto")
     assert kept.stages == plan.stages and "too many to try schedules" in kept.notes[-1]
     assert {s.schedule for s in schedule_plan(plan, request, schedule="gpipe").stages} == {"gpipe"}

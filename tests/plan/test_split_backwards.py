@@ -7,9 +7,9 @@ import pytest
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import SavedTensor
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
-from gpp_plugin.plan.plan_schedules import schedule_plan
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.split_backwards import most_pending

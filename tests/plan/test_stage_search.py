@@ -9,13 +9,11 @@ import pytest
 from gpp_benchmarks._oracle import random_request, random_series_parallel
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages
-from gpp_plugin.plan.graphpipe.components import decompose
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
-from gpp_plugin.plan.graphpipe.intervals import build_series
+from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.graphpipe.reconstruction import read_groups
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
-from gpp_plugin.plan.graphpipe.stage_table import InTime, StageTable
+from gpp_plugin.plan.graphpipe.stage_table import AllowedStages, InTime, StageTable
 
 
 def test_the_drawn_row() -> None:

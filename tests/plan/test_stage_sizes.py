@@ -3,7 +3,7 @@
 import pytest
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.plan.given.stage_sizes import names_a_stage, resize_stages
+from gpp_plugin.plan.explicit.fixed_stages import names_a_stage, resize_stages
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import chain, make_graph, make_profile, make_request
 

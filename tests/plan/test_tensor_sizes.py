@@ -21,10 +21,10 @@ from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.batch_rules import blocks_under, tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.estimate import judge_us
 from gpp_plugin.plan.costs.long_context import LayerShape, expert_exchange_us, ring_attention_us
-from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
-from gpp_plugin.plan.given.explicit import explicit_plan
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown
+from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
 from gpp_plugin.plan.make import StageDraft, assign_ranks, build_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest

@@ -6,7 +6,7 @@ import pytest
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.profile import InputCost, TiedCost
-from gpp_plugin.plan.given.tied_blocks import join_tied_blocks, joined_request
+from gpp_plugin.plan.explicit.tied_blocks import join_tied_blocks, joined_request
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import make_graph, make_profile, make_request
 

@@ -14,8 +14,17 @@ from gpp_plugin.data import PackedUnits, pack
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.plan.costs.unit_costs import UnitCosts, unit_costs
-from gpp_plugin.plan.unit_order import MiniBatchTimes, UnitOrder, _deal, _pairs, _peak, _starts, order_units
+from gpp_plugin.plan.unit_order import (
+    MiniBatchTimes,
+    UnitCosts,
+    UnitOrder,
+    _deal,
+    _pairs,
+    _peak,
+    _starts,
+    order_units,
+    unit_costs,
+)
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 

@@ -13,8 +13,8 @@ from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.machines.unlike_devices import ranked_partitions
+from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import fitter_for
 from gpp_plugin.plan.registry import make_plan

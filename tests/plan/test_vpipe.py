@@ -11,9 +11,9 @@ import pytest
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.plan.baselines.layer_chain import partition_gpipe, partition_pipedream
+from gpp_plugin.plan.baselines.chain_costs import zero_memory_bytes
+from gpp_plugin.plan.baselines.linearise import partition_gpipe, partition_pipedream
 from gpp_plugin.plan.baselines.vpipe import LayerOptimizer, partition_vpipe
-from gpp_plugin.plan.baselines.zero_memory import zero_memory_bytes
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import StageOptimizer
 from gpp_plugin.plan.memory.dawnpiper import partition_chain

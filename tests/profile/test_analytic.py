@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import ProfileError
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, OpGraph
 from gpp_plugin.ir.cluster import Device
-from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.costs.device_speed import roofline_us
+from gpp_plugin.plan.costs.cost_model import roofline_us
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
 
 COMPUTE_BOUND = Device(

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.profile import block_survey, timing
-from gpp_plugin.profile.busy_stream import (
+from gpp_plugin.profile.timing import (
     LONGEST_HOLD_US,
     HeadStart,
     Lap,
+    Operands,
     Stamp,
     clock_of,
     laps_between,
+    time_chain,
     typical_laps,
 )
-from gpp_plugin.profile.timing import Operands, time_chain
 
 LAUNCH_US = 8.0
 

@@ -7,7 +7,7 @@ import torch
 
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.plan.cluster_files import describe_cluster, read_cluster
-from gpp_plugin.profile.device_speeds import MeasuredDevice, measure_device, with_measured
+from gpp_plugin.profile.device_memory import MeasuredDevice, measure_device, with_measured
 
 
 def test_a_cpu_is_measured_in_two_types():

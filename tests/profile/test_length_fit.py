@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpp_plugin.ir.length_costs import products, terms_of, value_of
-from gpp_plugin.profile.length_fit import exact_fit, fit_points, nonnegative_fit, range_of
+from gpp_plugin.ir.size_formulas import products, terms_of, value_of
+from gpp_plugin.model.measure_lengths import exact_fit, fit_points, nonnegative_fit, range_of
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
-from gpp_plugin.plan.memory.stage_chain import StageChain
+from gpp_plugin.plan.memory.memory_chain import StageChain
 from gpp_plugin.profile import block_survey, timing
-from gpp_plugin.profile.block_code import signature_of
-from gpp_plugin.profile.busy_stream import HeadStart, Lap
+from gpp_plugin.profile.block_survey import signature_of
 from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages
 from gpp_plugin.profile.measure import profile_blocks
+from gpp_plugin.profile.timing import HeadStart, Lap
 from gpp_plugin.runtime.stage_module import build_stage_function
 from tests.models import MODELS, build, captured_once
 

@@ -8,7 +8,7 @@ from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.rehearse.measured_times import fit_link, measure_times, predict_from
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.simulate.predict import simulate_plan
 
 F, B = TaskKind.FORWARD, TaskKind.BACKWARD

@@ -11,12 +11,12 @@ from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.rehearse.measured_times import predict_from
+from gpp_plugin.rehearse.rehearsal import programs_of_plan
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
-from gpp_plugin.rehearse.saved_programs import programs_of_plan
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.windows import lengthened, window_schedules
 from gpp_plugin.simulate.async_prediction import measured_steady_us, num_windows
 from gpp_plugin.simulate.predict import predict_iteration_us

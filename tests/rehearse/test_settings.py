@@ -10,6 +10,7 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
+from gpp_plugin.rehearse.rehearsal import scale_times
 from gpp_plugin.rehearse.rehearsal_settings import (
     RehearsalSettings,
     check_memory,
@@ -17,8 +18,7 @@ from gpp_plugin.rehearse.rehearsal_settings import (
     message_memory_bytes,
     scale_tensors,
 )
-from gpp_plugin.rehearse.saved_programs import scale_times
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from gpp_plugin.report.figure import (
     Figure,
     Polyline,
     Rectangle,
+    draw_stage_graph,
     figure_png,
     figure_svg,
     stack_figures,
 )
 from gpp_plugin.report.html_page import ReportedPlan, report_page
-from gpp_plugin.report.stage_figure import draw_stage_graph
 from gpp_plugin.report.timeline_chart import chart_timeline, draw_memory, draw_timeline
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.waits import run_program

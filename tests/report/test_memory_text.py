@@ -2,7 +2,7 @@
 
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.memory_report import COUNTED, HeldBytes, MemoryCounts, MemoryReport, RankMemory
-from gpp_plugin.report.memory_text import format_memory_report
+from gpp_plugin.report.plan_text import format_memory_report
 
 KIB = 1024
 

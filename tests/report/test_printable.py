@@ -9,7 +9,7 @@ import pytest
 from gpp_plugin.api import format_timeline, plan, save, simulate
 from gpp_plugin.cli import main
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.report.json_text import json_text
+from gpp_plugin.report.rows_text import json_text
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\n\u202egnp"
 

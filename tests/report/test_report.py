@@ -9,7 +9,7 @@ from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.report.chrome_trace import chrome_trace
 from gpp_plugin.report.plan_text import format_plan, format_saved_in_flight
 from gpp_plugin.report.summary import forward_overlaps_us, summarize_timeline
-from gpp_plugin.report.timeline_text import format_timeline
+from gpp_plugin.report.timeline_chart import format_timeline
 from gpp_plugin.report.units import format_bytes, format_ms, format_table
 from gpp_plugin.simulate.predict import simulate_plan
 

@@ -6,7 +6,7 @@ import pytest
 
 from gpp_plugin import cli
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.report.rows_chart import BARS, LINES, PAIRS, RowsChart, check_figure, draw_rows, points_of
+from gpp_plugin.report.rows_text import BARS, LINES, PAIRS, RowsChart, check_figure, draw_rows, points_of
 
 CURVES = RowsChart(
     kind=LINES, x=("devices",), y="seconds", series=("planner",), panels=("model",), y_label="s", is_log=True

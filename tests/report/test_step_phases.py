@@ -2,7 +2,13 @@
 
 import pytest
 
-from gpp_plugin.report.step_phases import PHASES, PhaseTimes, format_messages, format_phases, mean_phases
+from gpp_plugin.simulate.timeline_metrics import (
+    PHASES,
+    PhaseTimes,
+    format_messages,
+    format_phases,
+    mean_phases,
+)
 
 
 def by_rank(timeline, total_us, steps=1):

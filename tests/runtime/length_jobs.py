@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpp_plugin.runtime.memory import planned_keeper
+from gpp_plugin.runtime.memory import module_policies
 from tests.runtime import jobs
 
 
@@ -58,13 +58,13 @@ def train(job: jobs.Job) -> dict[str, Any]:
 
     torch.export.export = counting
     surveys: list[int] = []
-    survey = planned_keeper.SurveyPass
+    survey = module_policies.SurveyPass
 
     def surveying(*args: Any, **kwargs: Any) -> Any:
         surveys.append(1)
         return survey(*args, **kwargs)
 
-    vars(planned_keeper)["SurveyPass"] = surveying
+    vars(module_policies)["SurveyPass"] = surveying
     losses, evaluated, gradients = [], [], []
     try:
         for batch in batches:
@@ -76,7 +76,7 @@ def train(job: jobs.Job) -> dict[str, Any]:
             evaluated.append(float(engine.eval_batch(iter([batch]))))
     finally:
         torch.export.export = export
-        vars(planned_keeper)["SurveyPass"] = survey
+        vars(module_policies)["SurveyPass"] = survey
         logging.getLogger("gpp_plugin").removeHandler(warnings)
     return {
         "losses": losses,

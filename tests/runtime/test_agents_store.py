@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout
-from gpp_plugin.runtime.ranks.agents_store import store_of_start
+from gpp_plugin.runtime.ranks.job_board import store_of_start
 
 
 def start(store: dist.Store, num_ranks: int, *, first_late: bool = False) -> list[dist.Store]:

@@ -9,10 +9,10 @@ import time
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
-from gpp_plugin.runtime.ranks import job_board, rank_process
+from gpp_plugin.runtime.ranks import failure_board, job_board
 from gpp_plugin.runtime.ranks.failure_board import FailureBoard
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection, mark_shared
-from gpp_plugin.runtime.ranks.whereabouts import HERE, FirstFailure
+from gpp_plugin.runtime.ranks.rank_status import HERE, FirstFailure
 
 
 def make_boards(num_ranks: int) -> list[FailureBoard]:
@@ -84,11 +84,11 @@ def test_nothing_is_written_of_a_lost_store_once_the_board_is_closed() -> None:
     holder.start()
     boards = make_boards(2)
     close(boards)
-    found = rank_process.stat_of(holder.pid or 0)
+    found = failure_board.stat_of(holder.pid or 0)
     assert found is not None
     board, store = boards[1], GoingStore()
-    own = rank_process.RankProcess.own()
-    board._processes[0] = rank_process.RankProcess(own.space, holder.pid or 0, found[1])
+    own = failure_board.RankProcess.own()
+    board._processes[0] = failure_board.RankProcess(own.space, holder.pid or 0, found[1])
     board._store = store
     asking = threading.Thread(target=board.find)
     asking.start()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.runtime.messages.receive_buffers import ReceiveBuffers
+from gpp_plugin.runtime.messages.mailbox import ReceiveBuffers
 
 SHAPES = [(((2, 3), torch.float32),), (((4,), torch.int64), ((1,), torch.bool)), (((5,), torch.float32),)] * 2
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
-from gpp_plugin.runtime.memory.recipe import Drop, MovingPass
-from gpp_plugin.runtime.memory.recompute import RandomState, Replay
+from gpp_plugin.runtime.memory.recompute import Drop, MovingPass, RandomState, Replay
 from tests.runtime.memory_stages import (
     CPU,
     SAMPLES,

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.sharding.block_shardings import regions_of_stage
+from gpp_plugin.capture.sharding.find_regions import regions_of_stage
 from gpp_plugin.ir.analysis import ShardedRegion, TensorShard
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.tensor_parallel import tensor_ranks
-from gpp_plugin.runtime.tensor_parallel.parameter_shards import own_part
-from gpp_plugin.runtime.tensor_parallel.shard_graph import shard_graph
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, joined, seeded
-from gpp_plugin.runtime.tensor_parallel.vocabulary import cross_entropy, embedded
+from gpp_plugin.runtime.tensor_parallel.shard_graph import cross_entropy, embedded, shard_graph
+from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, joined, own_part, seeded
 from tests.models import build
 from tests.nccl.fake_cuda import FakeCuda, recorded_cuda
 from tests.nccl.fake_groups import FakeDistributed, recorded_distributed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpp_plugin.profile.split_cost import measure_split_cost
+from gpp_plugin.profile.block_survey import measure_split_cost
 from gpp_plugin.profile.timing import Operands
 from gpp_plugin.runtime.split import BackwardSplitter
 

@@ -16,7 +16,7 @@ from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.memory.counting import MemoryCounter
 from gpp_plugin.runtime.memory.keeper import backwards_after
-from gpp_plugin.runtime.memory.recipe import MovingPass, Swap, is_movable
+from gpp_plugin.runtime.memory.recompute import MovingPass, Swap, is_movable
 from gpp_plugin.runtime.memory.swap import HostPool, ReturnQueue, SwapLink, SwappedStorage, size_class
 from tests.runtime.memory_stages import (
     CPU,

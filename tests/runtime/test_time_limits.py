@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
+from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from tests.ranks import run_kept_ranks
 from tests.runtime import late_jobs
 

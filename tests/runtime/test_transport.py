@@ -19,8 +19,7 @@ from torch import Tensor
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.runtime.messages.assembly import pack_parcel
-from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, _most_sends
+from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, _most_sends, pack_parcel
 from gpp_plugin.runtime.messages.pending import MessagePlace, Posted
 from gpp_plugin.runtime.messages.routes import Parcel, RowSource
 from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, make_transport

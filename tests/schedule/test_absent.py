@@ -13,13 +13,12 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule
-from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.build_graph import Presence
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.early_reductions import stages_that_reduce_early
-from gpp_plugin.schedule.gathers import gathered_at_once
+from gpp_plugin.schedule.gathers import gathered_at_once, stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from tests.schedule.plans import on_shared_ranks, sharded
 
 VISION, EMBED, TEXT, LOSS = range(4)

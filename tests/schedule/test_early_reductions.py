@@ -11,8 +11,8 @@ from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.checks.rendezvous import execute_serially
-from gpp_plugin.schedule.early_reductions import last_backward, stages_that_reduce_early
+from gpp_plugin.schedule.checks.order_check import execute_serially
+from gpp_plugin.schedule.gathers import last_backward, stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
 from tests.schedule.test_reductions import wide_plan
 

@@ -7,7 +7,7 @@ import pytest
 
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.plan.costs.link_times import with_link_times
+from gpp_plugin.plan.costs.cost_model import with_link_times
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight

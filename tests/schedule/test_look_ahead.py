@@ -11,8 +11,8 @@ from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead
 from gpp_plugin.schedule.look_ahead import _first_gap, _is_read_by, lower_ahead, repeated_schedules
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
-from gpp_plugin.simulate.ahead_prediction import predict_ahead
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
+from gpp_plugin.simulate.async_prediction import predict_ahead
 from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.orders.forward_only import forward_only_schedule
-from gpp_plugin.schedule.orders.gpipe import gpipe_schedule
+from gpp_plugin.schedule.orders.gpipe import forward_only_schedule, gpipe_schedule
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule, one_f_one_b_schedule
 from tests.schedule.plans import chain_plan, make_plan
 

@@ -13,9 +13,9 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.early_reductions import stages_that_reduce_early
+from gpp_plugin.schedule.gathers import stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.interleaved import _policies, _Setting, _shortest, _times, in_flight_within
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.program_times import simulate_programs

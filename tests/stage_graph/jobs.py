@@ -72,7 +72,7 @@ def run_in_double(
     from gpp_plugin.config.block import GraphPipelineConfig
     from gpp_plugin.model.model_source import ModelSource
     from gpp_plugin.model.preparation import Setting
-    from gpp_plugin.plan.costs.memory_breakdown import differences
+    from gpp_plugin.plan.costs.memory_formula import differences
     from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
     from gpp_plugin.runtime.messages.transport import make_transport
     from gpp_plugin.runtime.rank_lane import RankLane

@@ -37,7 +37,7 @@ class Seeded(nn.Module):
 
     def __init__(self, context: Any) -> None:
         super().__init__()
-        from gpp_plugin.integrations.megatron.dropout import DropoutStreams
+        from gpp_plugin.integrations.megatron.chunks import DropoutStreams
 
         self.layer = make(lambda: nn.Linear(WIDTH, WIDTH), "seeded").float()
         self.streams = DropoutStreams(3, context)

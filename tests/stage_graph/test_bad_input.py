@@ -10,9 +10,9 @@ from torch import nn
 
 from gpp_plugin import StageGraph
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.op_graph import Parameter
-from gpp_plugin.model.graph.given_module import check_replicas, describe_tensors
+from gpp_plugin.ir.block_graph import Parameter
 from gpp_plugin.model.graph.resolve import resolve
+from gpp_plugin.model.graph.user_module import check_replicas, describe_tensors
 from tests.ranks import run_kept_ranks
 from tests.stage_graph import jobs
 

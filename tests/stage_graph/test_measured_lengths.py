@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.capture.tracing.batch_lengths import with_lengths
+from gpp_plugin.capture.tracing.sample_batches import with_lengths
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
 from gpp_plugin.model.measure_lengths import LengthsAsked, measure_lengths

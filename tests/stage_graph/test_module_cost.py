@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.model.graph.kept import Kept, module_memory, record_kept
-from gpp_plugin.model.graph.module_cost import measure_split
+from gpp_plugin.model.graph.module_cost import Kept, measure_split, module_memory, record_kept
 from gpp_plugin.model.graph.module_trial import ModuleTrial
 from gpp_plugin.model.graph.resolve import resolve
+from gpp_plugin.model.graph.stage_costs import NotDescribed, describe_module
 from gpp_plugin.model.graph.stage_graph import StageGraph
-from gpp_plugin.model.graph.stored_profiles import NotDescribed, describe_module
-from gpp_plugin.profile.split_cost import CANNOT_SPLIT, UNSPLITTABLE
+from gpp_plugin.profile.block_survey import CANNOT_SPLIT, UNSPLITTABLE
 from gpp_plugin.runtime.memory.counting import StorageNumbers
 from tests.stage_graph.graphs import Once
 from tests.stage_graph.recompute_jobs import WIDTH, Deep

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.data import flatten
 from gpp_plugin.model.verify.compare_capture import make_twin
-from gpp_plugin.model.verify.packed_rows import LARGEST_ERROR, last_sample, mixes_packed_rows
+from gpp_plugin.model.verify.verification import LARGEST_ERROR, last_sample, mixes_packed_rows
 from tests.models import build
 
 

@@ -21,7 +21,7 @@ from gpp_benchmarks.published._language_models import language_model_rows
 from gpp_benchmarks.published._optimus import optimus_rows
 from gpp_benchmarks.published._rows import FITTED, Row, count_within, format_rows, held_out_error
 from gpp_benchmarks.published._zero_bubble import zero_bubble_rows
-from gpp_plugin.report.rows_chart import PAIRS, RowsChart
+from gpp_plugin.report.rows_text import PAIRS, RowsChart
 
 SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "zero-bubble": zero_bubble_rows,

@@ -34,13 +34,30 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
-from gpp_plugin.capture.eager.choose_whole import HOOK_OPTIONS, MODULE_HOOKS, has_hooks, is_within
-from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
-from gpp_plugin.capture.eager.trial_run import CPU, CheckedOnCpu, made_up, observe
+from gpp_plugin.capture.eager.opaque_call import (
+    Callee,
+    ModuleCallee,
+    Observed,
+    OpaqueCall,
+    ResultSpec,
+    holds_symbols,
+    is_plain,
+    put_together,
+    take_apart,
+)
+from gpp_plugin.capture.eager.trial_run import (
+    CPU,
+    HOOK_OPTIONS,
+    MODULE_HOOKS,
+    CheckedOnCpu,
+    has_hooks,
+    is_within,
+    made_up,
+    observe,
+)
 from gpp_plugin.capture.tracing.carried_state import class_values, described, initial_values
 from gpp_plugin.capture.tracing.devices import on_device
-from gpp_plugin.capture.tracing.noted_accesses import TORCHS_OWN, refill
+from gpp_plugin.capture.tracing.outside import TORCHS_OWN, refill
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.analysis import CarriedState
 

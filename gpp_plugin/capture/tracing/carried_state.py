@@ -38,11 +38,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
-from gpp_plugin.capture.eager.choose_whole import TAKEN, Untraceable
-from gpp_plugin.capture.tracing.noted_accesses import TORCHS_OWN
+from gpp_plugin.capture.eager.trial_run import TAKEN, Untraceable
+from gpp_plugin.capture.tracing.outside import TORCHS_OWN
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState, StateTensor
-from gpp_plugin.ir.op_graph import CARRIED, Parameter, is_carried
+from gpp_plugin.ir.block_graph import CARRIED, Parameter, is_carried
 
 MAX_DEPTH = 3
 """How many objects inside each other are looked into."""

@@ -15,11 +15,11 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from gpp_plugin.capture.eager.choose_whole import MODULE_HOOKS
+from gpp_plugin.capture.eager.trial_run import MODULE_HOOKS
 from gpp_plugin.capture.tracing.carried_state import described, register_states, without_history
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState
-from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.ir.block_graph import Parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

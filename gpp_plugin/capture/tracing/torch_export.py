@@ -20,17 +20,16 @@ from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from gpp_plugin.capture.eager.choose_whole import READS, Untraceable
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
+from gpp_plugin.capture.eager.trial_run import READS, Untraceable
 from gpp_plugin.capture.tracing.carried_state import (
     LeavesState,
     StateFinder,
     carried_in,
     is_number,
 )
-from gpp_plugin.capture.tracing.noted_accesses import TORCHS_OWN, noted_accesses, refill
-from gpp_plugin.capture.tracing.outside import hidden_process_group
+from gpp_plugin.capture.tracing.outside import TORCHS_OWN, hidden_process_group, noted_accesses, refill
 from gpp_plugin.capture.tracing.overflow import OverflowMode
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from gpp_plugin.capture.annotate import module_path
-from gpp_plugin.capture.eager.choose_whole import DEPENDS, TAKEN, Untraceable
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
+from gpp_plugin.capture.eager.trial_run import DEPENDS, TAKEN, Untraceable
 from gpp_plugin.capture.tracing.clean import (
     clean_graph,
     copy_read_state,

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpp_plugin.capture.tracing.bounds import Bounds, made_of_a_shape
+from gpp_plugin.capture.tracing.symbolic_sizes import Bounds, made_of_a_shape
 from gpp_plugin.errors import CaptureError
 
 MOST_ELEMENTS = 1 << 24

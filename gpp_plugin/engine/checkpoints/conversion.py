@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gpp_plugin import __version__
 from gpp_plugin.engine.checkpoints import checkpoint_directory as places
-from gpp_plugin.engine.checkpoints.manifest import (
+from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
     MANIFEST,
     STATE,

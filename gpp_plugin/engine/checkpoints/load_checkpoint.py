@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.engine.checkpoints import checkpoint_directory as places
-from gpp_plugin.engine.checkpoints.manifest import (
+from gpp_plugin.engine.checkpoints.checkpoint_files import (
     MANIFEST,
     STATE,
     STATE_TENSORS,
     WEIGHT,
+    BrokenFile,
     CheckpointManifest,
     read_manifest,
     read_text,
@@ -47,7 +48,6 @@ from gpp_plugin.engine.checkpoints.rank_files import (
 from gpp_plugin.engine.checkpoints.save_checkpoint import all_ranks
 from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, StageOptimizerState
 from gpp_plugin.engine.checkpoints.state_values import MOST_DEPTH
-from gpp_plugin.engine.checkpoints.tensor_file import BrokenFile
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.serialize import parse_json

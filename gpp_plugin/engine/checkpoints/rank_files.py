@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.engine.checkpoints.checkpoint_directory import sync_directory
-from gpp_plugin.engine.checkpoints.manifest import (
+from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
     STATE_TENSOR,
     WEIGHT,
     SavedFile,
     SavedGroup,
     TensorRecord,
+    write_tensors,
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import TensorPlace
 from gpp_plugin.engine.checkpoints.state_values import to_json
-from gpp_plugin.engine.checkpoints.tensor_file import write_tensors
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.errors import CheckpointError

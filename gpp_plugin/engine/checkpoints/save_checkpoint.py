@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from gpp_plugin import __version__
 from gpp_plugin.engine.checkpoints import checkpoint_directory as places
-from gpp_plugin.engine.checkpoints.manifest import (
+from gpp_plugin.engine.checkpoints.checkpoint_files import (
     MANIFEST,
     PLAN,
     STATE,

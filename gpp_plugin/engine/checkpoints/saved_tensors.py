@@ -25,18 +25,20 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.engine.checkpoints.checkpoint_directory import check_inside
-from gpp_plugin.engine.checkpoints.manifest import (
+from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
     STATE_TENSOR,
     STATE_TENSORS,
     WEIGHT,
+    BrokenFile,
     CheckpointManifest,
+    TensorFile,
     TensorRecord,
+    check_tensors,
     read_text,
 )
 from gpp_plugin.engine.checkpoints.optimizer_pieces import MASTER
 from gpp_plugin.engine.checkpoints.state_values import from_json
-from gpp_plugin.engine.checkpoints.tensor_file import BrokenFile, TensorFile, check_tensors
 from gpp_plugin.errors import CheckpointError
 
 

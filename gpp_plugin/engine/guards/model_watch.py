@@ -40,11 +40,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.eager.choose_whole import GLOBAL_HOOKS, MODULE_HOOKS, is_within
+from gpp_plugin.capture.eager.trial_run import GLOBAL_HOOKS, MODULE_HOOKS, is_within
 from gpp_plugin.capture.tracing.carried_state import is_users
-from gpp_plugin.capture.tracing.noted_accesses import refill
+from gpp_plugin.capture.tracing.outside import refill
+from gpp_plugin.engine.job_context import WatchedModule
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.setting import WatchedModule
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
 

@@ -32,8 +32,8 @@ from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.runtime.executor import MiniBatchResult
+from gpp_plugin.runtime.ranks.agree import Meeting
 from gpp_plugin.runtime.ranks.job_board import mark_shared
-from gpp_plugin.runtime.ranks.meeting import Meeting
 
 logger = logging.getLogger(__name__)
 

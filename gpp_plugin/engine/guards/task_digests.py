@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.runtime.compute import StageCompute
-from gpp_plugin.runtime.ranks.whereabouts import HERE
+from gpp_plugin.runtime.ranks.rank_status import HERE
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -7,13 +7,104 @@ import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.runtime.batches import (
+    Batch,
+)
+
+# Where training is in its data, as JSON: what a checkpoint keeps so that no sample comes twice and none is left out.
+#
+#     kind "samples"   a dataset with numbers: the epoch's random state as it began, and how many lists of numbers of it
+#                      are trained; the rest follows by drawing the epoch anew, and no sample is loaded for it
+#   kind "stream"    an iterable dataset: its own ``state_dict`` after the last mini-batch that was trained, or how many
+#                      samples are to be read and dropped
+#     kind "given"     a caller's loader or iterator: its own ``state_dict``, as torchdata has it
+#
+# A mini-batch is of *lists*, what the loader's batch sampler yields: one, or one for each unit where it is of units.
+# States are written as those of checkpoints (`state_values`), tensors in place: ranks compare them.
+# Positions count mini-batches trained: what workers have loaded ahead, or a frozen branch has run, does not count.
+
+SAMPLES, STREAM, GIVEN = "samples", "stream", "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPoint:
+    """A point in an epoch of a dataset with numbers.
+
+    Args:
+        mini_batches: trained before it, in all epochs.
+        lists: of this epoch's that come before it.
+        generator: the loader's random state as the epoch began; None: as it is.
+        sampler: the batch sampler's own state as the epoch began, where it has one.
+    """
+
+    mini_batches: int = 0
+    lists: int = 0
+    generator: Tensor | None = None
+    sampler: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPoint:
+    """A point in an iterable dataset.
+
+    Args:
+        mini_batches: trained before it, in all passes.
+        passes: over the dataset that are complete.
+        state: of the dataset; None: it has none, or is at its beginning.
+        dropped: lists to be read and dropped from the very beginning, where there is no state.
+    """
+
+    mini_batches: int = 0
+    passes: int = 0
+    state: Any = None
+    dropped: int = 0
+
+
+# The keys of a batch: those that the model was captured with, and those of its tensors.
+
+
+def check_keys(batch: Batch, keys: frozenset[str]) -> None:
+    """Refuse a batch of other keys than the model was captured with.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if batch.keys() != keys:
+        parts = (("lacks", keys - batch.keys()), ("also has", batch.keys() - keys))
+        differ = " and ".join(f"{verb} {sorted(names)}" for verb, names in parts if names)
+        raise ConfigError(
+            f"a batch {differ}, unlike the one the model was captured with; give train_batch() the same keys as "
+            "the sample batch (by default the first of training_data)"
+        )
+
+
+def inputs_of(batch: Batch) -> frozenset[str]:
+    """Return the keys of a batch's tensors."""
+    return frozenset(key for key, value in batch.items() if isinstance(value, Tensor))
+
+
+def own_inputs(unit: Batch, keys: frozenset[str], inputs: frozenset[str]) -> dict[str, Any]:
+    """Return a loss unit with the inputs that it has: it may lack some, or have None for them.
+
+    Args:
+        keys: of the batch that the model was captured with; ``inputs`` those of its tensors.
+
+    Raises:
+        ConfigError: it has other keys, or lacks what is no tensor.
+    """
+    own = {key: value for key, value in unit.items() if value is not None or key not in inputs}
+    check_keys(own, keys - (inputs - own.keys()))
+    return own
+
 
 MOST_WORKERS = 4
 """Processes that load for a rank on CUDA unless the configuration says how many."""

@@ -29,27 +29,30 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
-from gpp_plugin.engine.loading.data_position import SAMPLES, STREAM, EpochPoint, StreamPoint
+from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.loading.mini_batch_loader import (
+    SAMPLES,
+    STREAM,
+    EpochPoint,
+    StreamPoint,
     count_workers,
     make_loader,
     sampler_state,
     stream_state,
 )
-from gpp_plugin.engine.loading.share import Share
-from gpp_plugin.engine.loading.share_reader import (
+from gpp_plugin.engine.loading.rank_shard import (
     Complete,
     EpochOrder,
     LoadFailure,
     PassedMiniBatch,
     Prepare,
+    Share,
     ShareReader,
     SharesOfDataset,
     SharesOfStream,
     as_it_is,
     as_they_are,
 )
-from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (

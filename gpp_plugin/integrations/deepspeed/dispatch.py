@@ -27,8 +27,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from gpp_plugin.capture.tracing.batch_lengths import sample_with_lengths
-from gpp_plugin.capture.tracing.sample_batches import count_samples, is_counted
+from gpp_plugin.capture.tracing.sample_batches import count_samples, is_counted, sample_with_lengths
 from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
 from gpp_plugin.config.deepspeed_json import load_deepspeed_json
@@ -36,15 +35,17 @@ from gpp_plugin.config.reader import check_ranks, read_config
 from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.guards.agreement import agree_on_job
-from gpp_plugin.engine.loading.feed import sample_from_dataset
-from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
+from gpp_plugin.engine.job_context import Monitor, Setting, StageReplica
+from gpp_plugin.engine.loading.batch_source import sample_from_dataset
 from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.import_hook import original_initialize
-from gpp_plugin.integrations.deepspeed.adam_build import with_usable_adam
-from gpp_plugin.integrations.deepspeed.config_values import DeepSpeedReading, read_deepspeed
+from gpp_plugin.integrations.deepspeed.config_values import (
+    DeepSpeedReading,
+    derive_stage_config,
+    read_deepspeed,
+)
 from gpp_plugin.integrations.deepspeed.learning_rates import check_blocks, optimizer_of_whole_weights
-from gpp_plugin.integrations.deepspeed.optimizer_bytes import optimizer_bytes
-from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
+from gpp_plugin.integrations.deepspeed.optimizer_bytes import optimizer_bytes, with_usable_adam
 from gpp_plugin.integrations.deepspeed.stage_optimizer import (
     FRAMEWORK,
     DeepSpeedOptimizer,
@@ -57,7 +58,7 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.ranks.calls import engine_call
+from gpp_plugin.runtime.ranks.job_board import engine_call
 from gpp_plugin.runtime.ranks.placement_of_ranks import (
     JOINING_TIMEOUT_S,
     JobPlacement,

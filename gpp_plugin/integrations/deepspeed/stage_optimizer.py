@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer, check_kind
 from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, PartitionedGradients
+from gpp_plugin.engine.job_context import StageReplica, StepCounters
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.setting import StageReplica, StepCounters
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.deepspeed.config_values import NO_OPTIMIZER, StageConfig, derive_stage_config
 from gpp_plugin.integrations.deepspeed.learning_rates import (
     LearningRates,
     LossScale,
@@ -39,7 +40,6 @@ from gpp_plugin.integrations.deepspeed.learning_rates import (
     StageParameterGroups,
 )
 from gpp_plugin.integrations.deepspeed.master_weights import MasterWeights, require_attributes
-from gpp_plugin.integrations.deepspeed.stage_config import NO_OPTIMIZER, StageConfig, derive_stage_config
 from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlaces
 
 logger = logging.getLogger(__name__)

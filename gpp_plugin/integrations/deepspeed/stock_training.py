@@ -27,12 +27,17 @@ from torch import Tensor, nn
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.loading.row_loader import make_row_loader
 from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.integrations.deepspeed.config_values import derive_stage_config
 from gpp_plugin.integrations.deepspeed.learning_rates import StageParameterGroups
-from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
 from gpp_plugin.integrations.deepspeed.stage_optimizer import device_arguments
-from gpp_plugin.integrations.deepspeed.stock_engine import ChainLane, ChainSource, StockPipelineEngine
-from gpp_plugin.integrations.deepspeed.stock_layer import ChainLayer, at_least_1d
-from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.integrations.deepspeed.stock_engine import (
+    ChainLane,
+    ChainLayer,
+    ChainSource,
+    StockPipelineEngine,
+    at_least_1d,
+)
+from gpp_plugin.ir.block_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting

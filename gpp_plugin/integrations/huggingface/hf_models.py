@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError, GppError, first_line
-from gpp_plugin.integrations.huggingface.config_entries import check_sizes, guilty_key, wrong_entry
+from gpp_plugin.integrations.huggingface.model_inputs import check_sizes, guilty_key, wrong_entry
 from gpp_plugin.ir.serialize import read_json
 from gpp_plugin.ir.typed_leaves import show
 

@@ -36,20 +36,18 @@ from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.deepspeed_json import load_deepspeed_json
-from gpp_plugin.engine.loading.feed import sample_from_dataset
+from gpp_plugin.engine.loading.batch_source import sample_from_dataset
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.huggingface.trainer_config import (
-    check_known_ranks,
-    engine_config,
-    settle_zero,
-    why_no_units,
-)
-from gpp_plugin.integrations.huggingface.trainer_data import (
     StreamLoader,
     WholeSteps,
     as_one_process,
+    check_known_ranks,
+    engine_config,
     pads_to_longest,
+    settle_zero,
+    why_no_units,
 )
 
 logger = logging.getLogger(__name__)

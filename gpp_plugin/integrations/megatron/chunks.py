@@ -10,7 +10,9 @@ Tests: tests/integrations/test_megatron.py, tests/integrations/test_megatron_tra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import copy
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,9 +26,200 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
-from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.megatron.dropout import DropoutStreams
+from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.model.graph.stage_context import StageContext
+from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
+
+# The process groups of a stage as megatron-core takes them: a `ProcessGroupCollection` laid out by a `HyperCommGrid`.
+#
+# A stage's ranks are a grid of data x tensor positions, in Megatron's order ("tp-cp-pp-dp") with one position along cp
+# and pp: pipelining is the graph's. The grid numbers the stage's positions, so its ranks need not be consecutive; the
+# groups of more than one rank are those the stage's context holds, and nothing is put into `parallel_state`.
+
+
+def collect_groups(context: StageContext) -> Any:
+    """Return the `ProcessGroupCollection` of this rank's place; not collective beyond this rank.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised; megatron-core nowhere does without.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if context.tensor_group is None or context.data_group is None or context.single_group is None:
+        raise ConfigError(
+            f"stage {context.stage!r}: megatron-core's modules need torch.distributed; start ranks with torchrun or "
+            "deepspeed (one is enough)"
+        )
+    _check_grid(context)
+    # A stage of 2 tensor x 3 data positions, numbered tensor first: tensor groups (0 1) (2 3) (4 5), data
+    # groups (0 2 4) (1 3 5), and everything that this grid has no second position along (cp, pp) is the
+    # rank alone. The embedding groups are None: tied weights over stages are the graph's, not Megatron's
+    # first and last stage's.
+    alone = context.single_group
+    tensor, data = context.tensor_group, context.data_group
+    return ProcessGroupCollection(
+        tp=tensor, cp=alone, pp=alone, dp=data, mp=tensor, tp_cp=tensor, dp_cp=data, embd=None, pos_embd=None
+    )
+
+
+def _check_grid(context: StageContext) -> None:
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+
+    grid = HyperCommGrid([context.tensor_size, 1, 1, context.data_size], ["tp", "cp", "pp", "dp"])
+    own = context.data_rank * context.tensor_size + context.tensor_rank
+    for axis, group, position in (
+        ("tp", context.tensor_group, context.tensor_rank),
+        ("dp", context.data_group, context.data_rank),
+    ):
+        (members,) = (ranks for ranks in grid.get_rank_enum(axis) if own in ranks)
+        assert len(members) == dist.get_world_size(group) and members.index(own) == position, (
+            f"stage {context.stage!r}: its {axis} group is not the one of Megatron's grid: {members}"
+        )
+
+
+# Layer specifications of a chunk: which of the model's layers it has, and what they are made of.
+
+
+def block_submodules(config: Any, spec: Any, layers: range, *, is_causal: bool = True) -> Any:
+    """Return the `TransformerBlockSubmodules` of ``layers`` of the model.
+
+    Args:
+        spec: a layer's specification, or all layers' (`TransformerBlockSubmodules`); None: megatron-core's local one.
+        layers: consecutive layers, counted from 0; each knows its number in the model.
+        is_causal: for the local specification; another one says so itself.
+    """
+    from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+
+    final_norm: Any = LayerNormImpl
+    if spec is None:
+        spec = _local_layer(config, is_causal=is_causal)
+        final_norm = spec.submodules.input_layernorm
+    if isinstance(spec, TransformerBlockSubmodules):
+        every, final_norm = list(spec.layer_specs), spec.layer_norm
+    else:
+        every = [spec] * config.num_layers
+    # Layer specifications by the model's numbers; the chunk of layers 4..7 gets four, whose
+    # layers count from 5.
+    chosen = [_numbered_from(every[i], layers.start) for i in layers]
+    return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final_norm)
+
+
+def _local_layer(config: Any, *, is_causal: bool) -> Any:
+    """Return megatron-core's local layer, with a norm that knows sequence parallelism where its own does not."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+    parts = spec.submodules
+    if config.sequence_parallel:
+        attention = parts.self_attention.submodules
+        for owner in (parts, attention):
+            for name, module in list(vars(owner).items()):
+                if module is WrappedTorchNorm:
+                    setattr(owner, name, SequenceParallelNorm)
+    if not is_causal:
+        parts.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+    return spec
+
+
+def _numbered_from(spec: Any, first: int) -> Any:
+    """Return the specification of a layer that counts ``first`` layers before its chunk's first."""
+    from megatron.core.transformer.spec_utils import get_module
+
+    if first == 0:
+        return spec
+    # Megatron counts layers from 1 and adds the offset of its pipeline rank, which is always the first of one
+    # here. Layer numbers scale attention (``apply_query_key_layer_scaling``) and stand in errors, so the
+    # class adds the offset itself. It keeps its name and module: checkpoints and specifications look at them.
+    base: Any = get_module(spec)
+
+    def __init__(self: Any, *args: Any, layer_number: int = 1, **rest: Any) -> None:
+        base.__init__(self, *args, layer_number=layer_number + first, **rest)
+
+    numbered = copy.copy(spec)
+    numbered.module = type(base.__name__, (base,), {"__init__": __init__, "__module__": base.__module__})
+    return numbered
+
+
+class SequenceParallelNorm:
+    """Makes torch's LayerNorm or RMSNorm as ``config.normalization`` says, with Megatron's mark on its parameters."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
+        """Return the norm; called as Megatron's specs call a norm's class."""
+        make: Any = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        norm: nn.Module = make(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+# Random streams of a stage's dropout.
+#
+# Ranks of one tensor group must drop the same elements of what they all hold and different ones of what they share
+# out, and ranks of different data positions must differ. Megatron seeds generators once and trusts every rank to draw
+# equally often ever after, which a data loader on the CPU's generator breaks. Here every forward of a micro-batch
+# seeds its streams from one number that the first rank of its tensor group draws from torch's generator and tells the
+# others.
+#
+# So a forward that is run again (recomputation) drops the same elements: whoever recomputes restores torch's
+# generator.
+
+_SEEDS = 1 << 48
+
+
+class DropoutStreams:
+    """Seeds torch's and Megatron's streams for each forward of a stage.
+
+    Args:
+        seed: of the stage.
+    """
+
+    def __init__(self, seed: int, context: StageContext) -> None:
+        self._context = context
+        self._place = zlib.crc32(f"{seed}/{context.stage}/{context.data_rank}".encode())
+
+    @contextlib.contextmanager
+    def of_forward(self) -> Iterator[None]:
+        """Run a forward within; torch's generators are as before afterwards, but for the one number drawn."""
+        # One number a forward from torch's CPU generator, inside which recomputation can repeat it:
+        #
+        #   forward    state A --draw n--> seed n + place --> mask
+        #   again      state A --draw n--> the same mask       whoever recomputes has put A back
+        #
+        # ``place`` is a hash of seed, stage and data position: tensor ranks agree (and hear n from the
+        # first of them, whose generator counts), data positions and stages differ even where their
+        # generators are equal.
+        drawn = torch.empty((), dtype=torch.int64).random_(_SEEDS)
+        if self._context.tensor_size > 1:  # on the CPU: no device waits for it
+            self._share(drawn)
+        with kept_streams(self._context.device):
+            seed_streams((int(drawn) + self._place) % _SEEDS, self._context)
+            yield
+
+    def _share(self, drawn: torch.Tensor) -> None:
+        """Take the number that the first rank of the tensor group drew."""
+        context = self._context
+        try:
+            dist.broadcast(drawn, group=context.tensor_group, group_src=0)
+        except RuntimeError as error:
+            raise CommTimeout(
+                f"rank {context.rank} (stage {context.stage!r}, tensor rank {context.tensor_rank}) waited for the "
+                f"dropout seed among {context.tensor_size} tensor ranks, and one did not come or is gone: look for the "
+                "first error of the others"
+            ) from error
+
+
+def seed_streams(seed: int, context: StageContext) -> None:
+    """Seed torch's generators alike over a tensor group, and Megatron's tracked streams apart."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    seed_streams_of(context.device, seed)
+    model_parallel_cuda_manual_seed(seed, tp_rank=context.tensor_rank, ep_rank=0, etp_rank=0)
 
 
 class _Chunk:

@@ -38,7 +38,7 @@ from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Pos
 from gpp_plugin.runtime.messages.sockets import widen_open_sockets, widened_sockets
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT
 from gpp_plugin.runtime.messages.wires import Wire
-from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
+from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 
 Pair = tuple[int, int]
 """The ranks of an edge, the lower one first."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.engine.guards.agreement import agree, describe_tensor
-from gpp_plugin.engine.setting import NOTHING_GENERATED, Setting
+from gpp_plugin.engine.job_context import NOTHING_GENERATED, Setting
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations.huggingface.generate_calls import (
     SilentStreamer,
@@ -46,22 +46,25 @@ from gpp_plugin.integrations.huggingface.generate_calls import (
     tensor_arguments,
     why_not_cut,
 )
-from gpp_plugin.ir.cache_report import CacheReport, RankCaches
+from gpp_plugin.ir.memory_report import CacheReport, RankCaches
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import even_ranges
-from gpp_plugin.model.generation.cache_peers import CachePeers
-from gpp_plugin.model.generation.cache_room import CacheNeed, is_cut, need_of
-from gpp_plugin.model.generation.lane_parts import DrawsOfAll, LanePart, lanes_of, rows_of
-from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
-from gpp_plugin.model.generation.micro_batches import Turns, twin_of
-from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
+from gpp_plugin.model.generation.cache_peers import CacheNeed, CachePeers, is_cut, need_of
+from gpp_plugin.model.generation.micro_batches import LaneStopped, LaneWire, Turns, twin_of
+from gpp_plugin.model.generation.owned_modules import (
+    DrawsOfAll,
+    LanePart,
+    Weights,
+    lanes_of,
+    on_all_ranks,
+    rows_of,
+)
 from gpp_plugin.model.generation.shape_memory import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
-from gpp_plugin.plan.costs.cache_parallelism import cache_bytes, cut_cache_bytes
+from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import kept_streams, set_streams, streams_of
-from gpp_plugin.runtime.ranks.agree import exchange
-from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.agree import Meeting, exchange
 
 logger = logging.getLogger(__name__)
 

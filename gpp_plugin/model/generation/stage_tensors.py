@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.model.generation.lane_wire import LaneStopped, LaneWire
+from gpp_plugin.model.generation.micro_batches import LaneStopped, LaneWire
 
 aten = torch.ops.aten
 

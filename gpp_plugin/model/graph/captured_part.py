@@ -26,18 +26,16 @@ from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.recapture import read_values, recapture, recapture_for_lengths
-from gpp_plugin.capture.sharding.block_shardings import regions_of_stage
+from gpp_plugin.capture.sharding.find_regions import regions_of_stage
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
-from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs
+from gpp_plugin.integrations.huggingface.model_inputs import has_prepared_inputs
 from gpp_plugin.ir.analysis import PREPARED, Analysis, CarriedState
-from gpp_plugin.ir.block_graph import Block, BlockGraph, SavedTensor
-from gpp_plugin.ir.op_graph import OpGraph, Parameter
+from gpp_plugin.ir.block_graph import Block, BlockGraph, OpGraph, Parameter, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.model.graph.given_module import describe_tensors
 from gpp_plugin.model.graph.graph_shapes import Shapes
 from gpp_plugin.model.graph.part_lengths import (
     CodeForLengths,
@@ -50,8 +48,9 @@ from gpp_plugin.model.graph.part_lengths import (
 from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_call import IDLE, loss_node, named_outputs
 from gpp_plugin.model.graph.stage_graph import LOSS
+from gpp_plugin.model.graph.user_module import describe_tensors
 from gpp_plugin.runtime.batches import Batch, shape_key
-from gpp_plugin.runtime.memory.memory_policy import INSIDE, StageOperators
+from gpp_plugin.runtime.memory.keeper import INSIDE, StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import Reference, StageCode
 from gpp_plugin.runtime.tensor_parallel.shard_graph import shard_graph

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import Analysis
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
-from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, OpGraph, OpNode, Parameter, SavedTensor
 from gpp_plugin.model.graph.captured_part import ARGUMENT, PartView
 from gpp_plugin.model.graph.graph_shapes import Shapes
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph

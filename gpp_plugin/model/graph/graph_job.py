@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpp_plugin.capture.eager.choose_whole import find_asked
+from gpp_plugin.capture.eager.trial_run import find_asked
 from gpp_plugin.capture.recapture import attributes_read
 from gpp_plugin.capture.tracing.sample_batches import (
     WholeUnit,
@@ -30,19 +30,11 @@ from gpp_plugin.capture.tracing.sample_batches import (
 )
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, first_line
 from gpp_plugin.ir.analysis import Analysis
-from gpp_plugin.ir.length_costs import LengthCosts
-from gpp_plugin.ir.op_graph import OpGraph, Parameter
+from gpp_plugin.ir.block_graph import OpGraph, Parameter
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.size_formulas import LengthCosts
 from gpp_plugin.model.graph.captured_part import CapturedPart, PartView, Surroundings, owner_of_block
 from gpp_plugin.model.graph.describe_graph import describe_graph, merged_parameters
-from gpp_plugin.model.graph.given_module import (
-    GivenModule,
-    check_replicas,
-    check_ties,
-    describe_tensors,
-    make_module,
-    tied_names,
-)
 from gpp_plugin.model.graph.graph_shapes import Shapes
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.probe import Prober, Survey
@@ -51,6 +43,14 @@ from gpp_plugin.model.graph.stage_call import IDLE, loss_node, stage_function
 from gpp_plugin.model.graph.stage_context import StageContext, make_contexts
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
 from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.user_module import (
+    GivenModule,
+    check_replicas,
+    check_ties,
+    describe_tensors,
+    make_module,
+    tied_names,
+)
 from gpp_plugin.model.measure_lengths import LengthsAsked, measure_lengths
 from gpp_plugin.model.verify.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key

@@ -6,33 +6,297 @@ Whether its backward can be made in two parts nothing says: an operator may let 
 add to something as it goes. So both are done and compared: a module whose gradients are not the same is never split.
 
 Source: this project
-Tests: tests/stage_graph/test_module_cost.py
+Tests: tests/stage_graph/test_module_cost.py, tests/integrations/test_preparation.py
 """
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
-from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.profile import BlockCost, Profile
-from gpp_plugin.model.graph.given_module import GivenModule
-from gpp_plugin.model.graph.kept import Kept, line, module_memory, record_kept
+from gpp_plugin.capture.tracing.sample_batches import resize_batch
+from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.profile import BlockCost, KeptStorage, ModuleMemory, Profile
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartView
 from gpp_plugin.model.graph.module_trial import ModuleTrial, Place, stage_arguments
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage
-from gpp_plugin.profile.busy_stream import HeadStart, Lap, typical_laps
+from gpp_plugin.model.graph.user_module import GivenModule
+from gpp_plugin.profile.block_survey import CANNOT_SPLIT, NOT_MEASURED, SplitCost
 from gpp_plugin.profile.held_bytes import LiveBytes
-from gpp_plugin.profile.split_cost import CANNOT_SPLIT, NOT_MEASURED, SplitCost
-from gpp_plugin.profile.timing import Stopwatch
+from gpp_plugin.profile.measure import BLOCK_REPEATS, NODE_REPEATS, profile_blocks
+from gpp_plugin.profile.timing import HeadStart, Lap, Stopwatch, typical_laps
+from gpp_plugin.report.progress import Step, step
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.memory.counting import storage_id
+from gpp_plugin.runtime.memory.counting import StorageNumbers, storage_id
+from gpp_plugin.runtime.memory.recompute import is_movable
 from gpp_plugin.runtime.split import BackwardSplitter
+
+# What the blocks of a captured part cost, a plain model's or one part's of a stage graph: profiled where they are not
+# stored; other numbers of samples are traced only then.
+
+
+class _Captures:
+    """A part at the numbers of samples to profile; traced when a profile that is not stored asks for one.
+
+    A model may not allow the smallest ones (BatchNorm trains on no single sample): `impossible` has them then.
+    """
+
+    def __init__(self, part: CapturedPart, batch: Batch, survey: Survey, counts: Sequence[int]) -> None:
+        self._part = part
+        self._batch = batch
+        self._shapes = survey.shapes.tensors
+        self._analysis: Analysis = survey.analyses[part.stage.name]
+        self._captures: dict[int, CapturedGraph] = {}
+        self.counts = counts
+        self.impossible: list[int] = []
+        self.base = self._at(self._analysis.op_graph.num_samples)
+
+    def at(self, count: int) -> CapturedGraph:
+        """Return the part at ``count`` samples; all are traced before the first is timed.
+
+        Raises:
+            CaptureError: some are not possible.
+        """
+        for wanted in [n for n in self.counts if n not in self._captures]:
+            try:
+                self._at(wanted)
+            except CaptureError as error:
+                logger.info("%d samples at a time are not possible: %s", wanted, error)
+                self.impossible.append(wanted)
+        if self.impossible:
+            raise CaptureError(f"{self.impossible} samples at a time are not possible")
+        return self._captures[count]
+
+    def _at(self, count: int) -> CapturedGraph:
+        arguments = self._part.arguments(self._batch, self._shapes, count)
+        self._captures[count] = self._part.capture_again(self._analysis, arguments)
+        return self._captures[count]
+
+
+def profile_part(
+    part: CapturedPart,
+    place: Place,
+    batch: Batch,
+    survey: Survey,
+    *,
+    counts: Sequence[int],
+    optimizer_bytes: float,
+    cache_dir: str | None,
+    with_split: bool,
+) -> Profile:
+    """Return the costs of a part's blocks, under the whole graph's names of them.
+
+    Numbers of samples that the module cannot do are left out: the planner gives no rank fewer samples than the
+    smallest that works. With counts 1, 2 and 8, and BatchNorm, which trains on no single sample, the first attempt
+    fails before anything is timed and the second has 2 and 8.
+
+    Args:
+        counts: numbers of samples to time it at, increasing.
+        optimizer_bytes, cache_dir, with_split: as of `Measuring`.
+
+    Raises:
+        CaptureError: the module cannot be captured where it must be.
+        ProfileError: a block cannot be run.
+    """
+    # the capture at one loss unit is there already; the others are made by `captures.at`, which `profile_blocks` calls
+    # only when its store has no profile under this key: a second start exports nothing here
+    captures = _Captures(part, batch, survey, counts)
+    module, graph = part.model, part.local_graph(captures.base)
+    state: dict[str, Any] = dict(module.named_parameters()) | dict(module.named_buffers())
+
+    def profile_at(counts: Sequence[int]) -> Profile:
+        with step("profile blocks") as tell:
+            return profile_blocks(
+                captures.base,
+                graph,
+                model_state=state,
+                batch=_rows(part, place, batch, survey, max(counts)),
+                capture_at=captures.at,
+                sample_counts=counts,
+                threads=torch.get_num_threads(),
+                repeats=NODE_REPEATS if part.granularity == "node" else BLOCK_REPEATS,
+                optimizer_bytes_per_parameter=optimizer_bytes,
+                cache_dir=cache_dir,
+                with_split=with_split,
+                progress=lambda done, total, name: _tell_progress(tell, done, total, name),
+            )
+
+    try:
+        profile = profile_at(counts)
+    except CaptureError:
+        # nothing was timed yet: all counts are captured before the first block runs
+        if not captures.impossible:
+            raise
+        captures.counts = [n for n in counts if n not in captures.impossible]
+        captures.impossible = []
+        profile = profile_at(captures.counts)
+    return profile if part.stage.is_alone else _renamed(profile, part.view(captures.base))
+
+
+def _rows(part: CapturedPart, place: Place, batch: Batch, survey: Survey, count: int) -> dict[str, Any]:
+    """Return what the part is profiled on: real rows of the batch, and random ones of what other stages make."""
+    stage = part.stage
+    # a plain model, or a part that reads the batch alone: its own rows, so that ids and masks are what they will be
+    if not stage.received:
+        return resize_batch(batch, count)
+    rows = stage_arguments(
+        stage, batch, count, place, tensors=survey.shapes.tensors, values=survey.values, largest=count
+    )
+    return part.as_traced({name: tensor.detach() for name, tensor in rows.items()})
+
+
+def _renamed(profile: Profile, view: PartView) -> Profile:
+    """Return a profile of a capture's own blocks with the whole graph's names of them."""
+    called = {local: name for name, local in view.local_blocks.items()}
+
+    def renamed(blocks: Sequence[str]) -> tuple[str, ...]:
+        return tuple(called[block] for block in blocks)
+
+    return dataclasses.replace(
+        profile,
+        costs=tuple(dataclasses.replace(cost, block=called[cost.block]) for cost in profile.costs),
+        shared=tuple(dataclasses.replace(s, blocks=renamed(s.blocks)) for s in profile.shared),
+        tied=tuple(dataclasses.replace(t, blocks=renamed(t.blocks)) for t in profile.tied),
+    )
+
+
+def _tell_progress(tell: Step, done: int, total: int, name: str) -> None:
+    tell.update(done, total)
+    logger.info("profiling: %d of %d blocks, %s", done, total, name)
+
+
+# What a user's module keeps from forward to backward: which storages, in which order, until when.
+
+RELEASE_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """One storage at one number of samples.
+
+    Args:
+        last_use: share of the forward's time after which it is kept for the last time.
+        is_made: whether the module made it.
+        is_movable: plain bytes that nobody but autograd holds.
+    """
+
+    num_bytes: int
+    last_use: float = 1.0
+    is_made: bool = True
+    is_movable: bool = True
+
+
+def record_kept(
+    forward: Callable[[], Any], *, fixed: Iterable[Tensor], received: Iterable[Tensor], device: torch.device
+) -> list[Kept]:
+    """Run a forward and return what autograd keeps of it, by number (`StorageNumbers`).
+
+    Args:
+        forward: what it returns holds the graph.
+        fixed: what is there anyway and does not count.
+        received: what other stages made; it counts, and the module did not make it.
+    """
+    given = {storage_id(tensor) for tensor in received if tensor.layout is torch.strided}
+    numbers, watch = StorageNumbers(fixed), Stopwatch(device)
+    saved: list[tuple[int | None, Tensor]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        watch.mark()
+        saved.append((numbers.number(tensor), tensor.detach()))
+        return saved[-1][1]  # detached: an operator that held its own result would hold its graph, for ever
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    watch.mark()
+    until = list(itertools.accumulate(watch.laps_us()))
+    kept: dict[int, Kept] = {}
+    while saved:
+        number, tensor = saved.pop()
+        now = until[len(saved)]
+        if number is not None:
+            first = Kept(
+                num_bytes=tensor.untyped_storage().nbytes(), last_use=now / until[-1] if now > 0 else 1.0
+            )
+            found = kept.setdefault(number, first)
+            found.is_made = storage_id(tensor) not in given
+            found.is_movable &= is_movable(tensor)
+        del tensor
+    del result
+    _await_release(numbers, [number for number, found in kept.items() if found.is_made])
+    for number, found in kept.items():  # what somebody still holds (a cache) would free nothing
+        found.is_movable &= not found.is_made or numbers.is_free(number)
+    return [kept[number] for number in sorted(kept)]
+
+
+def _await_release(numbers: StorageNumbers, made: Sequence[int]) -> None:
+    """Wait a little for those who let go late.
+
+    Graphs of operators written in Python may hold themselves, and the thread of a collective inside the forward holds
+    its result, and with that the graph, until it runs again.
+    """
+    deadline = time.monotonic() + RELEASE_S
+    if not all(map(numbers.is_free, made)):
+        gc.collect()
+    while not all(map(numbers.is_free, made)) and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def module_memory(block: str, kept: Mapping[int, list[Kept]], given_bytes: Mapping[int, int]) -> ModuleMemory:
+    """Return what a module keeps at any number of samples.
+
+    Args:
+        kept: number of samples -> what it keeps then.
+        given_bytes: number of samples -> bytes of all it receives, and of its buffers.
+    """
+    counts = sorted(kept)
+    dropped = line([(n, sum(k.num_bytes for k in kept[n] if k.is_made)) for n in counts])
+    held = line([(n, given_bytes[n] - sum(k.num_bytes for k in kept[n] if not k.is_made)) for n in counts])
+    forms = {tuple(k.is_made for k in kept[n]) for n in counts}
+    storages = []
+    for number, most in enumerate(kept[counts[-1]] if len(forms) == 1 else ()):
+        per_sample, fixed = line([(n, kept[n][number].num_bytes) for n in counts])
+        storages.append(
+            KeptStorage(
+                bytes_per_sample=per_sample,
+                bytes_fixed=fixed,
+                last_use=most.last_use,
+                is_made=most.is_made,
+                # once is enough: what a module holds on to it holds on to always
+                is_movable=any(kept[n][number].is_movable for n in counts),
+            )
+        )
+    return ModuleMemory(
+        block=block,
+        storages=tuple(storages),
+        dropped_bytes_per_sample=dropped[0],
+        dropped_bytes_fixed=dropped[1],
+        held_bytes_per_sample=held[0],
+        held_bytes_fixed=held[1],
+    )
+
+
+def line(points: list[tuple[int, int]]) -> tuple[float, float]:
+    """Return bytes a sample and bytes in any case through the first and the last of these points."""
+    (low, least), (high, most) = points[0], points[-1]
+    if low == high:
+        return most / high, 0.0
+    slope = max(most - least, 0) / (high - low)
+    return slope, max(most - slope * high, 0.0)
+
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.eager.padded_records import is_padded
 from gpp_plugin.capture.lengths import LengthCapture
-from gpp_plugin.capture.mask_corners import MasksAtLengths
+from gpp_plugin.capture.mask_values import MasksAtLengths
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.size_formulas import Mismatch

@@ -22,7 +22,6 @@ from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
 from gpp_plugin.model.graph.captured_part import CapturedPart
-from gpp_plugin.model.graph.given_module import GivenModule
 from gpp_plugin.model.graph.graph_shapes import Seen, Shapes, at_new_shape, layout_of, spec_of
 from gpp_plugin.model.graph.module_trial import (
     Place,
@@ -33,6 +32,7 @@ from gpp_plugin.model.graph.module_trial import (
     undisturbed,
 )
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
+from gpp_plugin.model.graph.user_module import GivenModule
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.ranks.agree import tell
 

@@ -33,11 +33,10 @@ from gpp_plugin.capture.tracing.carried_state import (
     initial_values,
     without_history,
 )
-from gpp_plugin.capture.tracing.noted_accesses import noted_accesses
-from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
+from gpp_plugin.capture.tracing.outside import hidden_process_group, noted_accesses, watched_generators
 from gpp_plugin.capture.tracing.shadow import rebind_hooks, set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
-from gpp_plugin.ir.op_graph import CARRIED, is_carried
+from gpp_plugin.ir.block_graph import CARRIED, is_carried
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 from gpp_plugin.runtime.stage_module import build_stage_function

@@ -11,20 +11,104 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan, StageEdge
-from gpp_plugin.plan.baselines.size_classes import Ints, SizeClasses
 from gpp_plugin.plan.batch_rules import BatchRules
-from gpp_plugin.plan.costs.boundary_bytes import interval_bytes
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
-from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.estimate import interval_bytes, judge_us
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
 from gpp_plugin.plan.linear_order import linear_order
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
+from gpp_plugin.plan.memory.operator_chain import OperatorChain
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import busiest_us, quickest_in_flight
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+
+# What ZeRO's data parallelism needs of a device, for comparison with pipelines of the same model.
+#
+# Every rank computes its share of the samples through the whole model (Rajbhandari et al., 2020):
+#
+#     stage 2   parameters whole; gradients and optimizer state shared out
+#     stage 3   parameters too; the layer in use and the next one are gathered
+
+
+def zero_memory_bytes(
+    chain: OperatorChain, *, num_ranks: int, zero_stage: int, bounds: Sequence[int]
+) -> float:
+    """Return the peak of one rank that computes the chain's samples at a time.
+
+    Args:
+        bounds: where layers begin, and the number of operators.
+
+    Raises:
+        ValueError: ``zero_stage`` is neither 2 nor 3.
+    """
+    if zero_stage not in (2, 3):
+        raise ValueError(f"zero_stage is {zero_stage}; this model has 2 and 3")
+    num = chain.num_blocks
+    parameters = float(chain.parameters[num])
+    shared = chain.held_bytes(0, num, 1) - parameters
+    if zero_stage == 2:
+        held = parameters + shared / num_ranks
+    else:
+        layers = np.diff(chain.parameters[list(bounds)])
+        held = (parameters + shared) / num_ranks + 2 * float(layers.max(initial=0.0))
+    return held + chain.saved_bytes(0, num) + chain.transient(0, num)
+
+
+# The micro-batch sizes of many stages at once: what `BatchRules.micro_batch_size` says, for arrays of stages.
+#
+# Stages are alike where they hold coupled blocks or none, and blocks that the user fixes to one and the same size or
+# to none. Each such class has one size a degree.
+
+Ints = npt.NDArray[np.int64]
+
+
+class SizeClasses:
+    """The classes of one request.
+
+    Args:
+        names: of the blocks, in the order of the last axis of `flags`.
+    """
+
+    def __init__(self, rules: BatchRules, names: Sequence[str]) -> None:
+        self.rules = rules
+        self._fixed = sorted(set(rules.fixed.values()))
+        rows = [[name in rules.coupled for name in names]]
+        rows += [[rules.fixed.get(name) == size for name in names] for size in self._fixed]
+        self.flags: Floats = np.array(rows, dtype=float)
+        """[flag, block]: coupled, then fixed to the first of the sizes, to the second, ..."""
+
+    def of(self, counts: Floats) -> Ints:
+        """Return [...] the class of each stage.
+
+        Args:
+            counts: [flag, ...] how many of a stage's blocks have the flag.
+        """
+        # coupled 1, fixed to 8, and to 32:    none  coupled  8     8 and coupled  32    8 and 32
+        # class                                0     1        2     3              4     -1, which has no size
+        held = counts > 0.5
+        sizes = np.arange(1, len(self._fixed) + 1).reshape(-1, *(1,) * (counts.ndim - 1))
+        classes = 2 * (held[1:] * sizes).sum(axis=0) + held[0]
+        found: Ints = np.where(held[1:].sum(axis=0) > 1, -1, classes).astype(np.int64)
+        return found
+
+    def sizes(self, classes: Ints, degree: int, wish: int) -> Ints:
+        """Return [...] the micro-batch size of stages of these classes on ``degree`` ranks, 0 where there is none."""
+        table = [
+            self.rules.size_of(fixed, is_coupled, degree, wish) or 0
+            for fixed in (None, *self._fixed)
+            for is_coupled in (False, True)
+        ]
+        found: Ints = np.array([*table, 0])[classes]
+        return found
+
+    @property
+    def are_alike(self) -> bool:
+        """Return whether all stages of a plan have the same size, whatever their degrees."""
+        return not self.rules.coupled and not self.rules.fixed
 
 
 class ChainCosts:

@@ -27,7 +27,7 @@ import numpy as np
 
 from gpp_plugin.doors import planner_traits
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.baselines.layer_chain import balanced_bounds
+from gpp_plugin.plan.baselines.linearise import balanced_bounds
 from gpp_plugin.plan.costs.cost_model import Floats
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer

@@ -8,13 +8,14 @@ its slowest rank takes; times for which no ranks are given are those of the quic
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,
-    tests/plan/test_memory_breakdown.py
+    tests/plan/test_memory_breakdown.py, tests/schedule/test_link_times.py, tests/plan/test_unlike_devices.py
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,11 +24,11 @@ import numpy.typing as npt
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
-from gpp_plugin.ir.cluster import Cluster, Link
+from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.plan.costs.device_speed import DeviceSpeeds, distinct_devices
+from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.costs.memory_formula import (
     held_bytes,
     peak_bytes,
@@ -37,8 +38,126 @@ from gpp_plugin.plan.costs.memory_formula import (
 )
 from gpp_plugin.plan.costs.tensor_costs import sharded_graph, sharded_profile, sum_times
 from gpp_plugin.plan.costs.time_formula import num_gathers, num_reductions
+from gpp_plugin.schedule.event_loop import MessageCosts
+from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
+
+# How much longer a device takes than another: what blocks take where a cluster's devices are of several speeds.
+#
+# A profile says what every block takes on one device, the cluster's first. On another one a block takes as many times
+# longer as the roofline model (Williams, Waterman, Patterson, CACM 2009) says of its operations and bytes:
+#
+#     us(device) = launches x launch_us + max(flops / reached FLOP/s, bytes / bandwidth)
+#     time there = time here x us(there) / us(here)
+#
+#     a block of 64 samples          H100 (495 TFLOP/s, 3.35 TB/s)    A100 (187 TFLOP/s, 2.04 TB/s)
+#     product, 10 TFLOP, 1 GB        20.2 ms                          53.5 ms       2.6 times
+#     softmax, 1 GFLOP, 10 GB         3.0 ms                           4.9 ms       1.6 times
+#
+# A stage computes equal samples on each of its ranks, which go on together: it takes what its slowest rank does.
 
 Floats = npt.NDArray[np.float64]
+
+
+def roofline_us(device: Device, *, flops: Any, num_bytes: Any, launches: Any = 1.0) -> Any:
+    """Return microseconds of an operator: launches, then the slower of arithmetic and memory traffic.
+
+    Numbers, or arrays of them.
+    """
+    flops_per_s, bytes_per_s, launch_us = device.speeds
+    return launch_us * launches + np.maximum(flops / flops_per_s, num_bytes / bytes_per_s) * 1e6
+
+
+def distinct_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Return one device of each speed, in the order in which they come."""
+    return tuple({device.speeds: device for device in reversed(devices)}.values())[::-1]
+
+
+class DeviceSpeeds:
+    """How many times longer each block of a graph takes on each kind of device than on the first one.
+
+    Args:
+        kinds: one device of each speed; the first is what the profile is of.
+    """
+
+    def __init__(self, graph: BlockGraph, kinds: Sequence[Device]) -> None:
+        self.kinds = tuple(kinds)
+        self._flops = np.array([block.flops for block in graph.blocks], dtype=float) / graph.num_samples
+        self._launches = np.array([max(1, len(block.nodes)) for block in graph.blocks], dtype=float)
+        self._fixed, self._moved = _bytes_of(graph)
+        # tensors that cross say that blocks are joined, not what they do
+        kept = np.array([block.saved_bytes + block.parameter_bytes for block in graph.blocks])
+        self._known = (self._flops > 0) | (kept > 0)
+
+    def factors(self, kind: int, local: float) -> Floats:
+        """Return by block the times it takes on a kind of device over that on the first, for ``local`` samples."""
+        here, there = self.kinds[0], self.kinds[kind]
+        work: dict[str, Any] = {
+            "flops": self._flops * local,
+            "num_bytes": self._fixed + self._moved * local,
+            "launches": self._launches,
+        }
+        # of a block that nothing is known of, only times: it is taken for a matrix product
+        plain = here.speeds[0] / there.speeds[0]
+        ratio = roofline_us(there, **work) / np.maximum(roofline_us(here, **work), 1e-12)
+        return np.where(self._known, ratio, plain)
+
+
+def _bytes_of(graph: BlockGraph) -> tuple[Floats, Floats]:
+    """Return by block the bytes its forward moves whatever the samples, and for each sample.
+
+    Parameters are read, tensors of other blocks read and written, what is kept for backward written and read.
+    """
+    touched: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+    for edge in graph.edges:
+        for name in edge.tensors:
+            touched[edge.src][f"> {name}"] = touched[edge.dst][f"< {name}"] = graph.tensors[name]
+    fixed, moved = [], []
+    for block in graph.blocks:
+        crossing = sum(spec.bytes_for(graph.num_samples) for spec in touched[block.name].values())
+        fixed.append(float(block.parameter_bytes))
+        moved.append((crossing + 2.0 * block.saved_bytes) / graph.num_samples)
+    return np.array(fixed), np.array(moved)
+
+
+# What messages between stages take, for orders that reckon with it (`StageEdge.message_us`).
+#
+#     micro-batches of 8 samples on 2 ranks, then of 8 on 4 ranks, 1 MB a sample: a message holds 2 samples, 2 MB; on a
+#     link of 25 GB/s with 5 us latency it takes 85 us
+#
+# Ranks that share a link take turns on it; orders do not know that, the simulator that weighs them does.
+
+LEAST_SHARE = 0.02
+"""Of the shortest forward: messages that take less change no order worth simulating."""
+
+
+def with_link_times(plan: PipelinePlan, cluster: Cluster) -> PipelinePlan:
+    """Return the plan whose edges say what their messages take; as it is where that is next to nothing."""
+    costs = MessageCosts(cluster)
+    edges = tuple(_with_times(plan, edge, costs) for edge in plan.edges)
+    shortest = min((stage.forward_us for stage in plan.stages if stage.forward_us > 0), default=0.0)
+    if all(edge.message_us <= LEAST_SHARE * shortest for edge in edges):
+        return plan
+    return dataclasses.replace(plan, edges=edges)
+
+
+def _with_times(plan: PipelinePlan, edge: StageEdge, costs: MessageCosts) -> StageEdge:
+    if edge.is_order_only:
+        return edge
+    src, dst = plan.stages[edge.src], plan.stages[edge.dst]
+    samples = min(src.local_batch_size, dst.local_batch_size)
+    forward, backward = 0.0, 0.0
+    # Ranks of both stages that have the same samples: of 2 and 4 ranks 0 with 0 and 1, 1 with 2 and 3. The dearest.
+    count = max(src.degree, dst.degree)
+    for place in range(count):
+        sender = src.data_ranks(0)[place * src.degree // count]
+        receiver = dst.data_ranks(0)[place * dst.degree // count]
+        forward = max(forward, sum(costs.of(sender, receiver, activation_bytes(edge, samples, True))))
+        if edge.gradient_tensors:
+            back = costs.of(receiver, sender, gradient_bytes(edge, samples, True))
+            backward = max(backward, sum(back))
+    return dataclasses.replace(edge, message_us=forward, gradient_us=backward)
+
+
 Kinds = tuple[int, ...]
 """Kinds of devices, as numbers in `CostModel.kinds`; none: the quickest."""
 

@@ -11,16 +11,68 @@ is the same: `stage_task_us`, `Link.occupied_us`, `CostModel.reduce_times`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats
+from gpp_plugin.plan.costs.time_formula import us_per_sample
 from gpp_plugin.schedule.durations import stage_task_us
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
+from gpp_plugin.simulate.predict import predict_iteration_us
+
+# What crosses the boundary of a stage: every tensor once in and once out, however many blocks read it.
+#
+# Tensors of one value for all samples or for a loss unit are left out: they are small.
+
+
+def interval_bytes(graph: BlockGraph, items: Sequence[Sequence[int]]) -> Floats:
+    """Return [start, stop]: forward bytes a sample that enter or leave the interval of items.
+
+    Args:
+        items: the blocks of each, by their numbers in the graph, in an order that the graph allows.
+    """
+    # On the chain a -> b -> c of 4 bytes a tensor, where c reads a's as well: [1, 2], b alone, has 4 in and 4 out;
+    # [1, 3] has 4 in, a's for b and c; what passes b by is no business of b's.
+    num = len(items)
+    place = {block: i for i, blocks in enumerate(items) for block in blocks}
+    first = min(place)
+    names = [block.name for block in graph.blocks]
+    index = {name: i for i, name in enumerate(names)}
+    makers: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    for edge in graph.edges:
+        src, dst = index[edge.src], index[edge.dst]
+        if src not in place and dst not in place:
+            continue
+        for tensor in edge.tensors:
+            makers[tensor] = place.get(src, -1)
+            readers.setdefault(tensor, []).append(place.get(dst, num if dst > first else -1))
+    result = np.zeros((num + 1, num + 1))
+    for tensor, maker in makers.items():
+        spec = graph.tensors[tensor]
+        if spec.layout.kind is not LayoutKind.BATCH:
+            continue
+        size = spec.bytes_for(spec.num_samples) / spec.num_samples
+        at = sorted(set(readers[tensor]))
+        last = at[-1]
+        if maker >= 0 and last > maker:  # leaves every interval that holds the maker and ends by ``last``
+            result[: maker + 1, maker + 1 : last + 1] += size
+        inside = [r for r in at if 0 <= r < num and r > maker]
+        previous = maker
+        for reader in inside:  # enters every interval that begins after the maker and holds a reader
+            result[previous + 1 : reader + 1, reader + 1 :] += size
+            previous = reader
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,3 +272,42 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
         backward_in_us=hold(grad_sample, grad_whole, src),
         has_gradient=bool(edge.gradient_tensors),
     )
+
+
+# The simulator as the judge of plans: links shared, reductions after the last backward.
+#
+# An asynchronous plan is not simulated: its pipeline never runs dry, so it takes its micro-batches times the slowest
+# stage (PipeDream, section 3.1).
+
+MAX_RANK_TASKS = 60_000
+"""Tasks summed over ranks that are simulated one by one; above, the ranks of a stage move as one."""
+
+
+def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
+    """Return the predicted microseconds of one mini-batch of ``plan``.
+
+    Plans of very many ranks are predicted by `estimate`, without contention for links. Not so where a rank holds
+    several stages: there each stage would have a clock of its own.
+    """
+    if plan.mode == "async":
+        return _full_pipeline_us(plan, costs)
+    tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
+    if tasks > MAX_RANK_TASKS and not plan.shares_ranks:
+        return estimate_plan_us(plan, costs)
+    return predict_iteration_us(
+        plan,
+        cluster=costs.cluster,
+        forward_only_stages=forward_only_stages(plan),
+        reduce_us=costs.reduce_times(plan),
+    )
+
+
+def _full_pipeline_us(plan: PipelinePlan, costs: CostModel) -> float:
+    one = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
+    reduce_us = costs.reduce_times(one)
+    # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction.
+    slowest = max(
+        us_per_sample(stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index])
+        for index, stage in enumerate(plan.stages)
+    )
+    return float(plan.num_micro_batches(0) * slowest)

@@ -23,13 +23,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.length_costs import Coefficients, LengthCosts, Lengths, products, value_of
 from gpp_plugin.ir.memory_plan import MemoryBreakdown, MemoryPlan
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile
-from gpp_plugin.ir.size_formulas import Evaluate, Mismatch, compile_formulas
+from gpp_plugin.ir.size_formulas import (
+    Coefficients,
+    Evaluate,
+    LengthCosts,
+    Lengths,
+    Mismatch,
+    compile_formulas,
+    products,
+    value_of,
+)
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown, with_inputs
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown, with_inputs
 
 
 def profile_at(

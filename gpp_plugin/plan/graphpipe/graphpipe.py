@@ -47,7 +47,7 @@ from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
 from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
 from gpp_plugin.plan.graphpipe.stage_table import TableMaker
-from gpp_plugin.plan.machines.unlike_devices import ranked_partitions
+from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.memory.joined import best_judged, join_memory
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner

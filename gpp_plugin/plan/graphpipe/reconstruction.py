@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpp_plugin.plan.graphpipe.components import Component
-from gpp_plugin.plan.graphpipe.intervals import Absorbed, Branches, Counts, Series
-from gpp_plugin.plan.graphpipe.packing import left_over, packing_of
-from gpp_plugin.plan.graphpipe.stage_search import StageSearch
+from gpp_plugin.plan.graphpipe.intervals import Absorbed, Branches, Component, Counts, Series
+from gpp_plugin.plan.graphpipe.stage_search import StageSearch, left_over, packing_of
 
 Group = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from gpp_plugin.plan.costs.memory_formula import held_bytes, micro_batches_withi
 from gpp_plugin.plan.graphpipe.intervals import Branches, Series, whole_blocks
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
-from gpp_plugin.plan.memory.savings import Savings, savings_of
+from gpp_plugin.plan.memory.operator_chain import Savings, savings_of
 
 Bools = npt.NDArray[np.bool_]
 NO_LIMIT = 1 << 40

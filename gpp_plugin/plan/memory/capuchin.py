@@ -38,7 +38,15 @@ import numpy as np
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.plan.costs.cost_model import Floats
 from gpp_plugin.plan.memory.graph_tensors import Ints
-from gpp_plugin.plan.memory.operator_chain import PipelineShape, TensorChain
+from gpp_plugin.plan.memory.operator_chain import (
+    HostLink,
+    PipelineShape,
+    Savings,
+    TensorChain,
+    lacking_bytes,
+    nearest_to_fitting,
+    swapping_us,
+)
 from gpp_plugin.plan.memory.recompute_menu import (
     LevelSums,
     SegmentCosts,
@@ -48,7 +56,6 @@ from gpp_plugin.plan.memory.recompute_menu import (
     segment_costs,
     whole_stage,
 )
-from gpp_plugin.plan.memory.savings import HostLink, Savings, lacking_bytes, nearest_to_fitting, swapping_us
 
 Interval = tuple[int, int]
 NUM_MIXTURES = 4

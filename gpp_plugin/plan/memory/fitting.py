@@ -11,7 +11,7 @@ against another partition, more stages and smaller micro-batches. Three answers,
 How many micro-batches a stage holds follows from the graph of stages, not from its place in a chain.
 
 Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
+Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py, tests/integrations/test_memory.py
 """
 
 from __future__ import annotations
@@ -28,11 +28,73 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
+from gpp_plugin.plan.memory.memory_chain import LENGTHS, StageChain, WholeStage
 from gpp_plugin.plan.memory.module_memory import ModuleChain, choose_for_module
-from gpp_plugin.plan.memory.operator_chain import PipelineShape
-from gpp_plugin.plan.memory.savings import HostLink, Savings, added_us, is_in_turn, nearest_to_fitting
-from gpp_plugin.plan.memory.stage_chain import LENGTHS, StageChain, WholeStage
+from gpp_plugin.plan.memory.operator_chain import (
+    HostLink,
+    PipelineShape,
+    Savings,
+    added_us,
+    is_in_turn,
+    nearest_to_fitting,
+)
 from gpp_plugin.plan.request import PlanRequest, rank_limit
+
+# What to change so that more fits: of the fullest stage, by what fills it.
+
+_KINDS = {
+    "activations": ("activations", "working", "transient"),
+    "weights": ("weights", "gathered", "stashed_weights"),
+    "gradients and optimizer state": ("gradients", "optimizer"),
+    "the mini-batch": ("inputs",),
+}
+
+
+def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Return a line on the fullest stage and what would make room there; none where nothing is predicted.
+
+    Args:
+        allowed: of ``recompute`` and ``swap``, what plans may do already.
+    """
+    known = [i for i, part in enumerate(plan.memory) if part.limit]
+    if not known:
+        return ()
+    fullest = max(known, key=lambda i: plan.memory[i].total / plan.memory[i].limit)
+    part, stage = plan.memory[fullest], plan.stages[fullest]
+    bytes_of = {kind: sum(getattr(part, name) for name in names) for kind, names in _KINDS.items()}
+    largest = max(bytes_of, key=bytes_of.__getitem__)
+    changes = _changes(largest, allowed)
+    if largest == "gradients and optimizer state":
+        changes.insert(0, _zero(zero_stage, stage.degree))
+    if largest == "weights" and stage.degree > 1 and zero_stage < 3 and plan.shares_ranks:
+        changes.insert(
+            0, "zero_optimization.stage 3: ranks of several stages then hold one of them whole at a time"
+        )
+    return (
+        f"fullest is stage {stage.name!r}: {part.total} of {part.limit} bytes "
+        f"({100 * part.total / part.limit:.0f} %), most of it {largest} ({bytes_of[largest]} bytes); to fit more: "
+        f"{', '.join(change for change in changes if change)}",
+    )
+
+
+def _changes(largest: str, allowed: Sequence[str]) -> list[str]:
+    if largest == "the mini-batch":
+        return ["a smaller train_batch_size", "more ranks for this stage"]
+    if largest != "activations":
+        return ["more stages (or fewer blocks in this one)"]
+    changes = ["smaller micro_batch_sizes"]
+    if "recompute" not in allowed:
+        changes.append('memory.recompute "auto" or "full"')
+    if "swap" not in allowed:
+        changes.append('memory.swap "auto"')
+    return [*changes, "more stages"]
+
+
+def _zero(zero_stage: int, degree: int) -> str:
+    if degree == 1 or zero_stage >= 2:  # stage 3 shares out parameters, on ranks of several stages
+        return ""
+    return f"zero_optimization.stage {zero_stage + 1}: this stage has {degree} ranks to share them out"
+
 
 FEW = 8
 """Blocks of a stage up to which the best segments are looked for in an estimate."""

@@ -18,17 +18,16 @@ from collections.abc import Sequence
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.costs.part_times import with_part_times
+from gpp_plugin.plan.costs.estimate import judge_us
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import Interval, StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
+from gpp_plugin.plan.memory.memory_chain import StageChain
 from gpp_plugin.plan.memory.module_memory import recompute_modules
 from gpp_plugin.plan.memory.operator_chain import PipelineShape
-from gpp_plugin.plan.memory.stage_chain import StageChain
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import rank_limit
-from gpp_plugin.plan.split_backwards import pending_bytes, splits_backwards
+from gpp_plugin.plan.split_backwards import pending_bytes, splits_backwards, with_part_times
 
 
 def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:

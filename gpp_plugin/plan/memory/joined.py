@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.costs.estimate import judge_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.refine import Candidate, Refiner

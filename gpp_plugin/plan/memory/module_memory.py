@@ -23,12 +23,12 @@ from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import ModuleMemory
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
+from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.graph_tensors import SavedTensors, UnsavedResults
+from gpp_plugin.plan.memory.memory_chain import WholeStage
 from gpp_plugin.plan.memory.operator_chain import PipelineShape
-from gpp_plugin.plan.memory.stage_chain import WholeStage
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.validate_request import validate_for
 

@@ -36,17 +36,15 @@ from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
-from gpp_plugin.plan.choose_schedule import GAIN
+from gpp_plugin.plan.choose_schedule import GAIN, SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 from gpp_plugin.plan.refine import moves
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
 from gpp_plugin.plan.search_report import SearchReport
-from gpp_plugin.plan.shared.maps import exchanged_stages, moved_stages
-from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner
-from gpp_plugin.plan.shared.shared_judge import BUDGET, LEFT_OUT, Drafts, SharedJudge
-from gpp_plugin.plan.shared.shared_schedules import SPLIT, first_schedule, schedule_shared
+from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner, exchanged_stages, moved_stages
+from gpp_plugin.plan.shared.shared_evaluator import BUDGET, LEFT_OUT, Drafts, SharedJudge
 from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
 from gpp_plugin.plan.validate_request import validate_for
 from gpp_plugin.schedule.names import AUTO

@@ -19,9 +19,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.shared.maps import Map, round_robin, usual_maps
-from gpp_plugin.plan.shared.partitions import Partitioner
-from gpp_plugin.plan.shared.shared_judge import Drafts
+from gpp_plugin.plan.shared.partitions import Map, Partitioner, round_robin, usual_maps
+from gpp_plugin.plan.shared.shared_evaluator import Drafts
 
 VIRTUAL = (2, 3, 4)
 """Stages a group of ranks that are tried where the number is left open."""

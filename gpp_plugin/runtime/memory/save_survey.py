@@ -20,19 +20,18 @@ from torch.utils._pytree import tree_iter
 
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.runtime.memory.counting import storage_id
-from gpp_plugin.runtime.memory.keeper import Packed, unpack
-from gpp_plugin.runtime.memory.memory_policy import INSIDE, MemoryPolicy
-from gpp_plugin.runtime.memory.recipe import (
+from gpp_plugin.runtime.memory.keeper import INSIDE, MemoryPolicy, Packed, unpack
+from gpp_plugin.runtime.memory.recompute import (
     Action,
     Drop,
     Entry,
     Holding,
     MovingPass,
     Recipe,
+    SecondForward,
     Swap,
     is_movable,
 )
-from gpp_plugin.runtime.memory.recompute import SecondForward
 from gpp_plugin.runtime.memory.segments import SegmentLayout, lay_out, second_forward, with_entries
 from gpp_plugin.runtime.memory.swap import SwapLink
 

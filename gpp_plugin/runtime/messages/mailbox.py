@@ -10,30 +10,210 @@ consumer's takes them (`HandOvers`), in the next instruction of the rank's progr
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py, tests/runtime/test_weight_versions.py,
-    tests/integrations/test_async.py
+    tests/integrations/test_async.py, tests/runtime/test_receive_buffers.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.runtime.messages.assembly import Inbox, pack_parcel
 from gpp_plugin.runtime.messages.pending import Pending, Post
-from gpp_plugin.runtime.messages.receive_buffers import ReceiveBuffers
-from gpp_plugin.runtime.messages.routes import Parcel, Routes
+from gpp_plugin.runtime.messages.routes import Parcel, Piece, Reading, Routes, RowSource
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.schedule.messages import sends_under_way
+
+# The buffers that messages are received into; on a CUDA device made ahead, so that a receive need not follow a task.
+#
+# A transfer begins behind what was launched on the current stream before it was posted. On the stream that computes, a
+# receive posted between two tasks would begin when the first of them ends, though its message came long before:
+#
+#     compute    F3 -------------| B1 ...              B1 waits for its gradient all the time that it travels
+#     receive                    |gradient of 1|
+#
+# It has to wait only until nobody uses the memory of its buffers any more. So buffers are made some receives ahead, on
+# the stream that computes, where an event marks all that may still use their memory, and the receive is launched on a
+# stream that waits for that event alone:
+#
+#     compute    F3 -------------| B1 ...              made before F3, so the gradient travels beside it
+#     receive      |gradient of 1|
+#
+# Memory: the buffers of ``ahead`` receives more than are posted. What a task has read goes back to the allocator as
+# anything else it used: the stream that computes has waited for the transfer by then. The event was recorded before
+# the receive was posted, so that a receive waits for nothing behind it (`schedule.placement`).
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+_HERE: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
+class ReceiveBuffers:
+    """Makes the buffers of each receive of a program, in order.
+
+    Args:
+        shapes: by number of the receive, shape and type of each of its tensors.
+        ahead: how many receives ahead of their place buffers are made; a CPU has no streams and ignores it.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[Shape]], *, device: torch.device, ahead: int) -> None:
+        self._shapes = shapes
+        self._device = device
+        self._ahead = ahead if device.type == "cuda" else 0
+        self._beside = torch.cuda.Stream(device, priority=-1) if self._ahead else None
+        self._next = 0
+        self._sizes = [sum(_num_bytes(*tensor) for tensor in tensors) for tensors in shapes]
+        self.made_bytes = 0
+        """Bytes of all that were made since the program began, taken or not."""
+        self._made: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
+
+    def take(self, number: int) -> tuple[list[Tensor], contextlib.AbstractContextManager[object]]:
+        """Return the buffers of a receive, and what to post it in; numbers ascend within a program."""
+        if self._beside is None:
+            self.made_bytes += self._sizes[number]
+            return self._make(number), _HERE
+        self._next = max(self._next, number)
+        while self._next <= min(number + self._ahead, len(self._shapes) - 1):
+            made = self._make(self._next)
+            self.made_bytes += self._sizes[self._next]
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._made.append((made, event))
+            self._next += 1
+        buffers, unused = self._made.popleft()
+        self._beside.wait_event(unused)
+        return buffers, torch.cuda.stream(self._beside)
+
+    def _make(self, number: int) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes[number]]
+
+    def clear(self) -> None:
+        """Let go of what was made and not taken; the next number is that of a program's first receive."""
+        self._made.clear()
+        self._next = self.made_bytes = 0
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+# Makes the tensors that a task reads out of received pieces, and those of a message out of what tasks made.
+#
+# Which pieces and rows these are was resolved before (`routes`); a reading becomes one callable. Gradients that
+# several consumers send for one tensor are summed in the order of the groups, whatever order they arrived in.
+
+Take = Callable[[], Tensor]
+Inbox = list[list[Tensor]]
+"""The buffers of each message that the rank receives, by its number."""
+
+_TAKEN_PIECE = torch.empty(0)
+
+
+def compile_reading(reading: Reading, inbox: Inbox, device: torch.device) -> Take:
+    """Return what makes a tensor: pieces of a group joined by rows or placed, groups summed in order.
+
+    Args:
+        inbox: filled with buffers when the callable is called, which lets go of those that nobody reads afterwards.
+    """
+    if not reading.groups:
+        return lambda: torch.empty(reading.shape, dtype=reading.dtype, device=device)
+    groups = [_compile_group(pieces, reading, inbox, device) for pieces in reading.groups]
+    if len(groups) == 1:
+        return groups[0]
+
+    def read() -> Tensor:
+        total: Tensor | None = None
+        for join in groups:
+            part = join()
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    return read
+
+
+def _compile_group(pieces: Sequence[Piece], reading: Reading, inbox: Inbox, device: torch.device) -> Take:
+    axis = reading.axis
+    takes = [_compile_piece(piece, axis, inbox) for piece in pieces]
+    if len(takes) == 1:
+        return takes[0]
+    if not any(piece.place for piece in pieces):
+        return lambda: torch.cat([take() for take in takes], dim=axis)
+
+    def join() -> Tensor:
+        whole = torch.empty(reading.shape, dtype=reading.dtype, device=device)
+        for piece, take in zip(pieces, takes, strict=True):
+            part = whole
+            for cut in piece.place:
+                part = part.narrow(cut.axis, cut.first, cut.count)
+            part.copy_(take())
+        return whole
+
+    return join
+
+
+def _compile_piece(piece: Piece, axis: int, inbox: Inbox) -> Take:
+    number, position = piece.number, piece.position
+
+    def take() -> Tensor:
+        buffers = inbox[number]
+        tensor = buffers[position]
+        if piece.is_last:  # let go of it here
+            buffers[position] = _TAKEN_PIECE
+        if piece.num_rows < 0:
+            return tensor
+        # captured code may view what it gets, which rows cut behind the first axis do not allow
+        return tensor.narrow(axis, piece.first_row, piece.num_rows).contiguous()
+
+    return take
+
+
+def pack_parcel(parcel: Parcel, made: Mapping[int, Sequence[Tensor]]) -> Tensor:
+    """Return one tensor of a message, contiguous, as its receiver expects it.
+
+    Args:
+        made: what tasks made, by slot.
+
+    Raises:
+        RuntimeFailure: it is not of the shape or dtype that the plan was compiled for.
+    """
+    wire = parcel.wire
+    tensor = _join_rows(parcel.sources, wire.axis, made)
+    for cut in wire.cuts:
+        if tensor.shape[cut.axis] != cut.size:
+            raise RuntimeFailure(
+                f"{wire.name} is {tuple(tensor.shape)}; by the plan each tensor rank holds {cut.size} elements "
+                f"of it along axis {cut.axis}"
+            )
+        tensor = tensor.narrow(cut.axis, cut.first, cut.count)
+    if tensor.shape != wire.shape or tensor.dtype != wire.dtype:
+        raise RuntimeFailure(
+            f"{wire.name} is {tuple(tensor.shape)} {tensor.dtype}, the plan was compiled for "
+            f"{wire.shape} {wire.dtype}; its shape depends on the data"
+        )
+    return tensor.contiguous()
+
+
+def _join_rows(sources: Sequence[RowSource], axis: int, made: Mapping[int, Sequence[Tensor]]) -> Tensor:
+    """Return the rows to send, out of one task or joined out of both halves."""
+    tensors = []
+    for source in sources:
+        tensor = made[source.slot][source.position].detach()
+        if axis >= 0 and tensor.shape[axis] != source.num_rows:
+            tensor = tensor.narrow(axis, source.first_row, source.num_rows)
+        tensors.append(tensor)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=axis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.messages.sockets import LEAST_OPENING_S, open_pairs, widened_sockets
 from gpp_plugin.runtime.messages.wires import Wire
-from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
+from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 
 MAX_TENSORS_PER_EDGE = 4096
 

@@ -46,8 +46,13 @@ from gpp_plugin import errors
 from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.runtime.messages.sockets import connect_when_used
-from gpp_plugin.runtime.ranks.agents_store import did_not_come, has_agents_store, store_of_start
-from gpp_plugin.runtime.ranks.job_board import mark_shared, open_board
+from gpp_plugin.runtime.ranks.job_board import (
+    did_not_come,
+    has_agents_store,
+    mark_shared,
+    open_board,
+    store_of_start,
+)
 
 CONNECTS_S = 0.1
 """Between two attempts to reach the job's store."""

@@ -15,7 +15,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.absent import Presence, own_tasks
+from gpp_plugin.schedule.build_graph import Presence, own_tasks
 from gpp_plugin.schedule.grid import program_grid
 
 TAIL_ORDER = (InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP)

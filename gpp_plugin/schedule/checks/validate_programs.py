@@ -23,7 +23,7 @@ What is proven for a plan, its schedules and the programs of all ranks:
    have. Then it finishes on any device as well, whoever waits for it on the way (`rendezvous`).
 
 Source: this project
-Tests: tests/schedule/test_validate.py
+Tests: tests/schedule/test_validate.py, tests/schedule/test_gathers.py
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
-from gpp_plugin.schedule.absent import Presence
+from gpp_plugin.schedule.build_graph import Presence
 from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER, CheckedPrograms, messages_of
-from gpp_plugin.schedule.checks.rendezvous import Standstill, execute_serially
-from gpp_plugin.schedule.checks.validate_gathers import check_gathers
+from gpp_plugin.schedule.checks.order_check import Standstill, execute_serially
 from gpp_plugin.schedule.checks.validate_messages import (
     check_channels,
     check_hand_overs,
@@ -46,6 +45,50 @@ from gpp_plugin.schedule.checks.validate_messages import (
     check_readiness,
 )
 from gpp_plugin.schedule.grid import program_grid
+
+# Proves that a stage's parameters are whole wherever one of its tasks runs, and in parts wherever they are stepped.
+
+
+def check_gathers(checked: CheckedPrograms, part: RankProgram) -> None:
+    """Check what a rank does for one of its stages: gathered, its tasks, let go of, and so on.
+
+    Raises:
+        ScheduleError: a task runs, or a step is taken, while it must not; or there is a gather that nothing needs.
+    """
+    # ``is_whole`` is what the rank has at an instruction. A stage that it always has whole has no gathers at all.
+    #
+    #     gather  0F0  0F1  free  ...  gather  0B0  0B1  free  reduce_data  step
+    #             whole                        whole           in parts
+    stage = checked.plan.stages[part.stage]
+    is_sharded = stage.gathered_bytes > 0
+    is_whole = not is_sharded
+    for position, instruction in enumerate(part.instructions):
+        kind = instruction.kind
+        if kind in (InstructionKind.GATHER, InstructionKind.FREE):
+            is_gather = kind is InstructionKind.GATHER
+            if not is_sharded or is_gather is is_whole:
+                held = "whole" if is_whole else "in parts"
+                raise checked.fail(
+                    part, position, f"{instruction}: its parameters are {held} there; lower anew"
+                )
+            is_whole = is_gather
+        elif kind is InstructionKind.COMPUTE and not is_whole:
+            raise checked.fail(
+                part,
+                position,
+                f"runs {instruction} while its parameters are not gathered; gather them before it",
+            )
+        elif kind is InstructionKind.STEP and is_whole and is_sharded:
+            raise checked.fail(
+                part,
+                position,
+                "steps while its parameters are gathered, and it steps parts of them; free them before",
+            )
+    if is_whole and is_sharded:
+        end = len(part.instructions) - 1
+        raise checked.fail(
+            part, end, "ends while its parameters are gathered; free them behind its last task"
+        )
 
 
 def validate_programs(

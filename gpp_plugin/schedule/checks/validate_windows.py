@@ -23,7 +23,7 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind
 from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER
-from gpp_plugin.schedule.checks.rendezvous import execute_serially
+from gpp_plugin.schedule.checks.order_check import execute_serially
 from gpp_plugin.schedule.checks.validate_programs import validate_programs, validate_tails
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.look_ahead import AheadPrograms, moved_message, moved_task, repeated_schedules

@@ -1,0 +1,178 @@
+"""ONNX Runtime on the CPU, of the model that `torch.onnx` exports."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
+from gpp_plugin.doors import Backend
+from gpp_plugin.errors import BackendRefused
+
+# What backends outside of torch have in common: exported programs, float32 on the CPU, absent packages.
+
+_REGISTRY = "torch.onnx._internal.exporter._registration"
+"""Logs, with each export, every operator of torchvision where that is not installed; to the real standard error."""
+
+
+class ExportedBackend(Backend):
+    """A backend that converts an exported program, on the CPU, in float32.
+
+    Args:
+        packages: what it imports; ``extra`` is what installs them.
+    """
+
+    packages: Sequence[str] = ()
+    extra: str = ""
+
+    def missing(self) -> str:
+        """Return what is to be installed."""
+        absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        return f"needs {' and '.join(absent)}: pip install 'gpp_plugin[{self.extra}]'" if absent else ""
+
+    def version(self) -> str:
+        """Return the versions of torch and of the packages."""
+        own = [f"{name} {importlib.metadata.version(name)}" for name in self.packages]
+        return ", ".join([f"torch {torch.__version__}", *own])
+
+    def refusal(self, code: ForwardCode) -> str:
+        """Return why it cannot run this."""
+        if code.devices - {"cpu"}:
+            return f"runs on the CPU alone, and the stage is on {', '.join(sorted(code.devices))}"
+        wrong = code.dtypes - {torch.float32}
+        if wrong:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in wrong))
+            return f"runs float32 alone, and the stage has {names}"
+        return ""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let a converter say nothing but its error: what it prints and warns of is of no use beside a table."""
+    registry = logging.getLogger(_REGISTRY)
+    was_disabled, registry.disabled = registry.disabled, True
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        registry.disabled = was_disabled
+
+
+@torch.no_grad()
+def exported(code: ForwardCode) -> tuple[torch.export.ExportedProgram, tuple[int, ...]]:
+    """Return the frozen code as converters read it, and which of the tensors that change it takes.
+
+    Converters leave out what no operator reads (the mask of a batch that is not padded), some and not others: here all
+    of it is left out, so that a backend is given what is read.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(code.frozen.graph, {}))
+    read = []
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        if node.users:
+            read.append(index)
+        else:
+            graph.erase_node(node)
+    module = fx.GraphModule(code.frozen, graph).eval()  # the same weights
+    examples = tuple(code.examples[index] for index in read)
+    return torch.export.export(module, examples, strict=False), tuple(read)
+
+
+MOST_BYTES = 1 << 31
+"""What a model may hold in memory: its format has no room for more without files beside it."""
+
+
+class OnnxRuntimeBackend(ExportedBackend):
+    """ONNX Runtime's CPU provider, on as many threads as torch has."""
+
+    packages = ("onnxruntime", "onnxscript", "onnx")
+    extra = "onnxruntime"
+
+    def build(self, code: ForwardCode) -> ForwardRunner:
+        """Return a session's run."""
+        import onnxruntime
+
+        held = sum(t.nbytes for t in (*code.parameters, *code.bound) if isinstance(t, Tensor))
+        if held >= MOST_BYTES:
+            raise BackendRefused(f"stage {code.name!r} holds {held} bytes, and a model may hold {MOST_BYTES}")
+        with quiet():
+            traced, read = exported(code)
+            program = torch.onnx.export(traced, dynamo=True, optimize=True, verbose=False)
+        assert program is not None, "with dynamo it returns the program"
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        # operators one after the other, each on the rank's threads
+        options.inter_op_num_threads = 1
+        # a thread that spins for work takes the core of another rank
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(
+            program.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        names = [given.name for given in session.get_inputs()]
+        if len(names) != len(read):
+            raise BackendRefused(f"{len(names)} inputs are left of {len(read)}")
+
+        def run(*tensors: Tensor) -> Sequence[Tensor]:
+            given = {
+                name: tensors[index].detach().contiguous().numpy()
+                for name, index in zip(names, read, strict=True)
+            }
+            return [torch.from_numpy(array) for array in session.run(None, given)]
+
+        return run
+
+
+ONNXRUNTIME = OnnxRuntimeBackend()
+
+
+# OpenVINO on the CPU, which reads torch's exported programs itself.
+
+
+class OpenVinoBackend(ExportedBackend):
+    """OpenVINO's CPU device, one stream, on as many threads as torch has, in float32."""
+
+    packages = ("openvino",)
+    extra = "openvino"
+
+    def build(self, code: ForwardCode) -> ForwardRunner:
+        """Return the inference of a compiled model."""
+        import openvino
+
+        with quiet():
+            traced, read = exported(code)
+            model = openvino.convert_model(traced)
+        settings = {
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "NUM_STREAMS": 1,
+            "INFERENCE_PRECISION_HINT": "f32",  # by default some processors get half precision
+        }
+        compiled = openvino.Core().compile_model(model, "CPU", settings)
+        if len(compiled.inputs) != len(read):
+            raise BackendRefused(f"{len(compiled.inputs)} inputs are left of {len(read)}")
+        request = compiled.create_infer_request()
+        count = len(compiled.outputs)
+
+        def run(*tensors: Tensor) -> Sequence[Tensor]:
+            given = [tensors[index].detach().contiguous().numpy() for index in read]
+            # what it returns lies in the request, which the next call writes: copied by whoever keeps it
+            found = request.infer(given, share_inputs=True, share_outputs=True)
+            return [torch.from_numpy(found[i]) for i in range(count)]
+
+        return run
+
+
+OPENVINO = OpenVinoBackend()

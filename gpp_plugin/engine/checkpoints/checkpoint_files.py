@@ -1,0 +1,442 @@
+"""Safetensors files written with a checksum of the header and of each tensor, and read by parts.
+
+    8 bytes            length of the header
+    header             JSON: name -> dtype, shape, offsets; "__metadata__"
+    tensors            one behind the other, without gaps
+
+Header and tensors are the whole file, so that a flipped bit is in exactly one of the sums. They are taken while the
+file is written, not read back. A reader checks the header and those tensors that it is going to read.
+
+Source: this project
+Tests: tests/checkpoints/test_tensor_file.py, tests/integrations/test_checkpoint.py,
+    tests/integrations/test_resharding.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gpp_plugin.engine.checkpoints.checkpoint_directory import check_inside
+from gpp_plugin.errors import CheckpointError, ReadError, first_line
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import MAX_BYTES, from_plain, parse_json, to_plain
+from gpp_plugin.ir.typed_leaves import Bytes, Count, Index
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+}
+CHUNK = 1 << 24
+MOST_HEADER_BYTES = 100_000_000
+"""As safetensors itself has it."""
+
+
+class BrokenFile(CheckpointError):
+    """A file is not what its checkpoint says: cut, changed, or another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSums:
+    """What a manifest says about a file of tensors.
+
+    Args:
+        num_bytes: of the whole file.
+        header: checksum of length and header.
+        tensors: checksum of each tensor's bytes, by its name in the file.
+    """
+
+    num_bytes: int
+    header: str
+    tensors: dict[str, str]
+
+
+def checksum() -> Any:
+    """Return a new sum: BLAKE2b of 128 bits, the quickest of the standard library's where a processor has no SHA."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> FileSums:
+    """Write a safetensors file and bring it to the disk.
+
+    Args:
+        tensors: anywhere; each is brought to host memory when its turn comes.
+
+    Raises:
+        CheckpointError: a tensor's type has no name in safetensors.
+    """
+    # Wide types first, as safetensors has them: every tensor then begins at a multiple of its element size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    at = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{name!r} is of {tensor.dtype}, which safetensors files cannot hold")
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = len(text).to_bytes(8, "little") + text
+    with path.open("wb") as stream:
+        stream.write(first)
+        sums = {name: _write_tensor(stream, tensors[name]) for name in order}
+        stream.flush()
+        os.fsync(stream.fileno())
+    head = checksum()
+    head.update(first)
+    return FileSums(num_bytes=len(first) + at, header=head.hexdigest(), tensors=sums)
+
+
+def _write_tensor(stream: BinaryIO, tensor: Tensor) -> str:
+    total = checksum()
+    if tensor.numel():
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        array: Any = flat.numpy()
+        data = memoryview(array)
+        for first in range(0, len(data), CHUNK):
+            part = data[first : first + CHUNK]
+            total.update(part)
+            stream.write(part)
+    return str(total.hexdigest())
+
+
+def check_tensors(path: Path, sums: FileSums, names: Iterable[str]) -> None:
+    """Read the header and the tensors ``names`` and compare their sums.
+
+    Raises:
+        BrokenFile: the file is not there, of another size, or its bytes are others; the message names it and what.
+    """
+    try:
+        with path.open("rb") as stream:
+            _check_open(stream, path, sums, names)
+    except OSError as error:
+        raise BrokenFile(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _check_open(stream: BinaryIO, path: Path, sums: FileSums, names: Iterable[str]) -> None:
+    size = os.fstat(stream.fileno()).st_size
+    if size != sums.num_bytes:
+        raise BrokenFile(f"{path.name} has {size} bytes, the manifest says {sums.num_bytes}")
+    first = stream.read(8)
+    length = int.from_bytes(first, "little")
+    if length > min(size - 8, MOST_HEADER_BYTES):
+        raise BrokenFile(f"{path.name}: its header says that it is {length} bytes long")
+    text = stream.read(length)
+    total = checksum()
+    total.update(first + text)
+    if total.hexdigest() != sums.header:
+        raise BrokenFile(f"{path.name}: its header is not what was written")
+    offsets = {name: entry["data_offsets"] for name, entry in json.loads(text).items() if name[:2] != "__"}
+    for name in sorted(names, key=lambda name: offsets.get(name, [0])[0]):
+        if name not in offsets or name not in sums.tensors:
+            raise BrokenFile(f"{path.name} has no tensor {name!r}")
+        begin, end = offsets[name]
+        if _sum_of(stream, 8 + length + begin, end - begin) != sums.tensors[name]:
+            raise BrokenFile(f"{path.name}: the bytes of {name!r} are not what was written")
+
+
+def _sum_of(stream: BinaryIO, at: int, num_bytes: int) -> str:
+    total = checksum()
+    stream.seek(at)
+    while num_bytes > 0:
+        part = stream.read(min(CHUNK, num_bytes))
+        if not part:
+            break
+        total.update(part)
+        num_bytes -= len(part)
+    return str(total.hexdigest())
+
+
+class TensorFile:
+    """A safetensors file open for reading, memory-mapped: what is not asked for is not read.
+
+    Raises:
+        BrokenFile: it is not one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise BrokenFile(f"{path.name} cannot be read: {error}") from error
+
+    def metadata(self) -> dict[str, str]:
+        """Return the strings beside the tensors."""
+        return dict(self._file.metadata() or {})
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors."""
+        return list(self._file.keys())
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor."""
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except SafetensorError as error:
+            raise BrokenFile(f"{self._path.name}: {name!r}: {error}") from error
+        return tensor
+
+    def elements(self, name: str, first: int, count: int) -> Tensor:
+        """Return ``count`` elements of the flattened tensor from ``first`` on; of its rows only those they are in.
+
+        Of a tensor of 4 rows of 3, the elements 4 to 8 are in rows 1 and 2:
+
+            . . .
+            . x x        rows 1:3 are read, flattened, and cut from element 4 - 1 * 3 on
+            x x .
+            . . .
+        """
+        try:
+            part = self._file.get_slice(name)
+            shape = list(part.get_shape())
+            if not shape:
+                return self.whole(name).reshape(-1)[first : first + count]
+            row = math.prod(shape[1:])
+            if row == 0 or count == 0:
+                return self.whole(name).reshape(-1)[:0]
+            top = first // row
+            bottom = -(-(first + count) // row)
+            rows: Tensor = part[top:bottom]
+        except SafetensorError as error:
+            raise BrokenFile(f"{self._path.name}: {name!r}: {error}") from error
+        return rows.reshape(-1).narrow(0, first - top * row, count)
+
+
+# What a checkpoint consists of: `manifest.json`, written last, with a checksum of itself.
+#
+#     manifest.json                               plan, settings, files, every tensor with its checksum
+#     plan.json                                   the plan, for graph_pipeline.plan of a job that is to have the same
+#     state.json, state.safetensors               schedule, loss scale, counters, data, the user's state; its tensors
+#     model-00-<stage>.safetensors                parameters and buffers under their names in the plain model
+#     optimizer-00-<stage>-00000.safetensors      masters and optimizer state, by parameter; of each rank under ZeRO
+#     rank-00000.safetensors                      a rank's random states, its replica's buffers, its place in the data
+#
+# Tensor ranks write files of their own, ``-t1`` behind the stage. Nothing here depends on the plan but which file a
+# tensor, or which elements of it, are in: a tensor is known by its name in the plain model and by what it is of it.
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+PLAN = "plan.json"
+STATE = "state.json"
+STATE_TENSORS = "state.safetensors"
+WEIGHT, BUFFER, STATE_TENSOR = "weight", "buffer", "state"
+_FILE = re.compile(r"^[A-Za-z0-9_~%][A-Za-z0-9_.~%-]*$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """A tensor of a file: what it is of the plain model.
+
+    Args:
+        what: ``weight``, ``buffer``, ``state``, ``master``, or the optimizer's name of it.
+        name: the parameter's or buffer's.
+        shape: of the whole; under tensor parallelism of the tensor rank's shard.
+        start, count: the elements of it that are here, flattened; ``start`` None: all, in a shape of its own.
+        stage: which wrote it, by its number in the plan.
+        shard: tensor position and tensor size of a shard; None: all tensor ranks have the same.
+        axis, stride: how shards make the whole (Megatron's partition_dim and partition_stride).
+    """
+
+    what: str
+    name: str
+    dtype: str
+    shape: tuple[Bytes, ...]
+    start: Bytes | None
+    count: Bytes
+    stage: Index
+    shard: tuple[Index, Count] | None = None
+    axis: Index = 0
+    stride: Count = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """A file of tensors: its checksums, and what its tensors are, by their names in it."""
+
+    sums: FileSums
+    tensors: dict[str, TensorRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGroup:
+    """A parameter group: its number among the model's, the names of its parameters, its options."""
+
+    number: Index
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStage:
+    """What of a stage decides whether two plans are the same to a checkpoint; its name is for people."""
+
+    name: str
+    blocks: tuple[str, ...]
+    ranks: tuple[Index, ...]
+    tensor: Count = 1
+
+    @property
+    def place(self) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+        """Return it without its name."""
+        return (self.blocks, self.ranks, self.tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointManifest:
+    """A checkpoint's table of contents.
+
+    Args:
+        stages: of the plan it was saved on; none where one process wrote it.
+        dtype: of the parameters.
+        zero_stage: 0 where every rank of a stage stepped all of it.
+        step: optimizer steps so far.
+        saved_ns: when, in nanoseconds since 1970.
+        versions: releases, for people.
+        texts: checksum of each file that holds no tensors.
+        names: parameters and buffers of the plain model in its order, with their other names (a tied head's).
+        optimizer: class of the optimizer; empty where there was none.
+        numbers: by trained parameter, what the optimizer keeps of it in numbers.
+        groups: parameter groups; one of the model's may be here more than once, where its parameters' options differ.
+    """
+
+    stages: tuple[SavedStage, ...]
+    num_ranks: Count
+    dtype: str
+    zero_stage: Index
+    step: Bytes
+    saved_ns: Bytes
+    files: dict[str, SavedFile]
+    texts: dict[str, str]
+    versions: dict[str, str] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    optimizer: str = ""
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: tuple[SavedGroup, ...] = ()
+
+    def is_on(self, plan: PipelinePlan) -> bool:
+        """Return whether it was saved on this plan, whatever its stages are called."""
+        return [s.place for s in self.stages] == [s.place for s in saved_stages(plan)]
+
+    def describe_plan(self) -> str:
+        """Return the plan it was saved on, in a line."""
+        return ", ".join(
+            f"{s.name} ({len(s.blocks)} blocks on ranks {','.join(map(str, s.ranks))}"
+            f"{f', tensor size {s.tensor}' if s.tensor > 1 else ''})"
+            for s in self.stages
+        )
+
+
+def saved_stages(plan: PipelinePlan) -> tuple[SavedStage, ...]:
+    """Return the stages of a plan as manifests have them."""
+    return tuple(
+        SavedStage(
+            name=stage.name,
+            blocks=tuple(stage.blocks),
+            ranks=tuple(sorted(stage.ranks) if stage.tensor == 1 else stage.ranks),
+            tensor=stage.tensor,
+        )
+        for stage in plan.stages
+    )
+
+
+def manifest_text(manifest: CheckpointManifest) -> str:
+    """Return the text of ``manifest.json``."""
+    body = json.dumps(to_plain(manifest), separators=(",", ":"), allow_nan=False)
+    return f'{{"format":{FORMAT},"checksum":"{text_sum(body)}",\n"manifest":{body}}}\n'
+
+
+def text_sum(text: str) -> str:
+    """Return the checksum of a text."""
+    total = checksum()
+    total.update(text.encode())
+    return str(total.hexdigest())
+
+
+def read_manifest(target: Path) -> CheckpointManifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        BrokenFile: it is not there, or not what was written.
+        CheckpointError: another format's.
+    """
+    text = read_text(target, MANIFEST, missing="has no manifest: its save did not finish")
+    try:
+        plain = parse_json(text, what="a manifest")
+        told = plain.get("format")
+        if isinstance(told, int) and told != FORMAT:
+            raise CheckpointError(
+                f"checkpoint {target}: format {told}, this release reads {FORMAT}; load it with the release that wrote "
+                "it, and give its weights on with save_pretrained()"
+            )
+        body = text[text.index('"manifest":') + len('"manifest":') : text.rindex("}")]
+        if told != FORMAT or plain["checksum"] != text_sum(body):
+            raise BrokenFile(f"{MANIFEST} is not what was written")
+        manifest = from_plain(CheckpointManifest, plain["manifest"])
+        for name in (*manifest.files, *manifest.texts):
+            if not _FILE.match(name):
+                raise BrokenFile(f"{MANIFEST} names a file {name[:100]!r}, which is none of a checkpoint")
+        return manifest
+    except (ValueError, KeyError, AttributeError, ReadError) as error:
+        raise BrokenFile(f"{MANIFEST} is not what was written ({first_line(error)})") from error
+
+
+def read_text(target: Path, name: str, *, missing: str = "", expected: str | None = None) -> str:
+    """Return a text file of a checkpoint.
+
+    Args:
+        missing: said where it is not there.
+        expected: its checksum.
+
+    Raises:
+        BrokenFile: it cannot be read, or is not what was written.
+    """
+    try:
+        path = check_inside(target, target / name)
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise BrokenFile(f"{name} has more than {MAX_BYTES} bytes")
+        text = data.decode()
+    except OSError as error:
+        raise BrokenFile(missing or f"{name} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise BrokenFile(f"{name} is not what was written ({error})") from error
+    if expected is not None and text_sum(text) != expected:
+        raise BrokenFile(f"{name} is not what was written")
+    return text
+
+
+def plain_of(value: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file of a checkpoint."""
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"

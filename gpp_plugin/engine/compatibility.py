@@ -1,0 +1,670 @@
+"""The small part of `PipelineEngine`'s public surface: what it answers, hands on, and refuses.
+
+Kept apart from the engine's work so that the names DeepSpeed's users call are in one place. Nothing here runs
+anything: `GraphPipelineEngine` adds what does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.engine.engine_files import PipelineFiles
+from gpp_plugin.engine.rank_engine import RankEngine
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.stage_module import joined_module
+from gpp_plugin.runtime.stage_source import Reference
+
+# Names that DeepSpeed's engines have and a graph of stages has not: why, and what to call instead.
+#
+# `GraphPipelineEngine` answers the others. Tests hold both to DeepSpeed's classes: each of their public names, those
+# that only instances have among them, is either answered or here.
+
+# Reason -> names; a name that ends in "*" stands for all that begin so.
+_REFUSED: dict[str, str] = {
+    "read the block of that name in the JSON": (
+        "aio_config autotuning_* communication_data_type compile_zero_optimization_stage curriculum_* "
+        "data_efficiency_* data_sampling_* dump_state flops_profiler_* initial_dynamic_scale "
+        "dynamic_loss_scale_args log_level random_ltd_* sparse_gradients_enabled swap_tensor_config "
+        "tensor_parallel_config zenflow_config checkpoint_tag_validation_* is_sanity_checks_enabled "
+        "gradient_predivide_factor postscale_gradients prescale_gradients graph_harvesting "
+        "zero_allgather_* zero_allow_* zero_compute_* zero_contiguous_* zero_cpu_* zero_elastic_* "
+        "zero_force_* zero_gather_* zero_hpz_* zero_ignore_* zero_legacy_* zero_load_* zero_log_* "
+        "zero_max_* zero_model_* zero_module_* zero_multi_* zero_nvme_* zero_offload_* "
+        "zero_optimization_partition_* zero_overlap_* zero_param_* zero_parameter_* zero_partial_* "
+        "zero_prefetch_* zero_quantized_* zero_reduce_* zero_round_* zero_save_* zero_sub_* zero_use_* "
+        "get_optimizer_configuration optimizer_legacy_fusion checkpoint_serialization_enabled "
+        "checkpoint_writer_enabled "
+        "use_node_local_storage load_universal_checkpoint super_offload cpuadam_cores_perc autotp_size "
+        "flops flops_profiler log_batch_step_id update_interval optimized_linear_* dist_backend use_ds_comm "
+        "dont_change_device"
+    ),
+    "a program says when gradients are reduced; engine.retain_gradients() keeps them for engine.gradients": (
+        "allreduce_* buffered_allreduce_fallback sparse_all* all_gather_scalar coalesce_grad_reduction "
+        "set_gradient_accumulation_boundary managed_gradient_accumulation clip_fp32_gradients scale "
+        "reduce_gradients_and_step enable_backward_allreduce pipeline_enable_backward_allreduce flatten unflatten "
+        "gradient_average inside_no_sync_ctxt scale_wrt_gas warn_unscaled_loss"
+    ),
+    "stages run code generated from the capture, which torch.compile and tensor-parallel rewriting do not touch": (
+        "compile compile_* get_autosp_backend get_autotp_backend get_compile_time get_deepcompile_backend "
+        "get_deepspeed_compile_backend is_compiled is_deepcompile_* register_compile_pass "
+        "uses_parallelization_pass_only module_forward_post_hook module_forward_pre_hook"
+    ),
+    "give the data as training_data, engine.set_dataloader() or an iterator of train_batch()": (
+        "deepspeed_io set_data_post_process_func set_custom_curriculum_learning_schedule "
+        "is_iterable_style_dataset is_map_style_dataset tensor_to_device batch_fn collate_fn data_iterator "
+        "first_dataloader_check training_data"
+    ),
+    "the precision is engine.rank_engine.dtype; engine.fp16_enabled() and engine.bfloat16_enabled() tell it": (
+        "fp16_auto_cast fp16_master_weights_and_gradients bf16_master_weights_and_gradients "
+        "bf16_optimizer_states get_data_types torch_autocast_* amp_enabled amp_params"
+    ),
+    "the plan places weights for good; give graph_pipeline.memory what stages may swap and recompute": (
+        "offload_states reload_states empty_partition_cache is_first_weights_partition_group to half float "
+        "double bfloat16 type cuda cpu xpu ipu mtia to_empty share_memory"
+    ),
+    "engine.memory_report() tells memory, and the JSON's wall_clock_breakdown the times of a step": (
+        "memory_breakdown print_forward_breakdown get_wall_clock_timers collect_python_gc"
+    ),
+    "the plan is made for one mini-batch; set train_micro_batch_size_per_gpu in the JSON": (
+        "set_train_micro_batch_size"
+    ),
+    "stages have no mixture of experts over ranks, and no sequence-parallel group": (
+        "load_moe_state_dict get_sequence_parallel_group all_to_all_group local_all_to_all_group expert_* "
+        "gate_modules has_moe_layers moe_layers num_experts seq_* sequence_parallel_size"
+    ),
+    "each stage has an optimizer and a schedule of its own: engine.optimizer and engine.lr_scheduler": (
+        "basic_optimizer client_optimizer client_lr_scheduler using_bf16_optimizer"
+    ),
+    "checkpoints name parameters and fit any plan; call engine.save_checkpoint() and engine.load_checkpoint()": (
+        "checkpoint_engine checkpoint_mp_rank loaded_checkpoint_* save_non_zero_checkpoint save_zero_checkpoint"
+    ),
+    "call engine.eval_batch(return_logits=True)": "eval_return_logits",
+    "call engine.optimizer_name()": "get_type",
+    "engine.agg_train_loss keeps what train_batch() returned, and engine.last_timeline the times of a step": (
+        "agg_additional_losses agg_loss dp_group_loss fwd_outputs loss losses outputs total_additional_losses "
+        "total_loss batch_timer engine_timers engine_timers_cache fwd_duration timers tput_timer summary_events"
+    ),
+    "a stage may have several neighbours; engine.plan.stages and engine.plan.edges have stages, ranks and tensors": (
+        "grid mpu next_stage prev_stage data_parallel_group first_gradient_send first_output_send has_bool_tensors "
+        "num_pipe_buffers pipe_buffers pipe_partition_* pipe_recv_buf is_pipe_partitioned is_grad_partitioned "
+        "dynamic_shape grad_layer grad_partition_grad_layer_meta_cache meta_buffer mesh_device has_attention_mask"
+    ),
+    "rank 0 writes to monitors, which the JSON's blocks name; engine.config is the graph_pipeline block": (
+        "monitor autotuning_model_info"
+    ),
+    "no schedule of instructions is given; engine.plan and its programs say what runs": (
+        "pipe_schedule execute_schedule"
+    ),
+    "engine.module, which holds this rank's stages, has it": (
+        "modules named_modules children named_children get_parameter get_submodule get_buffer apply "
+        "requires_grad_ extra_repr get_extra_state set_extra_state dump_patches call_super_init"
+    ),
+    "stages run what was captured; register it on the model before deepspeed.initialize": (
+        "set_submodule add_module register_*"
+    ),
+}
+_BY_NAME = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+
+
+def why_lacking(name: str) -> str | None:
+    """Return why the engine has no such name, if DeepSpeed's engines have it.
+
+    >>> why_lacking("set_train_micro_batch_size")
+    'the plan is made for one mini-batch; set train_micro_batch_size_per_gpu in the JSON'
+    >>> why_lacking("zero_cpu_offload"), why_lacking("frobnicate")
+    ('read the block of that name in the JSON', None)
+    """
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    starts = [known for known in _BY_NAME if known.endswith("*") and name.startswith(known[:-1])]
+    return _BY_NAME[max(starts, key=len)] if starts else None
+
+
+def missing_attribute(name: str, present: Iterable[str]) -> AttributeError:
+    """Return the error for a name that the engine has not: why, or the nearest that it has."""
+    reason = why_lacking(name)
+    if reason is None:
+        near = difflib.get_close_matches(name, [each for each in present if not each.startswith("_")], n=1)
+        reason = f"did you mean engine.{near[0]}?" if near else "docs/porting.md lists what it has"
+    return AttributeError(f"engine.{name} does not exist for a graph of stages: {reason}")
+
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineSurface:
+    """What DeepSpeed's pipeline engine is asked, answered from the rank's stages, the configuration and the files.
+
+    Args:
+        reference: the model that the stages' plan is on.
+        stages: this rank's.
+        files: what writes and reads the model.
+        ds_config: the whole DeepSpeed configuration.
+    """
+
+    def __init__(
+        self,
+        *,
+        reference: Reference,
+        stages: RankEngine,
+        files: PipelineFiles,
+        ds_config: Mapping[str, Any],
+    ) -> None:
+        self.plan: PipelinePlan = stages.plan
+        self.rank_engine = stages
+        self.module = joined_module([stage.module for stage in stages.stages])
+        self.global_rank = stages.rank
+        self.device = stages.device
+        self._files = files
+        self._reference = reference
+        self._ds_config = dict(ds_config)
+        self._last_step: StepResult | None = None
+        self.agg_train_loss: Tensor | None = None
+        """What `train_batch` returned last; None before its first call."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # only for what is not there at all; Python and torch ask for dunders to see what an object is
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise missing_attribute(name, dir(type(self)))
+
+    # ---- this rank's part of the model, under the names of HuggingFace's files -----------------------
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank's stages with their names in the whole model."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yield the buffers of this rank's stages."""
+        return self.module.buffers(recurse)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of this rank's stages with their names in the whole model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's part of the model's state dict: `module_state_dict`; `gather_state_dict` has the whole."""
+        return self.module_state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take this rank's tensors from a state dict: `load_module_state_dict`."""
+        self.load_module_state_dict(state_dict, strict=strict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: every `train_batch` begins without gradients and forgets its own behind its step."""
+
+    @property
+    def training(self) -> bool:
+        """Return True: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
+        return True
+
+    @property
+    def global_steps(self) -> int:
+        """Return the optimizer steps so far, skipped ones among them."""
+        return self.rank_engine.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Return the samples trained on so far."""
+        return self.rank_engine.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """Return the steps that overflow prevented."""
+        return self.rank_engine.skipped_steps
+
+    def is_first_stage(self) -> bool:
+        """Return whether a stage of this rank has no predecessor in the stage graph."""
+        return not set(self.rank_engine.indices) <= {edge.dst for edge in self.plan.edges}
+
+    def is_last_stage(self) -> bool:
+        """Return whether a stage of this rank yields the loss."""
+        # By blocks and not by name or number: a graph may yield losses in several stages, and none need be the last.
+        losses = self._reference.block_graph.loss_blocks
+        return not set(losses).isdisjoint(
+            b for i in self.rank_engine.indices for b in self.plan.stages[i].blocks
+        )
+
+    @property
+    def stage_engine(self) -> StageEngine:
+        """Return what trains this rank's one stage.
+
+        Raises:
+            PlanError: the rank holds several (`stages`).
+        """
+        return self.rank_engine.only
+
+    @property
+    def stage_name(self) -> str:
+        """Return the name of this rank's stage; of several, their names with commas between."""
+        return self.plan.names_on_rank(self.global_rank)
+
+    @property
+    def stage_id(self) -> int:
+        """Return the index of this rank's stage in ``plan.stages``; of several, the first one's."""
+        return self.rank_engine.indices[0]
+
+    @property
+    def optimizer(self) -> Any:
+        """Return the stage's optimizer; one over placeholders where the stage trains nothing.
+
+        Of several stages on this rank: their optimizers as one, whose parameter groups are those of all of them.
+        """
+        return self.rank_engine.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Return the stage's learning-rate scheduler, if any; of several stages the first one's, and all are alike."""
+        return self.rank_engine.lr_scheduler
+
+    # ---- numbers that DeepSpeed's engines keep as attributes ------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Return the ranks of the job."""
+        return self.plan.num_ranks
+
+    @property
+    def local_rank(self) -> int:
+        """Return this rank's number on its host."""
+        return int(os.environ.get("LOCAL_RANK", self.global_rank))
+
+    @property
+    def num_stages(self) -> int:
+        """Return the stages of the plan."""
+        return len(self.plan.stages)
+
+    @property
+    def dp_world_size(self) -> int:
+        """Return the data-parallel degree of this rank's stage; of several, the first one's."""
+        return self.plan.stages[self.stage_id].degree
+
+    @property
+    def mp_world_size(self) -> int:
+        """Return the tensor-parallel degree of this rank's stage; of several, the first one's."""
+        return self.plan.stages[self.stage_id].tensor
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """Return whether there are several stages."""
+        return self.num_stages > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Return whether `dp_world_size` is above 1."""
+        return self.dp_world_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Return whether `mp_world_size` is above 1."""
+        return self.mp_world_size > 1
+
+    pipeline_parallelism = True
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Return `train_micro_batch_size_per_gpu()`; micro-batches of a stage are in ``plan.stages``."""
+        return self.train_micro_batch_size_per_gpu()
+
+    @property
+    def micro_batches(self) -> int:
+        """Return `gradient_accumulation_steps()`, the losses of one step."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_steps(self) -> int:
+        """Return the losses of all steps so far."""
+        return self.global_steps * self.gradient_accumulation_steps()
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """Return the name in the whole model of each parameter of this rank's stages."""
+        return {parameter: name for name, parameter in self.named_parameters()}
+
+    def train_batch_size(self) -> int:
+        """Return the samples of one optimizer step (B)."""
+        return self.plan.mini_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples one rank computes one loss on (u)."""
+        return self.plan.loss_unit
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the losses of one step: ``train_batch_size`` / ``train_micro_batch_size_per_gpu``."""
+        return self.plan.mini_batch // self.plan.loss_unit
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last `train_batch` changed weights: there was one, and no overflow."""
+        return self._last_step is not None and not self._last_step.overflow
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True: every `train_batch` ends with a step."""
+        return True
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group of this rank's stages."""
+        optimizer = self.rank_engine.optimizer
+        return [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum, or the betas, of each parameter group of this rank's stages."""
+        optimizer = self.rank_engine.optimizer
+        groups = optimizer.param_groups if optimizer is not None else []
+        return [group.get("momentum", group.get("betas")) for group in groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the whole model's gradient in the last step, before clipping."""
+        return None if self._last_step is None else self._last_step.grad_norm
+
+    @property
+    def stage_grad_norms(self) -> dict[str, float]:
+        """Return, by stage, what it brings to the norm of the last step's gradient: squares add up to its square.
+
+        Of all stages; in mode async, where each steps alone, of this rank's. Of a stage whose gradient is not finite it
+        is not either.
+        """
+        norms = {} if self._last_step is None else self._last_step.stage_norms
+        return {self.plan.stages[index].name: norm for index, norm in norms.items()}
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the loss scale in force."""
+        return self.rank_engine.loss_scale
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Return the index of this rank's stage in ``plan.stages``; of several, the first one's."""
+        return self.stage_id
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's data position in its stage's grid; of several stages, in the first one's."""
+        return self.plan.stages[self.stage_id].position(self.global_rank)[0]
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Return this rank's tensor position in its stage's grid; of several stages, in the first one's."""
+        return self.plan.stages[self.stage_id].position(self.global_rank)[1]
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    def get_additional_losses(self) -> None:
+        """Return None: the model's loss is the only one."""
+
+    def mem_status(self, msg: str, print_rank: int = -1) -> None:
+        """Log the memory this rank's device holds, on ``print_rank`` (-1: every rank)."""
+        if print_rank in (-1, self.global_rank):
+            # What torch's allocator gave out; on the CPU nobody counts.
+            held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+            logger.info("%s: rank %d holds %.1f MiB on its device", msg, self.global_rank, held / 2**20)
+
+    def log_for_device(self, *msg: Any) -> None:
+        """Log a line with this rank and its stages in front."""
+        logger.info("[rank %d stage %s] %s", self.global_rank, self.stage_name, " ".join(map(str, msg)))
+
+    def tput_log(self, *msg: Any) -> None:
+        """Log a line on rank 0."""
+        if self.global_rank == 0:
+            logger.info("%s", " ".join(map(str, msg)))
+
+    # What DeepSpeed's users call for its chain of layers, and a graph of stages knows by itself, has no effect.
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: masks are inputs or operators of the graph like any other."""
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: a new shape is noticed by itself."""
+
+    # What would change what a plan was made for, or run a part of a mini-batch, is refused with what to call instead.
+
+    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
+        """Refuse: the plan is made for one mini-batch."""
+        raise ConfigError(
+            f"set_train_batch_size({train_batch_size}): the plan is made for {self.plan.mini_batch} samples; set "
+            "train_batch_size in the JSON and start anew from a checkpoint"
+        )
+
+    def train(self, mode: bool = True) -> None:
+        """Do nothing: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
+
+    def eval(self) -> None:
+        """Do nothing: `eval_batch` evaluates."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a graph of stages runs whole mini-batches."""
+        raise ConfigError(
+            "engine.forward() does not exist for a pipeline; call train_batch() or eval_batch()"
+        )
+
+    __call__ = forward
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: `train_batch` runs forward and backward."""
+        raise ConfigError("engine.backward() does not exist for a pipeline; train_batch() runs it")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: `train_batch` steps the optimizer."""
+        raise ConfigError("engine.step() does not exist for a pipeline; train_batch() steps the optimizer")
+
+    def no_sync(self) -> NoReturn:
+        """Refuse: the program says when gradients are reduced."""
+        raise ConfigError(
+            "engine.no_sync() does not exist for a pipeline; gradients are reduced once a train_batch()"
+        )
+
+    # ---- files and states: collective over all ranks, what is under way is finished first -----------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint of all stages to ``save_dir/tag``; collective. ``latest`` is written last.
+
+        Raises:
+            ConfigError: ``exclude_frozen_parameters``: a checkpoint holds the whole model.
+        """
+        _refuse_left_out("save_checkpoint", exclude_frozen_parameters)
+        self._files.save(save_dir, tag, client_state, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Read a checkpoint of this model, whatever plan it was saved on; collective.
+
+        Without a tag it is the one that `latest` names, or the newest whole one where that is broken.
+
+        Args:
+            load_module_only: only the weights: no optimizer, schedule, loss scale, counters or random states.
+
+        Returns:
+            The directory read and the client state.
+
+        Raises:
+            CheckpointError: it is missing, broken, or of another model or optimizer.
+            ConfigError: the ranks' files are not of one checkpoint; or `load_module_strict` is False or
+                `custom_load_fn` given, which DeepSpeed's engine takes.
+        """
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint takes every tensor of the model, each checked against the manifest: neither "
+                "load_module_strict=False nor custom_load_fn; use load_module_state_dict(state_dict, strict=False)"
+            )
+        return self._files.load(
+            load_dir,
+            tag,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            weights_only=load_module_only,
+        )
+
+    def resume(self, load_dir: str | Path) -> dict[str, Any] | None:
+        """Go on from a directory's newest whole checkpoint; where it has none yet, do nothing; collective.
+
+        For scripts that are started again when a rank is gone, on as many ranks or on fewer. Every rank does what
+        rank 0 finds.
+
+        Returns:
+            The client state that was saved; None where there was no checkpoint.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole, or they are of another model or optimizer.
+        """
+        return self._files.resume(load_dir)
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
+        self._files.export(save_directory)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
+        _refuse_left_out("save_16bit_model", exclude_frozen_parameters)
+        self._files.export_as(save_dir, save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def gather_state_dict(self) -> dict[str, Tensor] | None:
+        """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
+
+        Needs the whole model's bytes in rank 0's memory; `save_pretrained` does not.
+
+        Raises:
+            ConfigError: a stage of a stage graph is tensor-parallel: no rank knows how its shards make a whole.
+        """
+        return self._files.gather()
+
+    def gathered_parameters(self) -> AbstractContextManager[None]:
+        """Hold this rank's parameters whole while the context lasts, and keep what is written there; collective.
+
+        Under ZeRO 3 they have shapes and no values outside of it (they read as not-a-number); below it they are always
+        there. All ranks write the same, and none trains within.
+        """
+        return self.rank_engine.gathered()
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """Return this rank's parameters and persistent buffers under their HuggingFace names.
+
+        Of what a stage's tensor ranks share out each has its own parts; `gather_state_dict` joins them. Collective
+        under ZeRO 3, and in mode async, where the pipeline is emptied first.
+        """
+        return self._files.stage_state(without_frozen=exclude_frozen_parameters)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take this rank's tensors from a state dict of the whole model or of its stages.
+
+        Collective in mode async, where the pipeline is emptied first.
+
+        Raises:
+            ConfigError: ``strict``, and a tensor of the stage is missing.
+        """
+        self._files.load_stage_state(state_dict, strict=strict)
+
+    # ---- what the configuration says, as DeepSpeed's engine answers it ---------------------------
+    # Blocks that the configuration lacks, or has as null, mean DeepSpeed's defaults.
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage within each stage's data-parallel group."""
+        return int((self._ds_config.get("zero_optimization") or {}).get("stage", 0))
+
+    def zero_optimization(self) -> bool:
+        """Return whether a ZeRO stage above 0 is on."""
+        return self.zero_optimization_stage() > 0
+
+    def gradient_clipping(self) -> float:
+        """Return the largest global gradient norm; 0 does not clip."""
+        return float(self._ds_config.get("gradient_clipping") or 0.0)
+
+    def fp16_enabled(self) -> bool:
+        """Return whether parameters are fp16."""
+        return self.rank_engine.dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether parameters are bf16."""
+        return self.rank_engine.dtype == torch.bfloat16
+
+    def steps_per_print(self) -> int | None:
+        """Return how many steps lie between two lines of the step log."""
+        steps: int | None = self._ds_config.get("steps_per_print", 10)
+        return steps
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return whether step times are logged."""
+        return bool(self._ds_config.get("wall_clock_breakdown", False))
+
+    def optimizer_name(self) -> str | None:
+        """Return the type of the JSON's optimizer block."""
+        name: str | None = (self._ds_config.get("optimizer") or {}).get("type")
+        return name
+
+    def scheduler_name(self) -> str | None:
+        """Return the type of the JSON's scheduler block."""
+        name: str | None = (self._ds_config.get("scheduler") or {}).get("type")
+        return name
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return the params of the JSON's optimizer block."""
+        params: dict[str, Any] | None = (self._ds_config.get("optimizer") or {}).get("params")
+        return params
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return the params of the JSON's scheduler block."""
+        params: dict[str, Any] | None = (self._ds_config.get("scheduler") or {}).get("params")
+        return params
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the fp16 loss scale is found while training."""
+        return float((self._ds_config.get("fp16") or {}).get("loss_scale", 0) or 0) == 0
+
+    def dataloader_drop_last(self) -> bool:
+        """Return whether the JSON asks for a last, short batch to be left out."""
+        return bool(self._ds_config.get("dataloader_drop_last", False))
+
+
+def _refuse_left_out(name: str, exclude_frozen_parameters: bool) -> None:
+    if exclude_frozen_parameters:
+        raise ConfigError(
+            f"{name}(exclude_frozen_parameters=True): what it writes holds the whole model; save_pretrained writes the "
+            "adapter of a LoRA model alone, module_state_dict(exclude_frozen_parameters=True) returns this rank's rest"
+        )

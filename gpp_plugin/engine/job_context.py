@@ -1,0 +1,420 @@
+"""What the engine is given: where a job runs, its model, and the framework it is configured for.
+
+The engine holds its parts and imports no framework. It defines here what it asks of one; `integrations` answers:
+
+    Setting         ranks, device, precision, sizes
+    EngineModel     the user's model: a plan, this rank's stages, their code by shape, exports
+    Framework       what a DeepSpeed configuration stands for: each stage's optimizer, monitors
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.config.batch_sizes import BatchSizes
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
+from gpp_plugin.engine.gradients.gradient_store import StageGradients
+from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup
+from gpp_plugin.engine.sharded_weights import FlatWeights
+from gpp_plugin.ir.memory_report import CacheReport
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.costs.planned_lengths import SizedPlan
+from gpp_plugin.runtime.batches import Batch, UnitRule
+from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
+from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_source import Reference, UnitSource
+from gpp_plugin.runtime.weight_versions import WeightPlaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a job runs in: ranks, device, precision, sizes.
+
+    Args:
+        group: a CPU process group of all ranks for small agreements; None for a single rank.
+        placement: which ranks share a host, and which a device.
+        dtype: training precision of parameters and floating inputs.
+        optimizer_bytes: optimizer state, master copy and gradient sum for each trainable parameter.
+    """
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    dtype: torch.dtype
+    sizes: BatchSizes
+    zero_stage: int
+    optimizer_bytes: float
+    group: dist.ProcessGroup | None
+    placement: JobPlacement
+
+
+# ---- the model ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedModule:
+    """A captured module as its user holds it.
+
+    Args:
+        prefix: what stages put before its own names of tensors.
+        eager: its modules that run as they are.
+        trace: traces it as it is, on this rank alone: returns all that two traces can differ in, and which attributes
+            of which modules (by path) were read.
+    """
+
+    module: nn.Module
+    prefix: str
+    eager: tuple[str, ...]
+    trace: Callable[[], tuple[str, frozenset[tuple[str, str]]]]
+
+
+class EngineModel(Protocol):
+    """What the engine asks of the model it is given, whatever form its user gave it."""
+
+    @property
+    def stages(self) -> UnitSource:
+        """Return what gives lanes the code of their stages."""
+
+    def prepare_batch(self, batch: Any) -> dict[str, Any]:
+        """Return a batch as the model is called with it."""
+
+    def complete_batches(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+        """Return the batches of a mini-batch with what the model is told of all of them together."""
+
+    def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
+        """Agree on what the model is and on a plan for it; collective over all ranks."""
+
+    def sized_plan(self, reference: Reference, plan: PipelinePlan) -> SizedPlan | None:
+        """Return what the plan's stages hold at any lengths; None where that is known of the sample batch's alone."""
+
+    def unit_rule(self, reference: Reference) -> UnitRule | None:
+        """Return how batches become loss units, where the model takes whole ones; None: by samples."""
+
+    def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
+        """Agree on the model in evaluation, for batches of these keys; collective over all ranks."""
+
+    def meet(self, reference: Reference, batch: Batch) -> None:
+        """Learn the shapes that come of a batch like this one before a lane runs it; collective over all ranks."""
+
+    def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
+        """Return this rank's stages in the plan's order and let go of the others."""
+
+    def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
+        """Give the stage those tensors of ``names`` that only evaluation reads."""
+
+    def share_weights(self, modules: Sequence[StageModule]) -> None:
+        """Let the user's model have the weights that training changes, where it can."""
+
+    def watched(self) -> list[WatchedModule]:
+        """Return the captured modules as their user holds them."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it is one module, whose weights' names and shapes every rank knows."""
+
+    def whole_parameters(self, plan: PipelinePlan, reference: Reference) -> frozenset[str]:
+        """Return the parameters of which it is known that tensor ranks hold them whole."""
+
+    def join_groups(
+        self, plan: PipelinePlan, reference: Reference, groups: Sequence[dist.ProcessGroup | int]
+    ) -> None:
+        """Let the code of captured stages use the process groups of their tensor ranks, given by stage."""
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        states: Mapping[int, Mapping[str, Tensor]],
+        plan: PipelinePlan,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+    ) -> None:
+        """Write the weights for use without this package; collective over all ranks.
+
+        Args:
+            states: this rank's stages, by their index in the plan.
+        """
+
+    def make_generator(
+        self,
+        plan: PipelinePlan,
+        reference: Reference,
+        stages: Sequence[nn.Module],
+        *,
+        meeting: Meeting,
+        room: Callable[[], int | None],
+    ) -> TextGenerator:
+        """Return what generates with the weights of this rank's stages and those of the others.
+
+        Args:
+            room: returns what this rank has free for caches, in bytes; None where nobody knows, on all ranks alike.
+
+        Raises:
+            ConfigError: the model is not one module that HuggingFace generates with; the same on every rank.
+        """
+
+    def close(self) -> None:
+        """Let go of process groups; the model trains no more."""
+
+
+NOTHING_GENERATED = "engine.cache_report: nothing has been generated yet; call engine.generate() first"
+
+
+class TextGenerator(Protocol):
+    """What runs the `generate` of a model on the stages of a plan; collective over all ranks."""
+
+    is_broken: bool
+    """Whether a generation ended in a way that other ranks do not share."""
+
+    def generate(self, arguments: Mapping[str, Any]) -> Any:
+        """Return what the model's own `generate` returns for these arguments, the same on every rank."""
+
+    def cache_report(self) -> CacheReport:
+        """Return what the caches of the last generation took on each rank."""
+
+    def close(self) -> None:
+        """Let go of process groups."""
+
+
+# ---- the framework ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReplica:
+    """One rank of a stage's data-parallel group, as the stage's optimizer is made for it.
+
+    Args:
+        data_ranks: the global ranks of that group in order; ``rank`` is one of them.
+        data_group, single_group: process groups of those ranks, and of this rank alone.
+        mini_batch: samples of one optimizer step over the whole graph.
+    """
+
+    # Rank 3 of a stage on ranks 1 2 / 3 4 (a row a data position) is in column {1, 3}: data_ranks (1, 3).
+    rank: int
+    data_ranks: tuple[int, ...]
+    data_group: dist.ProcessGroup | int
+    single_group: dist.ProcessGroup
+    mini_batch: int
+    device: torch.device
+
+
+class Framework(Protocol):
+    """What the configuration of a job asks of its framework; ``name`` says which and its release, for errors."""
+
+    name: str
+
+    def make_optimizer(self, module: nn.Module, replica: StageReplica) -> WeightUpdater:
+        """Return what updates a stage's weights, once its replicas are equal; casts the module.
+
+        Raises:
+            ConfigError: the configuration asks for what a stage cannot do.
+        """
+
+    def check_shared_out(self, plan: PipelinePlan) -> None:
+        """Refuse captured stages on tensor ranks where weights cannot be stepped in parts; the same on every rank.
+
+        Raises:
+            ConfigError: names what is in the way.
+        """
+
+    def make_monitor(self) -> Monitor | None:
+        """Return what writes events where the configuration asks for them; asked on rank 0."""
+
+
+class Monitor(Protocol):
+    """Writes numbers by name and number of samples."""
+
+    # DeepSpeed's `MonitorMaster` is one as it is; so is whatever a test or another framework writes with.
+    enabled: bool
+
+    def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
+        """Write events: name, value, samples so far."""
+
+
+@dataclass(slots=True)
+class StepCounters:
+    """What was done so far, in mini-batches and samples."""
+
+    # Steps skipped for overflow are counted in all three, so that every rank's schedule sees the same numbers.
+    global_steps: int = 0
+    skipped_steps: int = 0
+    global_samples: int = 0
+
+    def add(self, *, samples: int, overflow: bool) -> None:
+        """Count one mini-batch."""
+        self.global_steps += 1
+        self.global_samples += samples
+        self.skipped_steps += int(overflow)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the numbers by name, as checkpoints hold them."""
+        return dataclasses.asdict(self)
+
+    def load(self, state: Mapping[str, int]) -> None:
+        """Take over what `as_dict` returned."""
+        for name in self.as_dict():
+            setattr(self, name, state[name])
+
+
+class StepSettings(Protocol):
+    """What of a job's configuration decides about gradients and steps; types by torch's names."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the type of the parameters."""
+
+    @property
+    def accumulation_dtype(self) -> str:
+        """Return the type in which micro-batches' gradients are added up."""
+
+    @property
+    def communication_dtype(self) -> str | None:
+        """Return the type gradients are sent in; None sends them as they are."""
+
+    @property
+    def bucket_elements(self) -> int:
+        """Return the most elements of one message of gradients."""
+
+    @property
+    def zero_stage(self) -> int:
+        """Return 0, 1, 2 or 3."""
+
+    @property
+    def gradient_clipping(self) -> float:
+        """Return the largest norm of a step; 0 does not clip."""
+
+    @property
+    def check_overflow(self) -> bool:
+        """Return whether to skip the step when the norm is not finite."""
+
+
+class WeightUpdater(Protocol):
+    """What updates one stage's weights, as a framework makes it: optimizer, masters, schedule, loss scale.
+
+    The engine sums gradients over ranks, agrees on their norm and decides; this one steps. Collective calls say so.
+    """
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Return the releases that a checkpoint's manifest names."""
+
+    @property
+    def config(self) -> StepSettings:
+        """Return what the job's configuration decides about gradients and steps."""
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters it steps, by name, in the same order on every rank of the stage."""
+
+    @property
+    def layout(self) -> Sequence[FlatGroup]:
+        """Return how these lie in the ranks' partitions (ZeRO 1 and 2); nothing where every rank steps all of them."""
+
+    @property
+    def norm_precision(self) -> torch.dtype:
+        """Return the type in which norms are added up: double, where the device computes it."""
+
+    @property
+    def optimizer(self) -> Any:
+        """Return the optimizer as users see it; one over placeholders where the stage trains nothing."""
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Return the learning-rate scheduler, if any."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on every loss of this mini-batch; the same on every rank."""
+
+    def require(self) -> None:
+        """Refuse to train where the job has no optimizer.
+
+        Raises:
+            ConfigError: says what to add.
+        """
+
+    def apply(self, gradients: StageGradients, *, coefficient: float) -> None:
+        """Step with ``coefficient`` times the gradients; collective over the stage's ranks where partitioned."""
+
+    def advance_rates(self) -> None:
+        """Advance the learning-rate schedule by one step."""
+
+    def rates(self) -> tuple[float, ...]:
+        """Return the learning rate of every parameter group of the model."""
+
+    def count(self, counters: StepCounters, *, overflow: bool) -> None:
+        """Take up what was counted, and choose the loss scale of the next mini-batch.
+
+        Raises:
+            RuntimeFailure: it cannot sink any further.
+        """
+
+    def places(self, parameters: Sequence[nn.Parameter]) -> WeightPlaces:
+        """Return where these trained parameters may lie."""
+
+    def master(self, name: str) -> Tensor:
+        """Return an fp32 copy of a trained parameter's master; collective over the stage's ranks where partitioned."""
+
+    def flat_weights(self) -> Sequence[FlatWeights]:
+        """Return the buffers in which trained parameters lie, each cut into the ranks' partitions (`layout`)."""
+
+    def publish_to(self, parts: Sequence[Tensor]) -> None:
+        """Write stepped weights to this rank's parts of `flat_weights` from now on, and not to the parameters."""
+
+    def refresh_masters(self) -> None:
+        """Take master weights anew after the parameters were written from outside."""
+
+    def written(self) -> Tensor | None:
+        """Return how many elements of a sample were written since the last step, on the device.
+
+        None where parameters are their own masters: what is written to them counts as it is.
+        """
+
+    def adopt_written(self) -> None:
+        """Take into the masters what was written to parameters since the last step."""
+
+    def own_tensors(self) -> list[Tensor]:
+        """Return masters and optimizer state, parameters that are their own masters among them."""
+
+    def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
+        """Return optimizer state and masters by parameter, this rank's part where partitioned.
+
+        Args:
+            foreign: parameters that another stage saves.
+        """
+
+    def spans(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the elements of each trained parameter that this rank steps: first one, and how many."""
+
+    def check_kind(self, saved: SavedOptimizer) -> None:
+        """Refuse the state of another optimizer.
+
+        Raises:
+            CheckpointError: names both.
+        """
+
+    def restore(self, saved: SavedOptimizer) -> None:
+        """Restore masters and optimizer state from those of any plan.
+
+        Raises:
+            CheckpointError: what was saved cannot be cut as this rank holds it.
+        """
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state of schedule and loss scale, which is the same on every rank."""
+
+    def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool) -> None:
+        """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""
+
+    def close(self) -> None:
+        """Let go of what the framework holds."""

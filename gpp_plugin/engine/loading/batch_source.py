@@ -1,0 +1,436 @@
+"""Mini-batches for the engine: from the user's iterator, or from a dataset the engine loads itself.
+
+Ranks whose stages read no inputs load nothing. They learn the shape of each mini-batch from a rank that
+does: one number a mini-batch, and the shapes themselves only when they are new.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
+
+from gpp_plugin.capture.tracing.sample_batches import count_samples
+from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.engine.loading.mini_batch_loader import check_keys, first_items, inputs_of, own_inputs
+from gpp_plugin.engine.loading.rank_shard import Complete, as_they_are
+from gpp_plugin.engine.training_steps import different_data
+from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.batches import (
+    Batch,
+    ChooseOrder,
+    OwnRows,
+    UnitBatch,
+    UnitRule,
+    arrange_units,
+    batch_checksum,
+    check_batch,
+    collect_mini_batch,
+    collect_units,
+    collect_whole_units,
+    mini_batch_shapes,
+    ones_among,
+    shape_key,
+    unit_key,
+)
+from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
+
+LOADING_TIMEOUT_S = 600.0
+"""How long ranks wait for one that loads data; a failure they hear of at once."""
+MAX_TOLD = 256
+"""Shapes of mini-batches that ranks without inputs remember; an older one is told again."""
+
+
+def sample_from_dataset(
+    dataset: Any, *, num_samples: int, collate_fn: Callable[[list[Any]], Any] | None
+) -> Batch:
+    """Return one collated batch of the dataset's first samples, for capture and profiling."""
+    collate = collate_fn or default_collate
+    if isinstance(dataset, PackedUnits):  # a unit as they will come
+        items = [dataset.dataset[index] for index in dataset.typical_unit()]
+    elif isinstance(dataset, IterableDataset):
+        items = first_items(dataset, num_samples)
+    else:
+        items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
+    if not items:
+        raise ConfigError("training_data is empty; capture needs at least one sample of it")
+    return check_batch(collate(items))
+
+
+def inputs_read(plan: PipelinePlan, graph: BlockGraph, stages: Iterable[int]) -> set[str]:
+    """Return the keys of the mini-batch that these stages of the plan read."""
+    own = {block for stage in stages for block in plan.stages[stage].blocks}
+    return {key for block in graph.blocks if block.name in own for key in block.inputs}
+
+
+def ranks_that_read(plan: PipelinePlan, graph: BlockGraph) -> set[int]:
+    """Return the ranks whose stages read anything of the mini-batch."""
+    return {
+        rank
+        for index, stage in enumerate(plan.stages)
+        if inputs_read(plan, graph, [index])
+        for rank in stage.ranks
+    }
+
+
+_LEAST = -(2**62)
+"""Below every checksum, and minus every checksum."""
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A mini-batch of the engine's own loader on its way.
+
+    Args:
+        batch: where this rank reads inputs; ``error`` what kept it from them.
+        facts: a rank that failed (-1: none) and the number of the batch's shape, once ``work`` is done; then the
+            largest checksum of a reading rank's shape, and minus the smallest; the same of the content; then whether
+            any rank drew random numbers of torch's as it loaded; then for each key whether any rank loaded anything but
+            ones.
+    """
+
+    facts: Tensor
+
+    batch: OwnRows | UnitBatch | None = None
+    error: BaseException | None = None
+    work: Any = None
+
+
+class Feed:
+    """Gives this rank each mini-batch, or its shape where the rank reads no inputs.
+
+    Args:
+        prepare: makes of a batch what the model is called with.
+        complete: adds to the batches of a mini-batch what the model is told of all of them together.
+        units: items of a mini-batch, each one loss unit; None: a mini-batch is of batches of ``mini_batch`` samples.
+        order: chooses in which order units run; None: as they come.
+        reads_inputs: whether this rank's stage reads model inputs.
+        source: a rank that does.
+        all_read: all ranks do.
+        group: a CPU group of all ranks, for announcements.
+        timeout_s: how long this rank waits for the others' data.
+        keys: what the batch the model was captured with has; mini-batches have the same.
+        inputs: those of its tensors, some of which a unit may lack.
+        rule: how batches become loss units, of a model that takes whole ones.
+        loads_ahead: load a mini-batch of the engine's own loader one call before it is needed, so that no rank waits
+            for another one to begin the same call.
+
+    Attributes:
+        draws: loading the first mini-batch drew random numbers on some rank, from the generator that dropout draws
+            from: loaded ahead, both would draw others.
+        step: the step that mini-batches are for, in errors.
+        refusal: why this rank will run no mini-batch now; raised in place of taking one, and told like wrong data.
+    """
+
+    def __init__(
+        self,
+        *,
+        prepare: Callable[[Any], dict[str, Any]],
+        complete: Complete = as_they_are,
+        mini_batch: int,
+        units: int | None = None,
+        order: ChooseOrder | None = None,
+        reads_inputs: bool,
+        source: int,
+        all_read: bool = False,
+        group: dist.ProcessGroup | None,
+        keys: Iterable[str],
+        timeout_s: float,
+        rule: UnitRule | None = None,
+        loads_ahead: bool = False,
+        inputs: Iterable[str] = (),
+    ) -> None:
+        self._rule = rule
+        self.batch_fn: Callable[[Any], Any] = lambda batch: batch
+        self._prepare = prepare
+        self._complete = complete
+        self._mini_batch = mini_batch
+        self._units = units
+        self._order = order
+        self.reads_inputs = reads_inputs
+        self.source = source
+        self.rank = 0 if group is None else dist.get_rank()
+        self._all_read = all_read
+        self._group = group
+        self._keys = frozenset(keys)
+        self._inputs = frozenset(inputs)
+        self._timeout_s = timeout_s
+        self._announced: OrderedDict[tuple[Any, ...], int] = OrderedDict()
+        self._num_announced = 0
+        self._shapes: dict[int, Batch] = {}
+        self._has_begun = False
+        self._loads_ahead = loads_ahead
+        self._ahead: _Loading | None = None
+        self.draws = False
+        self.step = 0
+        self.refusal: Exception | None = None
+
+    def check_packing(self, sampler: Any) -> None:
+        """Refuse units that were packed for mini-batches of another number of them.
+
+        Raises:
+            ConfigError: says both.
+        """
+        if isinstance(sampler, PackedUnits) and sampler.units != self._units:
+            raise ConfigError(
+                f"the loader packs mini-batches of {sampler.units} units, and graph_pipeline.units is {self._units}; "
+                f'set "units": {sampler.units}, or give what pack() made as training_data'
+            )
+
+    def collect(self, iterator: Iterator[Any]) -> Batch:
+        """Take one mini-batch from the user's iterator (every rank has the same stream)."""
+        # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
+        self._refuse()
+        prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        if self._is_of_units:
+            units = self._complete(self._take_units(prepared))
+            units = [own_inputs(unit, self._keys, self._inputs) for unit in units]
+            return self._with_readings(arrange_units(units, self._order))
+        (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
+        check_keys(batch, self._keys)
+        return batch
+
+    def _refuse(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    @property
+    def _is_of_units(self) -> bool:
+        """Return whether mini-batches are lists of units."""
+        return self._units is not None or self._rule is not None
+
+    def _take_units(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Take the units of a mini-batch: as many as were asked for, or what makes up its samples."""
+        if self._units is not None:
+            return collect_units(batches, self._units)
+        assert self._rule is not None, "without units mini-batches are joined"
+        samples = self._rule.num_samples
+        return collect_whole_units(batches, self._mini_batch // samples, samples)
+
+    def take(self, iterator: Iterator[Any]) -> Batch:
+        """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
+        self._refuse()
+        prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        # of units as many as there are, up to a mini-batch: an evaluation is of any number
+        first = collect_units(prepared, 1)
+        more = [check_batch(unit) for unit in itertools.islice(prepared, (self._units or 1) - 1)]
+        units = self._complete(first + more)
+        if self._units is None:
+            return units[0]
+        # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
+        most = max(units, key=lambda unit: len(inputs_of(unit)))
+        keys, inputs = frozenset(most), inputs_of(most)
+        return arrange_units([own_inputs(unit, keys, inputs) for unit in units], self._order)
+
+    def load(self, iterator: Iterator[OwnRows | UnitBatch]) -> Batch:
+        """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.
+
+        Raises:
+            ConfigError: ranks loaded samples of unlike shapes.
+            RuntimeFailure: another rank's data could not be loaded, or did not come in time.
+        """
+        # Ahead, a rank tells in call k what it loaded for call k + 1: all have told by then, and nobody waits.
+        self._refuse()
+        loading = self._ahead or self._begin(iterator)
+        self._ahead = None
+        batch = self._end(loading)
+        if self._loads_ahead and not self.draws:
+            self._ahead = self._begin(iterator)
+        return batch
+
+    def agree(self, batch: Batch | None, error: Exception | None, *, compares: bool) -> None:
+        """Refuse on all ranks, before anything runs, what one was not given, or was given otherwise; collective.
+
+        Args:
+            batch: what this rank took from its iterator; None, with the ``error``, where it took nothing.
+            compares: the ranks that read inputs look whether they were given the same.
+
+        Raises:
+            StopIteration: an iterator ended, here or on another rank.
+            RuntimeFailure: another rank took nothing for another reason, or ranks were given different mini-batches.
+        """
+        # In mode async no rank waits for another one to begin: there `DataAgreement` finds it out a call later.
+        if self._group is None or (compares and self._loads_ahead):
+            if error is not None:
+                raise error
+            return
+        has_ended = isinstance(error, StopIteration)
+        facts = torch.tensor([-1, -1, _LEAST, _LEAST])
+        if error is not None:
+            facts[int(has_ended)] = self.rank
+        elif compares and batch is not None and self.reads_inputs:
+            checksum = batch_checksum(batch)
+            facts[2:] = torch.tensor([checksum, -checksum])
+        self._wait(dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        failed, ended, largest, least = facts.tolist()
+        if error is not None and not (has_ended and failed >= 0):
+            raise error
+        if failed >= 0:
+            raise RuntimeFailure(
+                f"rank {failed} could not take its mini-batch; see its error. Nothing of it has run on any rank"
+            ) from error
+        if ended >= 0:
+            raise StopIteration(f"the data of rank {ended} ended")
+        if largest != -least and largest != _LEAST:
+            raise self._different(batch)
+
+    def _different(self, batch: Batch | None) -> RuntimeFailure:
+        checksum = 0 if batch is None else batch_checksum(batch)
+        return different_data(self.step, checksum=checksum, rank=self.rank)
+
+    def drop_ahead(self) -> None:
+        """Forget what was loaded one call ahead, when all ranks have told of it."""
+        loading, self._ahead = self._ahead, None
+        if loading is not None and loading.work is not None:
+            self._wait(loading.work)
+
+    def share_position(self, own: Any) -> Any:
+        """Return, on every rank, where the rank that tells shapes is in the engine's own data; collective."""
+        return self._meeting().tell(own, source=self.source, what="the position in the data")
+
+    def gather_positions(self, own: Any) -> list[Any]:
+        """Return where every rank is in the caller's data; collective."""
+        return self._meeting().gather(own, "the position in the data")
+
+    def _meeting(self) -> Meeting:
+        return Meeting(group=self._group, who=f"rank {self.rank}", timeout_s=self._timeout_s)
+
+    def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
+        """Load a mini-batch, and let the other ranks know."""
+        loading = _Loading(torch.tensor([-1, -1] + [_LEAST] * 4 + [0] * (1 + len(self._keys))))
+        before = None if self._has_begun else torch.get_rng_state()
+        self._has_begun, has_drawn = True, False
+        if self.reads_inputs:
+            try:
+                batch = next(iterator)
+                has_drawn = before is not None and not torch.equal(before, torch.get_rng_state())
+                loading.batch = self._with_readings(batch) if isinstance(batch, UnitBatch) else batch
+            except BaseException as caught:  # whatever it is: the other ranks must not wait for this one
+                loading.error = caught
+        if self._group is None:
+            return loading
+        if loading.error is not None:
+            loading.facts[0] = dist.get_rank()
+        elif loading.batch is not None:
+            if isinstance(loading.batch, UnitBatch):  # each rank looks at the masks of its own units
+                key: tuple[Any, ...] = tuple(unit_key(unit) for unit in loading.batch.units)
+                ones: frozenset[str] = frozenset()
+            else:
+                key = shape_key(loading.batch, self._mini_batch)
+                ones = ones_among(loading.batch, self._keys)
+            checksum = zlib.crc32(repr(key).encode())
+            other = [int(name not in ones) for name in sorted(self._keys)]
+            content = batch_checksum(loading.batch)
+            told = [checksum, -checksum, content, -content, int(has_drawn), *other]
+            loading.facts[2:] = torch.tensor(told)
+            if self._is_source():
+                loading.facts[1] = self._number_of(key)
+        # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
+        # and the source's number is the only one. Shapes are numbered in the order in which the source first met them:
+        # 0 0 1 0 for lengths 16 16 32 16. Of checksums 5 5 6 the two are 6 and -5: not all are equal. A key that is 0
+        # holds ones in every row: the ranks of a stage that reads inputs load all rows between them.
+        loading.work = dist.all_reduce(loading.facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return loading
+
+    def _with_readings(self, batch: UnitBatch) -> UnitBatch:
+        """Return the units with what Python reads of each, where the model reads anything; all of them are here."""
+        return batch if self._rule is None else self._rule.units(batch)
+
+    def _number_of(self, key: tuple[Any, ...]) -> int:
+        """Return the number of a shape, of those that were told lately, or the next one; on the source."""
+        number = self._announced.get(key)
+        if number is None:
+            number = self._announced[key] = self._num_announced
+            self._num_announced += 1
+            while len(self._announced) > MAX_TOLD:
+                self._announced.popitem(last=False)
+        return number
+
+    def _end(self, loading: _Loading) -> Batch:
+        """Return this rank's batch or its shape, when all ranks have loaded theirs."""
+        batch: Batch | None = loading.batch
+        if loading.work is not None:
+            self._wait(loading.work)
+            batch = self._learn_shape(loading)
+        if loading.error is not None:
+            raise loading.error
+        assert batch is not None, "a single rank reads all inputs"
+        return batch
+
+    def _learn_shape(self, loading: _Loading) -> Batch | None:
+        """Return this rank's batch or its shape; one number a mini-batch travels, a new shape once."""
+        failed, index, largest, smallest, content, least, has_drawn, *others = loading.facts.tolist()
+        self.draws = self.draws or bool(has_drawn)
+        batch = loading.batch
+        if failed >= 0:
+            if loading.error is None:
+                raise RuntimeFailure(f"rank {failed} could not load its mini-batch; see its error")
+            return None
+        if largest != -smallest:
+            raise _unlike_shapes(batch)
+        if content != -least:
+            raise self._different(batch)
+        if not self._all_read and index not in self._shapes:  # a new shape: its source tells it
+            self._shapes[index] = self._tell_shapes(batch)
+            self._shapes.pop(index - MAX_TOLD, None)  # the oldest, as on the source
+        if batch is None:
+            return self._shapes[index]
+        if isinstance(batch, UnitBatch):
+            return batch
+        ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)
+        return replace(batch, ones=ones)
+
+    def _tell_shapes(self, batch: Batch | None) -> Batch:
+        """Return the shapes of the source's batch, on every rank."""
+        own: Batch | None = None
+        if self._is_source() and isinstance(batch, UnitBatch):
+            own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
+        elif self._is_source() and batch is not None:
+            own = mini_batch_shapes(batch)
+        told = self._meeting().tell(own, source=self.source, what=f"a new shape, from rank {self.source}")
+        assert told is not None
+        return told
+
+    def _is_source(self) -> bool:
+        return self.rank == self.source
+
+    def _wait(self, work: Any) -> None:
+        assert self._group is not None, "a single rank waits for nobody"
+        wait_for(
+            work,
+            what="the mini-batch that every rank loads",
+            who=own_name(),
+            group=self._group,
+            most_s=self._timeout_s,
+        )
+
+
+def _unlike_shapes(batch: Batch | None) -> ConfigError:
+    """Return the error of ranks whose samples of one mini-batch cannot be stacked together."""
+    own = {} if batch is None else {k: list(v.shape[1:]) for k, v in batch.items() if isinstance(v, Tensor)}
+    here = f" (rank {dist.get_rank()}: {own})" if own else ""
+    return ConfigError(
+        f"samples of one mini-batch have unlike shapes or dtypes on different ranks{here}; without a collate_fn they "
+        "are stacked as they are: give deepspeed.initialize a collate_fn that pads"
+    )
+
+
+def _check_iterator(iterator: Any) -> Iterator[Any]:
+    """Refuse what starts anew at every call, a loader or a list: its first batches would be all that is seen."""
+    if not isinstance(iterator, Iterator):
+        raise ConfigError(
+            f"data_iter is a {type(iterator).__name__}, which is no iterator; pass the same iter(...) of it at every "
+            "call, or give a loader to set_dataloader()"
+        )
+    return iterator

@@ -1,0 +1,283 @@
+"""How many labelled tokens a mini-batch has, and whether a model divides its loss by their number when it is told.
+
+HuggingFace's Trainer gives a model ``num_items_in_batch``, the labelled tokens of all batches of an optimizer step: the
+model's loss is then the sum over its own tokens divided by that number, and the losses of a step are added up. What is
+counted, and which models are told, is decided here as there.
+
+Source: transformers, Trainer.get_batch_samples and Trainer.compute_loss (release 5.23)
+Tests: tests/integrations/test_token_mean.py, tests/capture/test_values.py, tests/integrations/test_units.py
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.block_graph import OpGraph
+from gpp_plugin.ir.typed_leaves import show
+
+# Entries of a HuggingFace configuration that no model can have: which one it is, where transformers does not say.
+#
+# transformers takes many entries as they come: a negative number of layers is none, a text for a number fails
+# somewhere inside a module. So sizes are held against those of the class's own default, and of what fails the guilty
+# entry is found by leaving out one after the other.
+
+LARGEST_SIZE = 2**31 - 1
+MOST_LAYERS = 4096
+"""Layers, heads, experts: each is a module, which takes time to make even without weights."""
+_MODULES = re.compile(r"(layers?|depths?|heads?|blocks|experts)$|^n_(layer|head)s?$")
+_NO_SIZE = re.compile(
+    r"(_ids?|_idx|_index|_token|_layer|seed|offset|_type|_dtype|stride|_window\w*|_length|_every|_interval)$"
+)
+_NEVER_ZERO = re.compile(
+    r"^(vocab_size|hidden_size|n_embd|n_head|d_model|d_kv|image_size|patch_size|num_channels|in_channels"
+    r"|num_attention_heads|num_heads|encoder_attention_heads|decoder_attention_heads|intermediate_size|embed_dim"
+    r"|max_position_embeddings|n_positions|num_hidden_layers|num_layers|n_layer|num_mel_bins|max_source_positions|projection_dim|head_dim)$"
+)
+_TRIAL_S = 2.0
+"""For finding the guilty entry."""
+
+
+def check_sizes(config: Any, source: object) -> None:
+    """Refuse sizes that are negative, zero or texts where the model's own are positive numbers.
+
+    Args:
+        config: a `transformers` configuration, with those inside it.
+        source: where it comes from, for errors.
+
+    Raises:
+        ConfigError: it names the entry, its value and the usual one.
+    """
+    for path, part in _parts(config, ""):
+        try:
+            usual = vars(type(part)())
+        except Exception:  # a class without defaults of its own
+            usual = {}
+        for key, value in vars(part).items():
+            _check_entry(f"{path}{key}", value, usual.get(key), source)
+
+
+def _parts(config: Any, path: str) -> Iterator[tuple[str, Any]]:
+    yield path, config
+    for name in getattr(config, "sub_configs", None) or {}:
+        part = getattr(config, name, None)
+        if hasattr(part, "to_diff_dict"):
+            yield from _parts(part, f"{path}{name}.")
+
+
+def _check_entry(path: str, value: Any, usual: Any, source: object) -> None:
+    key = path.rpartition(".")[2]
+    is_size = type(usual) is int and usual > 0 and not _NO_SIZE.search(key)
+    for number in value if isinstance(value, (list, tuple)) else [value]:
+        # depths may be a list where the class has one; what is no number there is the model's own affair
+        is_module = _MODULES.search(key) is not None
+        if isinstance(number, bool) or not isinstance(number, int):
+            if is_size and isinstance(number, (str, bool)):
+                raise ConfigError(f"{source}: {path}: {show(number)} is no number; give one, like {usual}")
+            continue
+        known = is_size or is_module or _NEVER_ZERO.search(key) is not None
+        # -2 layers is none, but the layer from the end whose features are taken (`vision_feature_layer`) may be
+        counts = is_size or not (isinstance(value, list) or _NO_SIZE.search(key))
+        least = 1 if _NEVER_ZERO.search(key) else 0 if counts else -LARGEST_SIZE
+        most = MOST_LAYERS if is_module else LARGEST_SIZE
+        if known and not least <= number <= most:
+            like = f", like {usual}" if is_size else ""
+            raise ConfigError(
+                f"{source}: {path}: {show(number)} is not valid; give a number from {least} to {most}{like}"
+            )
+
+
+def guilty_key(
+    entries: dict[str, Any], build: Callable[[dict[str, Any]], object], *, end: float | None = None
+) -> tuple[str, ...]:
+    """Return the keys that lead to the entry without which ``build`` works: ``("vision_config", "patch_size")``.
+
+    Empty where no single one is to blame, or it takes too long.
+
+    Args:
+        end: when to give up, by `time.monotonic`.
+    """
+    end = time.monotonic() + _TRIAL_S if end is None else end
+    # numbers first: they are what is most often wrong, and flags change little
+    keys = sorted(entries, key=lambda key: (isinstance(entries[key], (bool, type(None))), str(key)))
+    for key in keys:
+        if time.monotonic() > end:
+            return ()
+        rest = {other: value for other, value in entries.items() if other != key}
+        try:
+            build(rest)
+        except Exception:  # noqa: S112 - the next one, then
+            continue
+        inner = entries[key]
+        if not isinstance(inner, dict):
+            return (key,)
+        return (key, *guilty_key(inner, functools.partial(_build_with, build, rest, key), end=end))
+    return ()
+
+
+def _build_with(build: Callable[[dict[str, Any]], object], rest: dict[str, Any], key: str, part: Any) -> None:
+    build({**rest, key: part})
+
+
+def wrong_entry(source: object, entries: dict[str, Any], guilty: tuple[str, ...], error: Exception) -> str:
+    """Return the line for entries that transformers cannot take."""
+    # transformers and huggingface_hub write several lines: the last that says something is the reason
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {lines[-1][:200] if lines else 'without a reason'}"
+    if not guilty:
+        return f"{source}: transformers cannot use these entries ({reason}); compare them with a published config.json"
+    value: Any = entries
+    for key in guilty:
+        value = value[key]
+    return (
+        f"{source}: {'.'.join(guilty)}: {show(value)} is not valid beside the others ({reason}); mend it, or leave it "
+        "out for the model's own"
+    )
+
+
+# Inputs that a HuggingFace model would make of a batch in Python, made ahead on the host as entries of the batch.
+#
+# The Qwen-VL family and its kin number text and image tokens in a loop over samples (``get_rope_index``), which reads
+# where the images are and which tokens are padding: a capture would hold for one placement of images only. The method
+# uses integers of the batch and the configuration alone, and the model takes its result as ``position_ids``, so every
+# rank that reads inputs calls it on each batch.
+
+POSITIONS = "position_ids"
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+
+
+def has_prepared_inputs(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch holds what `prepared_inputs` made of it."""
+    without = {key: value for key, value in batch.items() if key != POSITIONS}
+    return batch.get(POSITIONS) is not None and _numbering(model, without) is not None
+
+
+def prepared_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries to add to a batch: those that the model lacks and can have made ahead."""
+    numbering = _numbering(model, batch)
+    if numbering is None:
+        return {}
+    parameters = inspect.signature(numbering.get_rope_index).parameters
+    given = {name: batch[name] for name in parameters if name in batch}
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if any(name not in given for name in required):
+        return {}  # the model says itself what it lacks
+    # on a twin without weights: what the method may keep stays out of the model, which may lie on the meta device
+    twin: Any = copy.copy(numbering)
+    twin.__dict__ = {**vars(numbering), "_modules": {}, "_parameters": {}}
+    with torch.no_grad():
+        positions, _ = twin.get_rope_index(**given)
+    return {POSITIONS: positions}
+
+
+def _numbering(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Return the module that numbers the tokens of such a batch, None where none does."""
+    if batch.get(POSITIONS) is not None or not any(batch.get(key) is not None for key in _GRIDS):
+        return None
+    found: Any = next((m for m in model.modules() if callable(getattr(m, "get_rope_index", None))), None)
+    is_taken = found is not None and POSITIONS in inspect.signature(model.forward).parameters
+    return found if is_taken else None
+
+
+NUM_ITEMS = "num_items_in_batch"
+"""What models call the number of labelled tokens."""
+LABELS, SHIFTED = "labels", "shift_labels"
+UNLABELLED = -100
+
+_REMEDY = 'set graph_pipeline.loss_mean to "units"'
+
+
+def check_takes_count(model: nn.Module) -> None:
+    """Refuse a model that cannot be told how many labelled tokens there are; the test is Trainer's.
+
+    Raises:
+        ConfigError: names the model's class.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    accepts = getattr(model, "accepts_loss_kwargs", None)
+    if accepts is None:
+        accepts = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not accepts and NUM_ITEMS not in parameters:
+        raise ConfigError(
+            f'graph_pipeline.loss_mean: "tokens" needs a model whose forward takes {NUM_ITEMS}, and that of '
+            f"{type(model).__name__} does not; {_REMEDY}"
+        )
+
+
+def check_divides(model: str, op_graph: OpGraph) -> None:
+    """Refuse a captured model that takes the number of labelled tokens and makes nothing of it.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    if not any(NUM_ITEMS in node.inputs for node in op_graph.nodes):
+        raise ConfigError(
+            f'graph_pipeline.loss_mean: "tokens", but {model} takes {NUM_ITEMS} without dividing its loss by it; '
+            f"{_REMEDY}"
+        )
+
+
+def has_labels(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch has labels that are counted."""
+    return any(isinstance(batch.get(key), Tensor) for key in (LABELS, SHIFTED))
+
+
+def check_counted(batch: Mapping[str, Any]) -> None:
+    """Refuse a batch whose labelled tokens nobody can count.
+
+    Raises:
+        ConfigError: it has no labels.
+    """
+    if not has_labels(batch):
+        raise ConfigError(
+            f'graph_pipeline.loss_mean: "tokens" counts {LABELS!r}, which a batch of {sorted(batch)} lacks; give them '
+            f"to every batch, or {_REMEDY}"
+        )
+
+
+def count_labelled(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Return the labelled tokens of batches together, a number in a tensor without axes.
+
+    A decoder that predicts the next token has no use for the first label of each row; labels of an encoder-decoder
+    are shifted before it sees them, and each counts.
+
+    Raises:
+        ConfigError: none of the labels is a target.
+    """
+    shifts = _shifts_labels(model)
+    total = 0
+    for batch in batches:
+        if SHIFTED in batch:
+            targets = batch[SHIFTED]
+        else:
+            targets = batch[LABELS][..., 1:] if shifts else batch[LABELS]
+        total += int((targets != UNLABELLED).sum())
+    if total == 0:
+        raise ConfigError(
+            f'graph_pipeline.loss_mean: "tokens", and all {LABELS!r} of a mini-batch are {UNLABELLED}: it has no loss; '
+            "leave such samples out"
+        )
+    return torch.tensor(total)
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Return whether the model's loss compares each position with the label of the next one."""
+    kind = getattr(model, "loss_type", None)
+    if kind is None or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    return LOSS_MAPPING.get(kind) is ForCausalLMLoss

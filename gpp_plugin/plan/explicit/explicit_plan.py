@@ -1,0 +1,349 @@
+"""The user's own plan: a JSON that names module paths per stage, or a saved PipelinePlan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
+from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
+from gpp_plugin.ir.serialize import fingerprint, is_envelope
+from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.plan.batch_rules import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.explicit.fixed_stages import GIVEN, to_asynchronous
+from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan, stage_edges
+from gpp_plugin.plan.plan_form import plan_of_envelope
+from gpp_plugin.plan.refine.degrees import choose_degrees
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.selection import best_optimized, best_plan
+from gpp_plugin.plan.split_backwards import pending_bytes
+from gpp_plugin.plan.validate_request import validate_for
+
+LONGEST_NAME = 200
+"""Characters of a stage's name."""
+_STAGE_KEYS = {"name", "modules", "ranks", "devices", "micro_batch_size", "k"}
+
+
+def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
+    """Return the plan a user wrote down.
+
+    Args:
+        spec: ``{"stages": [{"name": "vision", "modules": ["vision_model"], "devices": 2,
+            "micro_batch_size": 4}, ..., {"name": "head", "modules": ["*"]}]}``. A module path stands
+            for every block under it; the longest path that names a block wins; ``*`` is everything
+            that no other stage names. ``ranks`` lists ranks, ``devices`` counts them; where neither
+            is given the ranks left over are shared out. Stages that list the same ranks share them. A
+            stage without a name is called after what it holds. Or the JSON of a saved `PipelinePlan`.
+
+    Raises:
+        PlanError: the description is malformed or names what the model does not have.
+        PlanInfeasible: the stages do not fit the ranks or their memory.
+    """
+    if is_envelope(spec):
+        return _saved_plan(spec, request)
+    stages = spec.get("stages")
+    if not isinstance(stages, list) or not stages or set(spec) - {"stages"}:
+        raise PlanError(
+            'plan: expected {"stages": [{"name": ..., "modules": [...]}, ...]}, found keys '
+            f"{sorted(map(str, spec))[:8]}"
+        )
+    for i, stage in enumerate(stages):
+        _check_stage(i, stage, request.mini_batch)
+    _check_listed_ranks(stages, request.num_ranks)
+    groups = _assign_blocks(stages, request)
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    rules = _rules_with(request, stages, groups)
+    degrees = _given_degrees(stages, request.num_ranks)
+    if all(degree is not None for degree in degrees):
+        candidates = [_fixed_degrees(groups, degrees, rules, w) for w in rules.wishes()]
+    else:
+        if any(degree is not None for degree in degrees):
+            raise PlanError("plan: give ranks or devices for every stage or for none")
+        candidates = [choose_degrees(request, costs, rules, groups, w) for w in rules.wishes()]
+    drafts = [
+        [
+            dataclasses.replace(
+                draft,
+                name=_stage_name(stage, draft.blocks, request),
+                ranks=tuple(stage["ranks"]) if "ranks" in stage else None,
+                k=stage.get("k", 1),
+            )
+            for draft, stage in zip(candidate, stages, strict=True)
+        ]
+        for candidate in candidates
+        if candidate is not None
+    ]
+    if not drafts:
+        _explain(stages, groups, degrees, rules)
+    plan = best_plan(request, costs, drafts, planner="explicit")
+    if plan is None:
+        plan = best_optimized(request, costs, drafts, planner="explicit")
+    if plan is None:  # too large: the validator says what for
+        plan = build_plan(request, drafts[0], planner="explicit", costs=costs)
+    if request.mode == "async":
+        plan = to_asynchronous(plan, request)
+    plan = complete_plan(plan, request.graph, request.profile)
+    validate_for(plan, request)
+    return plan
+
+
+def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
+    try:
+        plan = plan_of_envelope(spec)
+    except GppError as error:
+        raise PlanError(f"plan: {error}") from error
+    if plan.graph != fingerprint(request.graph):
+        plan = _refit(plan, request)
+    made = (plan.num_ranks, plan.mini_batch, plan.loss_unit)
+    wanted = (request.num_ranks, request.mini_batch, request.loss_unit)
+    if made != wanted:
+        raise PlanError(
+            "plan: made for {} ranks, a mini-batch of {} and losses of {} samples; the run has {}, {} and {}; plan "
+            "again".format(*made, *wanted)
+        )
+    if plan.mode != request.mode:
+        raise PlanError(f"plan: made for mode {plan.mode}, and the run is {request.mode}; plan again")
+    if plan.vertical_sync != request.vertical_sync:
+        has, is_asked = ("with", "without") if plan.vertical_sync else ("without", "with")
+        raise PlanError(f"plan: made {has} vertical sync, and the run is {is_asked}; plan again")
+    for stage in plan.stages:
+        memory = stage.memory
+        used = {"swap": memory and memory.swapped, "recompute": memory and memory.recomputed}
+        refused = [way for way, what in used.items() if what and way not in request.memory_optimization]
+        if refused:
+            raise PlanError(
+                f"plan: stage {stage.name!r} needs {refused[0]}, which this run does not do; plan again without"
+            )
+    shared_out = [stage for stage in plan.stages if stage.tensor > 1]
+    if (
+        shared_out and not request.graph.sharding and plan.planner != GIVEN
+    ):  # a user's modules know their sizes
+        raise PlanError(
+            f"plan: stage {shared_out[0].name!r} has a tensor size of {shared_out[0].tensor} and nothing of model "
+            f"{request.graph.model!r} can be divided among tensor ranks; plan again with tensor_parallel 1"
+        )
+    validate_for(plan, request)
+    return plan
+
+
+def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
+    """Return a plan made for other shapes or another precision of this model, with this graph's sizes and times.
+
+    Raises:
+        PlanError: the blocks are others, or the plan swaps or recomputes tensors of the shapes it was made for.
+    """
+    # What a plan decides stays: stages, ranks, micro-batches, in-flight counts and order. What it was told is this
+    # run's: times, memory, edges, the graph it is of. A plan made at 512 tokens and run at 1024 keeps its four stages,
+    # whose memory is then counted anew and refused by `validate_for` where it no longer fits. Times of half a forward
+    # and of split backwards are 0 (unknown), rather than those of other shapes. Tensors to swap or recompute are listed
+    # with their bytes, so a plan that has any cannot be fitted.
+    graph = request.graph
+    planned = {block for stage in plan.stages for block in stage.blocks}
+    differ = sorted(planned ^ {block.name for block in graph.blocks})
+    is_fixed = any(stage.memory is not None for stage in plan.stages)
+    if differ or is_fixed:
+        why = (
+            "it swaps or recomputes tensors"
+            if is_fixed
+            else f"{len(differ)} blocks differ, such as {differ[0]!r}"
+        )
+        raise PlanError(
+            f"plan: made for graph {plan.graph} of model {plan.model!r}; this model's graph is {fingerprint(graph)} "
+            f"and {why}; plan again"
+        )
+    costs = CostModel(graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        rows, local = costs.indices(stage.blocks), stage.local_batch_size
+        forward, backward = costs.on(stage).stage_times(rows, local, stage.ranks)
+        memory = costs.on(stage).stage_memory(
+            rows, degree=stage.degree, local=local, in_flight=stage.in_flight
+        )
+        stages.append(
+            dataclasses.replace(
+                stage,
+                forward_us=forward,
+                backward_us=backward,
+                half_forward_us=0.0,
+                input_gradient_us=0.0,
+                weight_gradient_us=0.0,
+                memory_bytes=memory
+                + costs.on(stage).stashed_bytes(rows, plan.num_versions(index))
+                + pending_bytes(stage, costs, stage.pending),
+            )
+        )
+    reckoned = {(edge.src, edge.dst): (edge.message_us, edge.gradient_us) for edge in plan.edges}
+    edges = [
+        dataclasses.replace(edge, message_us=there, gradient_us=back)
+        for edge in stage_edges(graph, [stage.blocks for stage in stages], costs=costs)
+        for there, back in [reckoned.get((edge.src, edge.dst), (0.0, 0.0))]
+    ]
+    fitted = dataclasses.replace(
+        plan,
+        graph=fingerprint(graph),
+        stages=tuple(stages),
+        edges=tuple(edges),
+        notes=(*plan.notes, "made for other shapes or another precision; sizes and times are this run's"),
+    )
+    fitted = dataclasses.replace(fitted, iteration_us=judge_us(fitted, costs))
+    return complete_plan(fitted, graph, request.profile)
+
+
+def _check_stage(i: int, stage: Any, mini_batch: int) -> None:
+    where = f"plan.stages[{i}]"
+    if not isinstance(stage, dict):
+        raise PlanError(f"{where}: expected an object, found {type(stage).__name__}")
+    unknown = sorted(map(str, set(stage) - _STAGE_KEYS))
+    if unknown:
+        raise PlanError(f"{where}: unknown keys {unknown}; the keys are {sorted(_STAGE_KEYS)}")
+    modules = stage.get("modules")
+    if not isinstance(modules, list) or not modules or not all(isinstance(m, str) for m in modules):
+        raise PlanError(f'{where}.modules: expected a list of module paths, such as ["vision_model"]')
+    if "name" in stage and not (isinstance(stage["name"], str) and 0 < len(stage["name"]) <= LONGEST_NAME):
+        raise PlanError(
+            f"{where}.name: expected a text of 1 to {LONGEST_NAME} characters, found {show(stage['name'])}"
+        )
+    for key in ("devices", "micro_batch_size", "k"):
+        if key in stage and (
+            isinstance(stage[key], bool) or not isinstance(stage[key], int) or stage[key] < 1
+        ):
+            raise PlanError(f"{where}.{key}: expected a positive integer, found {show(stage[key])}")
+    if stage.get("k", 1) > mini_batch:
+        raise PlanError(
+            f"{where}.k: {show(stage['k'])}, and a mini-batch of {mini_batch} samples has at most as many "
+            f"micro-batches; give 1 to {mini_batch}"
+        )
+    ranks = stage.get("ranks", [0])
+    is_list = isinstance(ranks, list) and ranks and all(type(rank) is int and rank >= 0 for rank in ranks)
+    if not is_list:
+        raise PlanError(f"{where}.ranks: expected a list of ranks, found {show(ranks)}")
+    if "ranks" in stage and "devices" in stage and stage["devices"] != len(ranks):
+        raise PlanError(
+            f"{where}: devices is {stage['devices']} and {len(ranks)} ranks are listed; keep one of them"
+        )
+
+
+def _check_listed_ranks(stages: list[dict[str, Any]], num_ranks: int) -> None:
+    for i, stage in enumerate(stages):
+        ranks = stage.get("ranks", ())
+        wrong = [rank for rank, count in Counter(ranks).items() if rank >= num_ranks or count > 1]
+        if wrong:
+            raise PlanError(
+                f"plan.stages[{i}].ranks: lists rank {wrong[0]}; the run has 0 to {num_ranks - 1}, each once a stage"
+            )
+
+
+def _assign_blocks(stages: list[dict[str, Any]], request: PlanRequest) -> list[list[str]]:
+    graph = request.graph
+    rest = [i for i, stage in enumerate(stages) if "*" in stage["modules"]]
+    if len(rest) > 1:
+        raise PlanError(f'plan: stages {rest} both take "*" (everything else); only one can')
+    paths = [(path, i) for i, stage in enumerate(stages) for path in stage["modules"] if path != "*"]
+    for path, i in paths:
+        if not any(is_under(block.name, path) for block in graph.blocks):
+            raise PlanError(
+                f"plan.stages[{i}].modules: no module {show(path)} in the model{nearest_names(graph, path)}"
+            )
+    groups: list[list[str]] = [[] for _ in stages]
+    unnamed = []
+    for block in graph.blocks:
+        matching = [(path, i) for path, i in paths if is_under(block.name, path)]
+        longest = max((len(path) for path, _ in matching), default=0)
+        owners = sorted({i for path, i in matching if len(path) == longest})
+        if len(owners) > 1:
+            raise PlanError(f"plan: block {block.name!r} is claimed by stages {owners}; name it in one")
+        if owners or rest:
+            groups[owners[0] if owners else rest[0]].append(block.name)
+        else:
+            unnamed.append(block.name)
+    if unnamed:
+        raise PlanError(
+            f'plan: {len(unnamed)} blocks are in no stage ({unnamed[:3]}); add "*" to one stage\'s modules'
+        )
+    for i, group in enumerate(groups):
+        if not group:
+            raise PlanError(
+                f"plan.stages[{i}]: no block is left for it; others name all of {stages[i]['modules']}"
+            )
+    return groups
+
+
+def _stage_name(stage: dict[str, Any], blocks: tuple[str, ...], request: PlanRequest) -> str | None:
+    name: str | None = stage.get("name")
+    if name == LOSS_KEY and set(request.graph.loss_blocks).isdisjoint(blocks):  # the key means another stage
+        raise PlanError(f"plan: only the stage that yields the loss is named {LOSS_KEY!r}; rename this one")
+    return name
+
+
+def _rules_with(request: PlanRequest, stages: list[dict[str, Any]], groups: list[list[str]]) -> BatchRules:
+    rules = batch_rules(request)
+    fixed = dict(rules.fixed)
+    for stage, group in zip(stages, groups, strict=True):
+        if "micro_batch_size" in stage:
+            if rules.mini_batch % stage["micro_batch_size"]:
+                raise PlanError(
+                    f"plan: micro_batch_size {stage['micro_batch_size']} of stage {stage.get('name', group[0])!r} "
+                    f"does not divide the mini-batch of {rules.mini_batch}"
+                )
+            fixed.update(dict.fromkeys(group, stage["micro_batch_size"]))
+    # a size given here wins over the wish to keep units, never over operators that mix samples
+    coupled = (rules.coupled - fixed.keys()) | coupled_blocks(request.graph)
+    return dataclasses.replace(rules, fixed=fixed, coupled=coupled)
+
+
+def _given_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int | None]:
+    degrees = [len(stage["ranks"]) if "ranks" in stage else stage.get("devices") for stage in stages]
+    if all(degree is not None for degree in degrees):
+        # ranks that are listed may be those of several stages
+        listed = {rank for stage in stages for rank in stage.get("ranks", ())}
+        counted = sum(stage["devices"] for stage in stages if "ranks" not in stage)
+        total = len(listed) + counted
+        if total != num_ranks:
+            raise PlanError(
+                f"plan: its stages use {total} ranks and the run has {num_ranks}; change devices or the run"
+            )
+    return degrees
+
+
+def _fixed_degrees(
+    groups: list[list[str]],
+    degrees: list[int | None],
+    rules: BatchRules,
+    wish: int,
+) -> list[StageDraft] | None:
+    drafts = []
+    for group, degree in zip(groups, degrees, strict=True):
+        assert degree is not None
+        size = rules.micro_batch_size(group, degree, wish)
+        if size is None:
+            return None
+        drafts.append(StageDraft(blocks=tuple(group), degree=degree, micro_batch_size=size))
+    return drafts
+
+
+def _explain(
+    stages: list[dict[str, Any]], groups: list[list[str]], degrees: list[int | None], rules: BatchRules
+) -> None:
+    for stage, group, degree in zip(stages, groups, degrees, strict=True):
+        if degree is None:
+            continue
+        if not any(rules.micro_batch_size(group, degree, wish) for wish in rules.wishes()):
+            label = stage.get("name", group[0])
+            coupled = sorted(set(group) & rules.coupled)
+            why = (
+                f"block {coupled[0]!r} computes whole loss units, {rules.loss_unit} samples a rank"
+                if coupled
+                else "the degree must divide the micro-batch and that the mini-batch"
+            )
+            raise PlanInfeasible(
+                f"plan: stage {label!r} on {degree} ranks has no micro-batch size for a mini-batch of "
+                f"{rules.mini_batch}: {why}; change its devices or micro_batch_size"
+            )
+    raise PlanInfeasible(
+        f"plan: {rules.num_ranks} ranks cannot be shared out among the {len(stages)} stages so that their degrees "
+        f"divide a mini-batch of {rules.mini_batch} in loss units of {rules.loss_unit} and their memory suffices; "
+        "give devices per stage, or other sizes"
+    )

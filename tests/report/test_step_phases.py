@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpp_plugin.simulate.timeline_metrics import (
+from gpp_plugin.report.timeline_chart import (
     PHASES,
     PhaseTimes,
     format_messages,

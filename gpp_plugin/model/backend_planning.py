@@ -31,7 +31,7 @@ from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
 from gpp_plugin.backends.compiled_stage import compare_results, run_both
 from gpp_plugin.backends.job_backends import code_of_stage
 from gpp_plugin.backends.measured_backends import BackendLog, place_key, time_in_turn
-from gpp_plugin.backends.place_forward import LEAST_STEP_GAIN
+from gpp_plugin.backends.place_forward import LEAST_GAIN
 from gpp_plugin.backends.stage_backends import Asked, choose_backend
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
@@ -237,7 +237,7 @@ def measure_compiled(
     taken: set[str] = set()
     for signature, own in blocks.items():
         cost = trial.costs[signature]
-        if not cost.refused and (asked != "auto" or cost.gain >= LEAST_STEP_GAIN):
+        if not cost.refused and (asked != "auto" or cost.gain >= LEAST_GAIN):
             taken.update(own)
         if cost.refused and asked != "auto":
             logger.warning("block %s stays on torch instead of compiled code: %s", own[0], cost.refused)

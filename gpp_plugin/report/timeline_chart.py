@@ -18,14 +18,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 from gpp_plugin.report.figure import CHAR_WIDTH, Figure, Label, Polygon, Polyline, Rectangle, Shape
 from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.report.units import (
-    IN_LOGS,
-    RANK_LABEL_WIDTH,
-    format_bytes,
-    format_ms,
-    format_table,
-    shorten_name,
-)
+from gpp_plugin.report.units import IN_LOGS, LABEL_WIDTH, format_bytes, format_ms, format_table, shorten_name
 from gpp_plugin.simulate.timeline_metrics import StageMemory, Steps, memory_over_time
 
 # Where the time of a step goes on each rank, and what its messages carry: tables of what ranks noted meanwhile.
@@ -190,7 +183,7 @@ def format_timeline(
     for event in timeline.events:
         rows[event.rank, event.stage].append(event)
     # on 60 columns a name has at most 15 of them: "rank 12 vision_m…loss  0011aabb..  93 %"
-    most = RANK_LABEL_WIDTH if screen is None else min(RANK_LABEL_WIDTH, max(screen // 4, 8))
+    most = LABEL_WIDTH if screen is None else min(LABEL_WIDTH, max(screen // 4, 8))
     labels = {
         (rank, stage): f"rank {rank} {shorten_name(plan.stages[stage].forward_label, most)}"
         for rank, stage in rows

@@ -12,7 +12,7 @@ Usable in a notebook, without ranks and mostly without devices; the ``gpp`` comm
 
 Training is `deepspeed.initialize`; a plan saved here is what its ``graph_pipeline.plan`` may name, and `engine.plan`
 is a `PipelinePlan` that every function here takes. `PlanRequest`, `StageDraft` and `build_plan` are what a planner of
-another package is written with (`gpp_plugin.doors`). Names and arguments in ``__all__`` are kept between releases;
+another package is written with (`gpp_plugin.plugins`). Names and arguments in ``__all__`` are kept between releases;
 arguments are added with defaults. Failures are `gpp_plugin.errors.GppError`, one line with the fix.
 
 Nothing of the top-level package is called like a function of this module: ``gpp_plugin.plan`` is the package with the
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from gpp_plugin.errors import ConfigError, PlanError
-from gpp_plugin.extensions import planner_granularity
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import save
@@ -52,6 +51,7 @@ from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_request import validate_for
+from gpp_plugin.plugins import planner_granularity
 from gpp_plugin.rehearse.rehearsal import make_windows, programs_of_plan
 from gpp_plugin.report import timeline_chart
 from gpp_plugin.report.plan_text import format_plan

@@ -1,15 +1,18 @@
 """Puts `gpp_plugin` in front of `deepspeed.initialize`, whichever of the two is imported first.
 
 Only a thin wrapper is set here, around what answers calls; it imports nothing of this package. torch and DeepSpeed are
-imported by the call, so that importing a pure layer of gpp_plugin stays cheap.
+imported by the call, so that importing a pure layer of gpp_plugin stays cheap. Import paths of earlier releases that
+the documents named still load, with a warning.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.machinery
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -19,6 +22,20 @@ Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 _MARK = "_gpp_plugin_original"
 
+MOVED = {
+    "gpp_plugin.collage.registered": "gpp_plugin.collage.candidates",
+    "gpp_plugin.demo.digits": "gpp_plugin.demo.clip",
+    "gpp_plugin.doors": "gpp_plugin.plugins",
+    "gpp_plugin.extensions": "gpp_plugin.plugins",
+    "gpp_plugin.plan.costs.cache_parallelism": "gpp_plugin.plan.costs.long_context",
+    "gpp_plugin.plan.plan_schedules": "gpp_plugin.plan.choose_schedule",
+    "gpp_plugin.report.memory_text": "gpp_plugin.report.plan_text",
+    "gpp_plugin.runtime.messages.assembly": "gpp_plugin.runtime.messages.mailbox",
+    "gpp_plugin.schedule.early_reductions": "gpp_plugin.schedule.gathers",
+    "gpp_plugin.schedule.placement": "gpp_plugin.schedule.lower",
+}
+"""Import paths that documents of 0.1.0 named, with their new ones; the old ones are removed in the next release."""
+
 
 def register(dispatch: Dispatch) -> None:
     """Let ``dispatch`` answer `deepspeed.initialize` from now on, or as soon as DeepSpeed is imported."""
@@ -27,6 +44,8 @@ def register(dispatch: Dispatch) -> None:
         wrap_initialize(module, dispatch)
     elif not any(isinstance(finder, _DeepSpeedFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _DeepSpeedFinder(dispatch))
+    if _MovedFinder not in sys.meta_path:
+        sys.meta_path.append(_MovedFinder)
 
 
 def wrap_initialize(module: ModuleType, dispatch: Dispatch) -> None:
@@ -91,3 +110,26 @@ class _WrappingLoader:
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
         wrap_initialize(module, self._dispatch)
+
+
+class _MovedFinder:
+    """Loads a module by its path of an earlier release, and warns; it is its own loader."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, cls) if fullname in MOVED else None  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        old = module.__name__
+        new = MOVED[old]
+        warnings.warn(
+            f"{old} is now {new}; the old path goes with the next release", FutureWarning, stacklevel=2
+        )
+        sys.modules[old] = importlib.import_module(new)

@@ -27,9 +27,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gpp_plugin.doors import Planner, Schedule
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
-from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
@@ -38,6 +36,7 @@ from gpp_plugin.launch import run_ranks
 from gpp_plugin.library.analytic_models import AnalyticModel, assemble, linear, path_edges, profile_model
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plugins import PLANNERS, SCHEDULES, TRANSPORTS, Planner, Schedule
 from gpp_plugin.rehearse.rehearsal import make_windows, programs_of_plan
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.order_check import check_schedules

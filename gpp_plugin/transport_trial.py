@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.doors import Transport, TransportRequest
-from gpp_plugin.extensions import find_transport
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.launch import emit_event, end_rank
+from gpp_plugin.plugins import Transport, TransportRequest, find_transport
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
 from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.messages.pending import Pending, Post

@@ -15,7 +15,7 @@ def train(target: str, configs: list[str]) -> list[dict[str, Any]]:
     import deepspeed
 
     import gpp_plugin
-    from gpp_plugin.extensions import look_again
+    from gpp_plugin.plugins import look_again
     from tests.integrations.engine_jobs import B
     from tests.models import build
 

@@ -59,7 +59,7 @@ def halves(request: PlanRequest) -> PipelinePlan:
 SCHEDULE = '''
 """All forwards, then the backwards from the last micro-batch to the first."""
 
-from gpp_plugin.doors import Schedule, StageSchedule, Task, TaskKind
+from gpp_plugin.plugins import Schedule, StageSchedule, Task, TaskKind
 
 
 class LastFirst(Schedule):
@@ -87,7 +87,7 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.doors import TransportFactory
+from gpp_plugin.plugins import TransportFactory
 from gpp_plugin.errors import CommTimeout
 
 SENT = 0

@@ -10,7 +10,7 @@ from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.reader import check_ranks, read_config
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.extensions import PLANNERS
+from gpp_plugin.plugins import PLANNERS
 
 PLANNER_NAMES = ", ".join(PLANNERS.names())
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from gpp_plugin.doors import Schedule
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.plan.baselines.stock_chain import uniform_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plugins import PLANNERS, SCHEDULES, TRANSPORTS, Schedule
 from gpp_plugin.schedule.orders.gpipe import gpipe_schedule
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
 from gpp_plugin.testing import CheckFailed, check_planner, check_schedule, check_transport, planner_requests

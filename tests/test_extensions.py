@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from gpp_plugin.config.reader import read_config
-from gpp_plugin.doors import Schedule, TransportFactory
 from gpp_plugin.errors import ExtensionError
-from gpp_plugin.extensions import (
-    DOORS,
+from gpp_plugin.plugins import (
     PLANNERS,
+    PLUGIN_KINDS,
     SCHEDULES,
     TRANSPORTS,
-    Door,
+    PluginKind,
+    Schedule,
+    TransportFactory,
     find_planner,
     find_schedule,
     find_transport,
@@ -61,8 +62,8 @@ def planners(**entries: str) -> dict[str, dict[str, str]]:
     return {"gpp_plugin.planners": entries}
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.kind)
-def test_everything_built_in_can_be_loaded_and_has_its_shape(door: Door) -> None:
+@pytest.mark.parametrize("door", PLUGIN_KINDS, ids=lambda door: door.kind)
+def test_everything_built_in_can_be_loaded_and_has_its_shape(door: PluginKind) -> None:
     for name in door.built_in:
         assert door.wrong_shape(door.load(name)) == "", name
         assert name in door
@@ -107,7 +108,7 @@ def test_what_a_package_adds_is_listed_named_and_loaded(install) -> None:
             "planner",
             "gpp_example_doors:number",
             "gpp_plugin.planners: planner 'mine' of package 'gpp-example' (gpp_example_doors:number) is an object of type "
-            "int; a planner is a function of one PlanRequest (gpp_plugin.doors.Planner); repair or uninstall the "
+            "int; a planner is a function of one PlanRequest (gpp_plugin.plugins.Planner); repair or uninstall the "
             "package, or use another planner",
         ),
         (
@@ -122,7 +123,7 @@ def test_what_a_package_adds_is_listed_named_and_loaded(install) -> None:
             "p2p",
             "gpp_example_doors:nothing",
             "gpp_plugin.transports: transport 'mine' of package 'gpp-example' (gpp_example_doors:nothing) is an object of "
-            "type Nothing without make and check; derive a class from gpp_plugin.doors.TransportFactory and name an "
+            "type Nothing without make and check; derive a class from gpp_plugin.plugins.TransportFactory and name an "
             "instance of it; repair or uninstall the package, or use another transport",
         ),
     ],

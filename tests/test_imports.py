@@ -1,6 +1,7 @@
 """The import rule: pure layers need no torch, deepspeed, megatron or transformers."""
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from gpp_plugin.import_hook import MOVED
 from tests.waits import run_program
 
 PACKAGE = Path(__file__).parent.parent / "gpp_plugin"
 HEAVY = {"torch", "deepspeed", "megatron", "transformers"}
 PURE_LAYERS = ("ir", "config", "plan", "schedule", "simulate", "report", "data", "collage")
-PURE_MODULES = ("errors", "doors", "extensions")
+PURE_MODULES = ("errors", "plugins")
 PROBE = f"""
 import importlib, json, sys, time
 start = time.process_time()
@@ -134,3 +136,14 @@ def test_the_hook_waits_for_deepspeed_to_be_imported(before: str) -> None:
     code = f"import gpp_plugin; {before}import deepspeed; print(deepspeed.initialize._gpp_plugin_original)"
     done = run_program([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_documented_import_paths_of_before_still_load_and_warn():
+    for old, new in MOVED.items():
+        sys.modules.pop(old, None)
+        with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
+            module = importlib.import_module(old)
+        assert module is importlib.import_module(new)
+    from gpp_plugin.doors import Schedule
+
+    assert Schedule is importlib.import_module("gpp_plugin.plugins").Schedule

@@ -33,9 +33,9 @@ from gpp_benchmarks._linear_stages import (
 )
 from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_benchmarks._random_schedules import with_family
-from gpp_plugin.doors import Transport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.plugins import Transport
 from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace

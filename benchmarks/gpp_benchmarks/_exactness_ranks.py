@@ -39,10 +39,10 @@ from gpp_benchmarks._linear_stages import (
     worst_error,
 )
 from gpp_benchmarks._random_schedules import FAMILIES, Draw, random_draw
-from gpp_plugin.doors import Transport
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.launch import emit_event
+from gpp_plugin.plugins import Transport
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.messages.transport import GlooTransport

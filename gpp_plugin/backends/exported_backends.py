@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
-from gpp_plugin.doors import Backend
 from gpp_plugin.errors import BackendRefused
+from gpp_plugin.plugins import Backend
 
 # What backends outside of torch have in common: exported programs, float32 on the CPU, absent packages.
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, named_operator
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, GppError
-from gpp_plugin.extensions import find_backend
 from gpp_plugin.ir.backend_costs import BackendCost, CompiledCost
 from gpp_plugin.ir.serialize import fingerprint, load, save
+from gpp_plugin.plugins import find_backend
 from gpp_plugin.profile.cost_store import default_directory
 from gpp_plugin.profile.machine import describe_device, processor_name
 from gpp_plugin.relative_errors import relative_error

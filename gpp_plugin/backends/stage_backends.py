@@ -32,9 +32,9 @@ from gpp_plugin.backends.measured_backends import (
 )
 from gpp_plugin.backends.place_forward import CuttableForward, place_forward
 from gpp_plugin.errors import BackendRefused, ConfigError, nearest
-from gpp_plugin.extensions import BACKENDS, find_backend, named_backends
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
 from gpp_plugin.ir.plan import Stage
+from gpp_plugin.plugins import BACKENDS, find_backend, named_backends
 from gpp_plugin.runtime.random_streams import kept_streams
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.stage_source import StageCode

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
-from gpp_plugin.doors import Backend
+from gpp_plugin.plugins import Backend
 
 
 class TorchBackend(Backend):

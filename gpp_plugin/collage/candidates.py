@@ -14,7 +14,7 @@ from typing import Any
 from gpp_plugin.collage.operator_graph import OperatorGraph, is_acyclic_cover, run_order
 from gpp_plugin.collage.patterns import BasePatternRule, OperatorPattern, generate_groups, match_pattern
 from gpp_plugin.errors import ExtensionError
-from gpp_plugin.extensions import BACKENDS, find_backend
+from gpp_plugin.plugins import BACKENDS, find_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def in_run_order(graph: OperatorGraph, groups: Sequence[OperatorGroup], cost_us:
 # What users say that backends run: `add_backend`, `add_backend_pattern` and `add_backend_pattern_rule`.
 #
 # They hold in the process that calls them; a package that always adds a backend has an entry point
-# (`gpp_plugin.doors`).
+# (`gpp_plugin.plugins`).
 
 _PATTERNS: dict[str, list[OperatorPattern]] = defaultdict(list)
 _RULES: dict[str, list[BasePatternRule]] = defaultdict(list)
@@ -126,7 +126,7 @@ def add_backend(name: str, backend: Any) -> None:
     """Let a backend be used by this name in this process.
 
     Args:
-        backend: an instance of a class derived from `gpp_plugin.doors.Backend`.
+        backend: an instance of a class derived from `gpp_plugin.plugins.Backend`.
 
     Raises:
         ExtensionError: the name is known already, or the object is no backend.

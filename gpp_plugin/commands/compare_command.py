@@ -25,12 +25,12 @@ from gpp_plugin.compare.simulated import simulate_modes
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.deepspeed_json import load_deepspeed_json
 from gpp_plugin.errors import ConfigError, PlanError
-from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
+from gpp_plugin.plugins import PLANNERS
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.rows_text import json_text
 from gpp_plugin.report.units import fill_text, format_bytes, format_table

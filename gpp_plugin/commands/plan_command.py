@@ -16,7 +16,6 @@ from gpp_plugin.commands.width import add_width, columns_of
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK
 from gpp_plugin.compare.simulated import simulate_modes, simulated_row
 from gpp_plugin.errors import ConfigError, PlanError
-from gpp_plugin.extensions import PLANNERS, TRANSPORTS
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, to_plain
 from gpp_plugin.ir.tensors import element_bytes
@@ -29,6 +28,7 @@ from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
+from gpp_plugin.plugins import PLANNERS, TRANSPORTS
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_on_paper, stage_rows
 from gpp_plugin.report.printable import printable
 from gpp_plugin.report.progress import step

@@ -23,7 +23,6 @@ from gpp_plugin.compare.compared_models import BuiltModel, build_model
 from gpp_plugin.compare.simulated import best_chain
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError, PlanError
-from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.model_source import ModelSource
@@ -31,6 +30,7 @@ from gpp_plugin.plan.baselines.linearise import cut_bytes, linearise
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
+from gpp_plugin.plugins import PLANNERS
 from gpp_plugin.rehearse.rehearsal import scale_times
 from gpp_plugin.runtime.lane import Reference
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from gpp_plugin.extensions import (
+from gpp_plugin.ir.typed_leaves import MOST_COUNT
+from gpp_plugin.plugins import (
     BACKENDS,
     PLANNERS,
     SCHEDULES,
@@ -14,7 +15,6 @@ from gpp_plugin.extensions import (
     named_backends,
     planner_granularity,
 )
-from gpp_plugin.ir.typed_leaves import MOST_COUNT
 from gpp_plugin.schedule.names import is_schedule_name
 
 BLOCK = "graph_pipeline"

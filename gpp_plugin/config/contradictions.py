@@ -7,11 +7,11 @@ from typing import Any
 
 from gpp_plugin.config.block import BLOCK, GraphPipelineConfig, LengthsConfig
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.extensions import (
+from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.plugins import (
     SCHEDULES,
     find_schedule,
 )
-from gpp_plugin.ir.typed_leaves import show
 
 
 def check_contradictions(config: GraphPipelineConfig) -> GraphPipelineConfig:

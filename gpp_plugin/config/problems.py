@@ -21,14 +21,14 @@ from gpp_plugin.config.block import (
     MemoryConfig,
 )
 from gpp_plugin.errors import nearest
-from gpp_plugin.extensions import (
+from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.plugins import (
     BACKEND_WORDS,
     BACKENDS,
     PLANNERS,
     TRANSPORTS,
     named_backends,
 )
-from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.schedule.names import schedule_names
 
 

@@ -198,7 +198,7 @@ def check_package(package: Package, version: str | None) -> Check:
 
 def check_backends() -> Iterator[Check]:
     """Check what stages that train nothing may run on beside torch's operators; nothing is built."""
-    from gpp_plugin.extensions import BACKENDS, find_backend
+    from gpp_plugin.plugins import BACKENDS, find_backend
 
     for name in BACKENDS.names():
         if name == "torch":

@@ -79,13 +79,13 @@ from gpp_plugin.engine.training_steps import (
     TrainedCall,
 )
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.extensions import find_transport
 from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.ir.memory_report import CacheReport, MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.unit_order import UnitOrder, unit_costs
+from gpp_plugin.plugins import find_transport
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.kept_lanes import KeptAhead, KeptWindows

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.doors import Channel, Transport, TransportRequest
 from gpp_plugin.engine.guards.agreement import agree, fingerprint_of
 from gpp_plugin.engine.guards.repetition import Repetition
 from gpp_plugin.engine.job_context import EngineModel, Setting
@@ -33,12 +32,12 @@ from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
-from gpp_plugin.extensions import find_transport
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.plan.explicit.tied_blocks import UNTIE
+from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transport
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, UnitBatch
 from gpp_plugin.runtime.executor import MiniBatchResult

@@ -36,7 +36,6 @@ from gpp_plugin.backends.stage_backends import Asked, choose_backend
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, CaptureError, ConfigError, PlanError, first_line, nearest
-from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.backend_costs import CompiledCost, StageBackend
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
@@ -45,6 +44,7 @@ from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import judge_us
 from gpp_plugin.plan.make import stage_edges
+from gpp_plugin.plugins import find_schedule
 from gpp_plugin.profile.block_survey import BlockCode, BlockSurvey
 from gpp_plugin.profile.held_bytes import SavedStorages
 from gpp_plugin.profile.timing import Operands

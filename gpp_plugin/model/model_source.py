@@ -29,7 +29,6 @@ from gpp_plugin.capture.tracing.shadow import set_modes
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.job_context import WatchedModule
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
-from gpp_plugin.extensions import find_schedule
 from gpp_plugin.integrations.huggingface import pretrained_files
 from gpp_plugin.integrations.huggingface.model_inputs import (
     NUM_ITEMS,
@@ -76,6 +75,7 @@ from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_
 from gpp_plugin.plan.explicit.fixed_stages import FixedStage
 from gpp_plugin.plan.explicit.tied_blocks import join_tied_blocks
 from gpp_plugin.plan.search_report import searching
+from gpp_plugin.plugins import find_schedule
 from gpp_plugin.profile.analytic_costs import default_sample_counts
 from gpp_plugin.profile.block_survey import UNSPLITTABLE
 from gpp_plugin.profile.job_cluster import JobCluster

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
-from gpp_plugin.extensions import SCHEDULES
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage
@@ -36,6 +35,7 @@ from gpp_plugin.plan.split_backwards import (
     with_part_times,
     without_memory_plans,
 )
+from gpp_plugin.plugins import SCHEDULES
 from gpp_plugin.schedule.build import build_schedules, with_slices
 from gpp_plugin.schedule.durations import Durations
 from gpp_plugin.schedule.names import AUTO, KFKB, is_schedule_name, k_of, schedule_label, unknown_schedule

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.errors import GppError, PlanError
-from gpp_plugin.extensions import SCHEDULES
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import from_envelope, load
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
+from gpp_plugin.plugins import SCHEDULES
 
 MOST_TASKS = 1_000_000
 """Of all stages in a mini-batch: what a schedule of a thousand ranks has."""

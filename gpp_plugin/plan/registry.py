@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.extensions import PLANNERS, find_planner
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import TensorRules, tensor_rules
@@ -15,6 +14,7 @@ from gpp_plugin.plan.heterogeneous_devices import best_over_orders, exchange_sta
 from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank
 from gpp_plugin.plan.validate_request import validate_for
+from gpp_plugin.plugins import PLANNERS, find_planner
 
 PLACING = ("auto", "graphpipe")
 """Planners whose stages may be exchanged between nodes; those of papers place them as they do."""

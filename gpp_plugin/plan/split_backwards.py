@@ -22,7 +22,6 @@ import logging
 from collections.abc import Sequence
 
 from gpp_plugin.errors import PlanError, ScheduleError
-from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
@@ -30,6 +29,7 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import memory_excess
+from gpp_plugin.plugins import find_schedule
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 

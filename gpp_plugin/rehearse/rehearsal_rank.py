@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.doors import Transport, TransportRequest
-from gpp_plugin.extensions import find_transport
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
@@ -29,6 +27,7 @@ from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.edge_transports import NATIVE
+from gpp_plugin.plugins import Transport, TransportRequest, find_transport
 from gpp_plugin.rehearse.rehearsal import make_ahead, make_windows, programs_of_plan
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
 from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner

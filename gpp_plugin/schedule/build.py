@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.extensions import SCHEDULES, find_schedule
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.plugins import SCHEDULES, find_schedule
 from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.orders.gpipe import forward_only_schedule
 from gpp_plugin.schedule.orders.interleaved import interleaved_schedules

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from gpp_plugin.errors import nearest
-from gpp_plugin.extensions import SCHEDULES, find_schedule
+from gpp_plugin.plugins import SCHEDULES, find_schedule
 
 if TYPE_CHECKING:  # `config` imports this file, and loads without what a plan is made of
     from gpp_plugin.ir.plan import Stage

@@ -33,10 +33,9 @@ from gpp_plugin.backends.stage_backends import (
 )
 from gpp_plugin.collage.operator_graph import bits
 from gpp_plugin.collage.patterns import BasePatternRule, is_op
-from gpp_plugin.doors import Backend
 from gpp_plugin.errors import BackendRefused, ConfigError
-from gpp_plugin.extensions import BACKENDS, find_backend
 from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
+from gpp_plugin.plugins import BACKENDS, Backend, find_backend
 from gpp_plugin.runtime.stage_module import StageFunction
 
 aten = torch.ops.aten

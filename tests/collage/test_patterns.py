@@ -25,9 +25,8 @@ from gpp_plugin.collage.patterns import (
     match_pattern,
     wildcard,
 )
-from gpp_plugin.doors import Backend
 from gpp_plugin.errors import ExtensionError
-from gpp_plugin.extensions import BACKENDS
+from gpp_plugin.plugins import BACKENDS, Backend
 
 
 def op(key: str, name: str, *inputs: str, **attr) -> Operator:
@@ -174,7 +173,7 @@ def test_backends_patterns_and_rules_are_registered_by_name() -> None:
 
 
 def test_what_cannot_be_registered_is_refused() -> None:
-    with pytest.raises(ExtensionError, match="and build; derive a class from gpp_plugin.doors.Backend"):
+    with pytest.raises(ExtensionError, match="and build; derive a class from gpp_plugin.plugins.Backend"):
         add_backend("mine", object())
     with pytest.raises(ExtensionError, match="there is a backend 'auto' already"):
         add_backend("auto", object())

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
 from gpp_plugin.backends.stage_backends import BackendForward
-from gpp_plugin.doors import Backend
-from gpp_plugin.extensions import BACKENDS
+from gpp_plugin.plugins import BACKENDS, Backend
 from tests.integrations.ahead_jobs import STAGES
 from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.integrations.frozen_jobs import frozen_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpp_plugin.extensions import find_backend
+from gpp_plugin.plugins import find_backend
 from tests.integrations import backend_jobs as jobs
 from tests.ranks import run_kept_ranks
 

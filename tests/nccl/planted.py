@@ -33,12 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
-from gpp_plugin.doors import Transport, TransportRequest
 from gpp_plugin.engine.checkpoints.rank_files import FileContents
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.generation.micro_batches import LaneWire
 from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
+from gpp_plugin.plugins import Transport, TransportRequest
 from gpp_plugin.runtime.input_rows import InputLink
 from gpp_plugin.runtime.messages import transport
 from tests.nccl.checker import WaitGraph, ends_serially, points_that_hang, share_queues

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.doors import TransportRequest
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
+from gpp_plugin.plugins import TransportRequest
 from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.ir.profile import InputCost
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown, with_inputs
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plugins import PLANNERS
 from tests.plan.graphs import chain, make_profile, make_request
 
 MINI_BATCH, IMAGE, TABLE = 16, 1000, 400

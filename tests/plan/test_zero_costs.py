@@ -2,12 +2,12 @@
 
 import pytest
 
-from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plugins import PLANNERS
 from tests.plan.graphs import GB, chain, make_cluster, make_profile, make_request
 from tests.plan.operator_chains import operator_chain
 

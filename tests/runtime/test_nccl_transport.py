@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.doors import TransportRequest
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plugins import TransportRequest
 from gpp_plugin.runtime.messages import nccl_transport
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.doors import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron import cpu
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports
+from gpp_plugin.plugins import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.messages.sockets import widen_open_sockets, widened_sockets
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT

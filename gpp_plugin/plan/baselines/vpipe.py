@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gpp_plugin.doors import planner_traits
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.linearise import balanced_bounds
 from gpp_plugin.plan.costs.cost_model import Floats
@@ -36,6 +35,7 @@ from gpp_plugin.plan.memory.memory_chain import ChainPlan, plan_chain
 from gpp_plugin.plan.memory.operator_chain import sum_by
 from gpp_plugin.plan.memory.recompute_menu import Segments, segment_costs
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plugins import planner_traits
 
 MOST_PASSES = 8
 Score = tuple[float, float, float]

@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from gpp_plugin.doors import planner_traits
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.linear_order import layer_bounds
@@ -42,6 +41,7 @@ from gpp_plugin.plan.memory.graph_tensors import Ints
 from gpp_plugin.plan.memory.memory_chain import ChainPlan, optimized, plan_chain
 from gpp_plugin.plan.memory.operator_chain import PipelineShape, TensorChain
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plugins import planner_traits
 
 # Where a chain of operators may be cut: compute-balanced, memory-balanced, cheap to communicate.
 #

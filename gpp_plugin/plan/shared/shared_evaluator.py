@@ -21,7 +21,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanError, ScheduleError
-from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import CostModel, with_link_times
@@ -31,6 +30,7 @@ from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.split_backwards import pending_bytes, splits_backwards, with_part_times, with_pending
+from gpp_plugin.plugins import find_schedule
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.names import k_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages

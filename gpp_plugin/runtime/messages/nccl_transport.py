@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.doors import Channel
 from gpp_plugin.ir.program import Message
+from gpp_plugin.plugins import Channel
 from gpp_plugin.runtime.messages.opening_order import opening_order
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.messages.wires import Wire

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
-from gpp_plugin.doors import Channel
+from gpp_plugin.plugins import Channel
 
 
 def opening_rounds(channels: Collection[Channel]) -> list[list[Channel]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.doors import Channel
+from gpp_plugin.plugins import Channel
 from gpp_plugin.runtime.messages.opening_order import opening_order
 
 BUFFER_BYTES = 1 << 20

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.doors import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.plugins import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.messages.sockets import LEAST_OPENING_S, open_pairs, widened_sockets

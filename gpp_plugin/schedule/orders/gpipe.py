@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpp_plugin.doors import Schedule
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.plugins import Schedule
 
 # Forwards alone: evaluation, and frozen stages in training.
 

@@ -23,11 +23,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from gpp_plugin.doors import Schedule
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.plugins import Schedule
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.durations import nominal_durations

@@ -15,9 +15,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.plugins import find_schedule
 from gpp_plugin.schedule.build import build_stage_schedule
 from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.orders.stage_order import sinks_first

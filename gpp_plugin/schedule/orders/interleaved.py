@@ -47,9 +47,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.plugins import find_schedule
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.durations import nominal_durations, nominal_times, stage_task_us

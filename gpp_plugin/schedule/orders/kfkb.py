@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpp_plugin.doors import Schedule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.plugins import Schedule
 
 
 def kfkb_schedule(stage: int, micro_batches: int, *, k: int, num_in_flight: int) -> StageSchedule:

@@ -40,9 +40,9 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpp_plugin.doors import Schedule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.plugins import Schedule
 from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards
 from gpp_plugin.schedule.durations import nominal_times, stage_task_us
 from gpp_plugin.schedule.messages import gradient_kinds

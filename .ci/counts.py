@@ -27,6 +27,8 @@ DEPENDENCIES = frozenset(
 )
 LONG = 60
 """Lines of a function, from ``def`` to its end, above which it is listed."""
+LONGEST_FILE = 700
+"""Lines of a file, blank ones and documentation included, above which it is listed."""
 EXPLAINED = 35
 """Lines above which a function has at least one comment."""
 DIRECTIVES = ("# noqa", "# type:", "# fmt:", "#!")
@@ -73,6 +75,9 @@ class Counts:
     comment_lines: int
     trailing_comments: int
     comments_per_thousand: float
+    single_importers: list[str]
+    lone_protocols: list[str]
+    files_over_700: list[str]
     circles: list[list[str]]
     longest_folder: str
     longest_folder_files: int
@@ -94,6 +99,7 @@ def count_package(folder: Path, *, without: Sequence[str] = ()) -> Counts:
     code = sum(len(source.code_lines) for source in sources)
     comments = sum(len(source.comment_lines) for source in sources)
     folders = collections.Counter(source.path.parent for source in sources)
+    graph = import_graph(sources)
     longest = max(folders, key=lambda each: (folders[each], str(each)), default=folder)
     return Counts(
         files=len(sources),
@@ -101,7 +107,14 @@ def count_package(folder: Path, *, without: Sequence[str] = ()) -> Counts:
         comment_lines=comments,
         trailing_comments=sum(len(source.trailing_lines) for source in sources),
         comments_per_thousand=round(1000 * comments / max(code, 1), 1),
-        circles=find_circles(import_graph(sources)),
+        single_importers=_single_importers(graph),
+        lone_protocols=_lone_protocols(sources),
+        files_over_700=[
+            f"{source.module} ({lines} lines)"
+            for source in sources
+            if (lines := source.path.read_text(encoding="utf-8").count("\n")) > LONGEST_FILE
+        ],
+        circles=find_circles(graph),
         longest_folder=str(longest.relative_to(folder.parent)),
         longest_folder_files=folders[longest],
         functions_over_60=_listed(function for function in functions if function.num_lines > LONG),
@@ -215,6 +228,72 @@ def _nearest(name: str, modules: set[str], *, least: str = "") -> Iterator[str]:
         name = name.rpartition(".")[0]
     if name:
         yield name
+
+
+def _single_importers(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the modules that exactly one other module of the package imports, with that one."""
+    importers = collections.defaultdict(list)
+    for module, others in graph.items():
+        for other in others:
+            importers[other].append(module)
+    return [f"{module} <- {by[0]}" for module, by in sorted(importers.items()) if len(by) == 1]
+
+
+def _lone_protocols(sources: Sequence[Source]) -> list[str]:
+    """Return the Protocols that at most one class of the package fulfils: it derives, or has all public members."""
+    classes = [
+        (source, node)
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    protocols = [(source, node) for source, node in classes if "Protocol" in map(_last_name, node.bases)]
+    members = {node.name: _members(node) for _, node in classes}
+    bases = {node.name: {*map(_last_name, node.bases)} for _, node in classes}
+
+    def inherited(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
+        above = (inherited(base, seen | {name}) for base in bases.get(name, set()) - seen - {name})
+        return members.get(name, set()).union(*above)
+
+    others = [node for source, node in classes if not any(node is protocol for _, protocol in protocols)]
+    return [
+        f"{source.module} {node.name}"
+        for source, node in protocols
+        if sum(node.name in bases[each.name] or _members(node) <= inherited(each.name) for each in others) < 2
+        and "__call__" not in _members(node)
+    ]
+
+
+def _last_name(node: ast.expr) -> str:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    """Return what a class defines: methods, annotated names and attributes set on ``self``."""
+    names = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    names |= {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    names |= {
+        target.id
+        for each in node.body
+        if isinstance(each, ast.Assign)
+        for target in each.targets
+        if isinstance(target, ast.Name)
+    }
+    names |= {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+    return {name for name in names if not name.startswith("_") or name == "__call__"}
 
 
 def find_circles(graph: Mapping[str, set[str]]) -> list[list[str]]:

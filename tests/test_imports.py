@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,46 @@ def test_documented_import_paths_of_before_still_load_and_warn():
         with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
             module = importlib.import_module(old)
         assert module is importlib.import_module(new)
-    from gpp_plugin.doors import Schedule
 
-    assert Schedule is importlib.import_module("gpp_plugin.plugins").Schedule
+
+LAYERS = tomllib.loads((PACKAGE.parent / ".ci" / "layers.toml").read_text())
+ROOMS = [room["name"] for room in LAYERS["room"]]
+
+
+def room_of(module: str) -> str:
+    """Return the most specific room of `layers.toml` that a module (without the package's name) lies in."""
+    found = [room for room in ROOMS if f"{module}.".startswith(f"{room}.")]
+    assert found, f"{module} lies in no room of .ci/layers.toml; add its folder or file there"
+    return max(found, key=len)
+
+
+def test_imports_point_up_the_list_of_layers():
+    modules = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+        if path != PACKAGE / "__init__.py" and "patches" not in path.parts
+    }
+    down = {}
+    for module, path in modules.items():
+        for _, name in imported_modules(path):
+            other = name.removeprefix("gpp_plugin.")
+            while other and other not in modules:
+                other = other.rpartition(".")[0]
+            if name.startswith("gpp_plugin.") and other:
+                if ROOMS.index(room_of(other)) > ROOMS.index(room_of(module)):
+                    down.setdefault(module, set()).add(other)
+    allowed = LAYERS["allowed"]
+    wrong = [
+        f"{module} imports {other}, which stands below it in .ci/layers.toml"
+        for module, others in down.items()
+        for other in sorted(others)
+        if not any(f"{other}.".startswith(f"{name}.") for name in allowed.get(module, ()))
+    ]
+    assert not wrong, "\n".join(wrong)
+    gone = [
+        f"{module} no longer imports {name}: take it out of [allowed]"
+        for module, names in allowed.items()
+        for name in names
+        if not any(f"{other}.".startswith(f"{name}.") for other in down.get(module, ()))
+    ]
+    assert not gone, "\n".join(gone)

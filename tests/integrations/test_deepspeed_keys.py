@@ -292,7 +292,7 @@ def test_names_of_older_releases_are_read() -> None:
 
 def test_values_of_the_arguments_and_of_the_json_are_compared() -> None:
     """A JSON with another rate and other betas trained on the JSON's, unsaid."""
-    from gpp_plugin.integrations.huggingface.trainer_config import engine_config
+    from gpp_plugin.integrations.trainer.trainer_config import engine_config
 
     args = SimpleNamespace(
         per_device_train_batch_size=2, gradient_accumulation_steps=1, max_grad_norm=1.0, bf16=False, fp16=False,

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import default_data_collator
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.huggingface import trainer, trainer_config
-from gpp_plugin.integrations.huggingface.trainer_config import engine_config, pads_to_longest, why_no_units
+from gpp_plugin.integrations.trainer import trainer, trainer_config
+from gpp_plugin.integrations.trainer.trainer_config import engine_config, pads_to_longest, why_no_units
 from tests.integrations import trainer_jobs as jobs
 from tests.ranks import run_kept_ranks
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from gpp_plugin.integrations.huggingface.trainer_config import TRIED_SAMPLES
+from gpp_plugin.integrations.trainer.trainer_config import TRIED_SAMPLES
 from tests.models import build
 
 UNIT, STEPS, ACCUMULATION = 2, 10, 2

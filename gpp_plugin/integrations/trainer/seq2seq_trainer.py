@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainer
 
-from gpp_plugin.integrations.huggingface.trainer import GraphPipelineTrainer
+from gpp_plugin.integrations.trainer.trainer import GraphPipelineTrainer
 
 
 class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):

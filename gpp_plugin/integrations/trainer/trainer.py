@@ -39,7 +39,7 @@ from gpp_plugin.config.deepspeed_json import load_deepspeed_json
 from gpp_plugin.engine.loading.batch_source import sample_from_dataset
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
-from gpp_plugin.integrations.huggingface.trainer_config import (
+from gpp_plugin.integrations.trainer.trainer_config import (
     StreamLoader,
     WholeSteps,
     as_one_process,

@@ -1,0 +1,1 @@
+"""HuggingFace's Trainer over a graph of stages."""

@@ -41,7 +41,7 @@ test-gpu: $(STAMP)  ## on CUDA devices: make test-gpu WHEELS=dir ARGS="-k swap";
 soak: $(STAMP)  ## what is too long for any tests: make soak ARGS="fuzz --count 20000"
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.soak $(ARGS)
 
-claims: $(STAMP)  ## run the cheap commands behind the numbers of README and docs/state.md again; ARGS="--only zoo", "--list", "--all"
+claims: $(STAMP)  ## run the cheap commands behind the numbers of README and docs again; ARGS="--only zoo", "--list", "--all"
 	$(BIN)/python .ci/claims.py $(ARGS)
 
 mutants: $(STAMP)  ## plant faults one at a time and count which of them the tests see; ARGS="--layer costs", "--only kfkb"

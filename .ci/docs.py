@@ -223,26 +223,39 @@ class Algorithm:
 
 
 def algorithms_page() -> str:
-    """Return the index of algorithms, those of papers first, by source."""
-    algorithms = find_algorithms()
+    """Return the index of algorithms: those of papers by source, then the modules without one by folder."""
     lines = [
         "# Where an algorithm lives\n",
         NOTICE,
-        "From the docstrings of the modules: `Source:` names the paper, with section or algorithm and DOI or arXiv "
-        "number, `Tests:` the files that check it. Deviations from a paper stand in the module's docstring.\n",
+        "Module docstrings name the paper in `Source:`, with section or algorithm and DOI or arXiv number. `Tests:` names "
+        "the files that check it. Deviations from a paper stand in the docstring.\n",
     ]
     by_source: dict[str, list[Algorithm]] = {}
-    for algorithm in algorithms:
-        by_source.setdefault(_work(algorithm.source), []).append(algorithm)
+    ours: dict[str, list[str]] = {}
+    for algorithm in find_algorithms():
+        if algorithm.source == OURS:
+            folder, _, name = algorithm.module.rpartition(".")
+            ours.setdefault(folder, []).append(name)
+        else:
+            by_source.setdefault(_work(algorithm.source), []).append(algorithm)
     for work in sorted(by_source, key=lambda each: (each == OURS, each.casefold())):
         lines += [
-            f"## {work[0].upper()}{work[1:]}",
+            "## Partly from papers" if work == OURS else f"## {work[0].upper()}{work[1:]}",
             "",
             "| source | what | module | tests |",
             "|---|---|---|---|",
         ]
         lines += [_row(algorithm) for algorithm in by_source[work]]
         lines.append("")
+    lines += [
+        "## Without a paper",
+        "",
+        "These modules have algorithms of this project. Their docstrings say what, why, and which tests check it.",
+        "",
+        "| folder | modules |",
+        "|---|---|",
+        *(f"| `{folder}` | {', '.join(f'`{name}`' for name in names)} |" for folder, names in ours.items()),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -53,14 +53,14 @@ check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q --tier all --durations=0 tests/test_imports.py tests/test_counts.py
 	$(BIN)/python .ci/docs.py --check
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 wheel-check: $(STAMP)  ## build, install elsewhere, train and plan; PYTHONS="python3.12 python3.13" too; ARGS=--quick is short
 	WHEEL_PYTHONS="$(or $(PYTHONS),$(WHEEL_PYTHONS))" $(BIN)/python .ci/wheel.py $(ARGS)
 
 docs: $(STAMP)  ## write the generated pages anew and build all of them into build/site
 	$(BIN)/python .ci/docs.py
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 install: $(STAMP)  ## only make .venv and install
 

@@ -227,8 +227,8 @@ def algorithms_page() -> str:
     lines = [
         "# Where an algorithm lives\n",
         NOTICE,
-        "Module docstrings name the paper in `Source:`, with section or algorithm and DOI or arXiv number. `Tests:` names "
-        "the files that check it. Deviations from a paper stand in the docstring.\n",
+        "Module docstrings name the paper in `Source:`, with section or algorithm and DOI or arXiv number. "
+        "`Tests:` names the files that check it. Deviations from a paper stand in the docstring.\n",
     ]
     by_source: dict[str, list[Algorithm]] = {}
     ours: dict[str, list[str]] = {}

@@ -41,7 +41,7 @@ test-gpu: $(STAMP)  ## on CUDA devices: make test-gpu WHEELS=dir ARGS="-k swap";
 soak: $(STAMP)  ## what is too long for any tests: make soak ARGS="fuzz --count 20000"
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.soak $(ARGS)
 
-claims: $(STAMP)  ## run the cheap commands behind the numbers of README and docs/state.md again; ARGS="--only zoo", "--list", "--all"
+claims: $(STAMP)  ## run the cheap commands behind the numbers of README and docs again; ARGS="--only zoo", "--list", "--all"
 	$(BIN)/python .ci/claims.py $(ARGS)
 
 mutants: $(STAMP)  ## plant faults one at a time and count which of them the tests see; ARGS="--layer costs", "--only kfkb"
@@ -53,14 +53,14 @@ check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q --tier all --durations=0 tests/test_imports.py tests/test_counts.py
 	$(BIN)/python .ci/docs.py --check
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 wheel-check: $(STAMP)  ## build, install elsewhere, train and plan; PYTHONS="python3.12 python3.13" too; ARGS=--quick is short
 	WHEEL_PYTHONS="$(or $(PYTHONS),$(WHEEL_PYTHONS))" $(BIN)/python .ci/wheel.py $(ARGS)
 
 docs: $(STAMP)  ## write the generated pages anew and build all of them into build/site
 	$(BIN)/python .ci/docs.py
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 install: $(STAMP)  ## only make .venv and install
 

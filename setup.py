@@ -44,6 +44,7 @@ EXTRAS = {
         "ruff==0.17.5",
         "mypy==2.4.1",
         "mkdocs==1.6.1",
+        "mkdocs-material==9.8.1",
         "onnx>=1.23",
         "onnxruntime>=1.32",
         "onnxscript>=0.7",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the commands behind README and docs/state.md, and compares what they print with what the pages say.
+"""Runs the commands behind README and docs, and compares what they print with what the pages say.
 
     python .ci/claims.py [--all] [--only TEXT ...] [--list] [--json]
 

@@ -17,6 +17,7 @@ import json
 import re
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,19 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration_page(),
         "commands.md": commands_page(),
         "algorithms.md": algorithms_page(),
+        "../ARCHITECTURE.md": with_layers((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")),
     }
+
+
+def with_layers(text: str) -> str:
+    """Return ARCHITECTURE.md with its table of layers as ``.ci/layers.toml`` has them."""
+    rooms = tomllib.loads((ROOT / ".ci" / "layers.toml").read_text(encoding="utf-8"))["room"]
+    rows = [f"| `{room['name'].replace('.', '/')}` | {room['owns']} |" for room in rooms]
+    before, _, rest = text.partition("| room | owns |\n")
+    if not rest:
+        raise SystemExit("ARCHITECTURE.md has no table `| room | owns |`")
+    after = rest[rest.index("\n\n") :]
+    return before + "\n".join(["| room | owns |", "|---|---|", *rows]) + after
 
 
 def _put(path: Path, text: str, *, write: bool) -> bool:
@@ -223,26 +236,39 @@ class Algorithm:
 
 
 def algorithms_page() -> str:
-    """Return the index of algorithms, those of papers first, by source."""
-    algorithms = find_algorithms()
+    """Return the index of algorithms: those of papers by source, then the modules without one by folder."""
     lines = [
         "# Where an algorithm lives\n",
         NOTICE,
-        "From the docstrings of the modules: `Source:` names the paper, with section or algorithm and DOI or arXiv "
-        "number, `Tests:` the files that check it. Deviations from a paper stand in the module's docstring.\n",
+        "Module docstrings name the paper in `Source:`, with section or algorithm and DOI or arXiv number. "
+        "`Tests:` names the files that check it. Deviations from a paper stand in the docstring.\n",
     ]
     by_source: dict[str, list[Algorithm]] = {}
-    for algorithm in algorithms:
-        by_source.setdefault(_work(algorithm.source), []).append(algorithm)
+    ours: dict[str, list[str]] = {}
+    for algorithm in find_algorithms():
+        if algorithm.source == OURS:
+            folder, _, name = algorithm.module.rpartition(".")
+            ours.setdefault(folder, []).append(name)
+        else:
+            by_source.setdefault(_work(algorithm.source), []).append(algorithm)
     for work in sorted(by_source, key=lambda each: (each == OURS, each.casefold())):
         lines += [
-            f"## {work[0].upper()}{work[1:]}",
+            "## Partly from papers" if work == OURS else f"## {work[0].upper()}{work[1:]}",
             "",
             "| source | what | module | tests |",
             "|---|---|---|---|",
         ]
         lines += [_row(algorithm) for algorithm in by_source[work]]
         lines.append("")
+    lines += [
+        "## Without a paper",
+        "",
+        "These modules have algorithms of this project. Their docstrings say what, why, and which tests check it.",
+        "",
+        "| folder | modules |",
+        "|---|---|",
+        *(f"| `{folder}` | {', '.join(f'`{name}`' for name in names)} |" for folder, names in ours.items()),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 

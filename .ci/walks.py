@@ -3,9 +3,9 @@
 
 python .ci/walks.py [--json] [--files]
 
-A *room* is a file that runs at least once. A *way* leads from a file to one that it calls, and counts once however
-often it is taken, so that loops weigh nothing. A *return* is a way into a file that another way has entered before. Only what
-users call is used, so any revision can be walked: run it with the interpreter that has that revision installed.
+A *room* is a file that runs at least once. A *way* leads from a file to one that it calls. It counts once, however
+often it is taken, so that loops weigh nothing. A *return* is a way into a file that another way has entered before.
+Only what users call is used, so any revision can be walked: run it with the interpreter that has it installed.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-LANGUAGES = ("python", "json", "console", "toml", "text")
-"""``text`` is what is no code: output, pictures and file trees."""
+LANGUAGES = ("python", "json", "console", "toml", "diff", "text")
+"""``text`` is what is no code: output, pictures and file trees; ``diff`` a change to a reader's script."""
 _FENCE = re.compile(
     r"^```(?P<language>[^\n]*)\n(?P<fenced>.*?)^```$|^<!-- setup\n(?P<setup>.*?)^-->$", re.M | re.S
 )
@@ -81,8 +81,9 @@ def read_page(path: Path) -> Page:
 
 
 def read_pages() -> list[Page]:
-    """Return README, CONTRIBUTING and everything in docs/."""
-    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Return README, ARCHITECTURE, CONTRIBUTING and everything in docs/."""
+    top = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+    paths = [*top, *sorted((ROOT / "docs").rglob("*.md"))]
     return [read_page(path) for path in paths]
 
 

@@ -16,7 +16,7 @@ import pytest
 from gpp_plugin.cli import _make_parser
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/state.md")
+PAGES = ("README.md", "docs/state.md", "docs/benchmarks.md")
 COMMAND = re.compile(r"`(?:gpp (?:bench )?[a-z-]+[^`]*|make [^`]+|\.ci/[^`]+|tests/[^`]+\.py)`|`make`")
 """What a reader can run, in backticks; a file of tests is run by `make test ARGS=FILE`."""
 NUMBER = re.compile(r"\d+\.\d+|\b\d+ (?:of|%|ms|s|MiB|GiB)\b|\d %|\b(?:exact|deadlock|wrong)\b")

@@ -62,7 +62,12 @@ def test_a_small_package_is_counted_by_hand(tmp_path: Path) -> None:
         "comment_lines": 1,
         "trailing_comments": 1,
         "comments_per_thousand": 13.3,
-        "single_importers": ["small.folder.two <- small.one", "small.one <- small.folder.two"],
+        "single_importers": [
+            "small.folder.one <- small.folder.two",
+            "small.folder.two <- small.one",
+            "small.numpy <- small.one",
+            "small.one <- small.folder.two",
+        ],
         "lone_protocols": [],
         "files_over_700": [],
         "circles": [["small.folder.two", "small.one"]],

@@ -21,6 +21,8 @@ from tests.waits import run_program
 
 PAGES = read_pages()
 BLOCKS = [block for page in PAGES for block in page.blocks]
+FROM_CODE = ("docs/commands.md", "docs/configuration.md")
+"""Pages whose sentences are docstrings and help texts."""
 QUICK = {"plan", "simulate", "report"}
 """Sub-commands that are run, and not only parsed."""
 OTHER_PROGRAMS = {".ci/run", "cd", "git", "make", "mkdocs", "patch", "pip", "python", "python3", "ruff"}
@@ -55,8 +57,38 @@ def test_every_fence_says_what_it_is() -> None:
     assert not wrong, f"one of {LANGUAGES} is missing behind the fence: {wrong}"
 
 
-def test_the_readme_is_short() -> None:
-    assert (ROOT / "README.md").read_text().count("\n") <= 135
+@pytest.mark.parametrize(("name", "lines"), [("README.md", 120), ("ARCHITECTURE.md", 130)])
+def test_what_strangers_read_first_is_short(name: str, lines: int) -> None:
+    assert (ROOT / name).read_text().count("\n") <= lines
+
+
+def test_each_release_has_sixty_lines_in_the_changelog() -> None:
+    _, *releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    numbered = [text for text in releases if not text.startswith("[Unreleased]")]
+    assert numbered and max(text.strip().count("\n") for text in numbered) <= 60
+
+
+def sentence_lengths(text: str) -> list[int]:
+    """Return the words of each sentence, list item and cell of a page, in ascending order; code is left out."""
+    prose = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.S)
+    parts = re.split(r"(?<=[.!?])\s+|\n\s*\n|\n[-*|#] ?|\|", prose)
+    return sorted(len(part.split()) for part in parts if len(part.split()) > 2)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in FROM_CODE], ids=lambda page: page.name
+)
+def test_sentences_are_short(page: Page) -> None:
+    lengths = sentence_lengths(page.text)
+    assert sum(lengths) / len(lengths) <= 16, "words a sentence, on average"
+    assert lengths[int(0.9 * len(lengths))] <= 28, "words of the longest tenth of the sentences"
+
+
+def test_cells_of_the_state_are_short() -> None:
+    """At most a dozen words a cell; commands in backticks are not words."""
+    rows = [line for line in (ROOT / "docs" / "state.md").read_text().splitlines() if line.startswith("|")]
+    cells = [cell for row in rows for cell in re.sub(r"`[^`]*`", "", row).split("|")]
+    assert [cell for cell in cells if len(cell.split()) > 12] == []
 
 
 @pytest.mark.parametrize("page", with_python(PAGES), ids=lambda page: page.name)
@@ -159,6 +191,7 @@ def test_files_in_the_text_exist() -> None:
 
 def test_every_page_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text()
-    assert [
-        page.name for page in PAGES if page.name.startswith("docs/") and Path(page.name).name not in menu
-    ] == []
+    missing = [
+        page.name for page in PAGES if page.name.startswith("docs/") and f" {page.name[5:]}\n" not in menu
+    ]
+    assert missing == []

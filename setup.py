@@ -87,7 +87,7 @@ setup(
     },
     package_data={
         "gpp_plugin": ["py.typed", "clusters/*.json", "models/*.json", "report/page/*"],
-        "gpp_benchmarks": ["py.typed"],
+        "gpp_benchmarks": ["py.typed", "zoo/models.json"],
         "gpp_plugin.patches": ["README.md", "*/*.patch"],
     },
     install_requires=[

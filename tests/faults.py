@@ -1,10 +1,9 @@
-"""Faults for tests: what happens to a rank, and where: kill, TERM, stop, raise, run out of memory, delay, corrupt.
+"""Faults for tests: what happens to a rank, and where: kill, TERM, stop, raise, run out of memory, delay.
 
     Fault("kill", rank=2, at="instruction:2B1")     at an instruction of its program, by its text or the text's beginning
     Fault("stop", rank=1, at="doing:plan")          at a phase: what `Whereabouts.during` says
     Fault("raise", rank=0, at="waits_for:the norm") when it begins to wait for something
     Fault("raise", rank=3, at="call:train_batch", skip=1)   at the second call of train_batch
-    Fault("corrupt", rank=1, at="instruction:1F0")          a bit flips in what that forward or backward makes, once
 
 Nothing of it is in the package: it watches the attributes by which a rank says where it is (`HERE`).
 """
@@ -17,11 +16,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from gpp_plugin.runtime.ranks import rank_status
 
-KINDS = ("kill", "TERM", "raise", "memory", "stop", "delay", "corrupt")
+KINDS = ("kill", "TERM", "raise", "memory", "stop", "delay")
 DELAY_S = 3.0
 
 
@@ -54,38 +51,10 @@ class Fault:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.kind == "delay":
             time.sleep(DELAY_S)
-        elif self.kind == "corrupt":
-            corrupt_next_task()
         elif self.kind == "memory":
             raise MemoryError("injected")
         else:
             raise Injected("injected")
-
-
-def corrupt_next_task() -> None:
-    """Let a bit flip in the first number that the next forward or backward returns, or else in its gradients."""
-    from gpp_plugin.runtime.compute import AutogradCompute
-
-    real = AutogradCompute.forward, AutogradCompute.backward
-
-    def spoiled(method: Any) -> Any:
-        def run(compute: Any, *given: Any) -> Any:
-            AutogradCompute.forward, AutogradCompute.backward = real  # type: ignore[method-assign]
-            made = method(compute, *given)
-            gradients = [p.grad for p in compute._parameters if p.grad is not None]
-            tensor = next(t for t in (*made, *gradients) if t.is_floating_point() and t.numel())
-            # `data`: autograd does not see it
-            tensor.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
-            return made
-
-        return run
-
-    AutogradCompute.forward, AutogradCompute.backward = map(spoiled, real)  # type: ignore[method-assign]
-
-
-def let_be() -> None:
-    """Watch no more."""
-    rank_status.HERE.__class__ = rank_status.Whereabouts
 
 
 def inject(fault: Fault, *, rank: int) -> None:

@@ -94,9 +94,15 @@ def test_every_number_and_verdict_names_its_command(page: str) -> None:
 
 
 def test_a_number_without_a_command_is_found() -> None:
-    table = ["| a | b |", "|---|---|", "| x | 1.27 |", "| y | `gpp bench p2p`: 3.5 ms |", "| z | not run |"]
+    table = [
+        "| a | b |",
+        "|---|---|",
+        "| x | 1.27 |",
+        "| y | `gpp bench overhead`: 3.5 ms |",
+        "| z | not run |",
+    ]
     assert unnamed([table]) == ["| x | 1.27 |"]
-    assert unnamed([["`gpp bench p2p`:"], table]) == []
+    assert unnamed([["`gpp bench overhead`:"], table]) == []
     assert unnamed([["It takes 3.5 ms."], table]) == ["It takes 3.5 ms.", "| x | 1.27 |"]
     assert unnamed([["| with torch 2.13 | runs |"]]) == []
 
@@ -156,7 +162,7 @@ def test_a_claim_that_differs_fails_the_run(
 ) -> None:
     (tmp_path / "page.md").write_text("It is\nexact.\n")
     claim = claims.Claim(page="page.md", text=text, sees=("rows.status each == exact",))
-    cheap = claims.Command(run="gpp bench p2p", seconds=1.0, is_dear=False, claims=(claim,))
+    cheap = claims.Command(run="gpp bench overhead", seconds=1.0, is_dear=False, claims=(claim,))
     dear = claims.Command(run="gpp bench zoo", seconds=999.0, is_dear=True, claims=(claim,))
     ran: list[list[str]] = []
 
@@ -169,7 +175,7 @@ def test_a_claim_that_differs_fails_the_run(
     monkeypatch.setattr(claims.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["claims.py", "--json"])
     assert claims.main() == exit_code
-    assert ran == [["gpp_plugin", "bench", "p2p", "--json"]]
+    assert ran == [["gpp_plugin", "bench", "overhead", "--json"]]
     out = capsys.readouterr().out
     told = json.loads(out.splitlines()[-1])
     assert (told["ok"], told["not_run"]) == (exit_code == 0, ["gpp bench zoo"])

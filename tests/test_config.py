@@ -129,6 +129,11 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
             "look_ahead: 1 is not possible in mode async, whose pipeline never drains; set mode to "
             '"sync" or remove it',
         ),
+        (
+            {"repeat_steps": "suspicious"},
+            "repeat_steps: steps are no longer run twice; remove the key. Rank 0 logs losses far above the usual range "
+            '(value "suspicious")',
+        ),
         ({"stagess": 3}, "stagess: unknown key (value 3); did you mean 'stages'?"),
         ({"memory": {"limitgb": 3}}, "memory.limitgb: unknown key (value 3); did you mean 'limit_gb'?"),
         ({"memory": {"zzz": 3}}, "memory.zzz: unknown key (value 3); the keys are limit_gb, recompute, swap"),

@@ -35,7 +35,7 @@ BLOCKS: list[tuple[str, Any]] = [
     ("lengths", {"max": 8, "typical": 4}), ("lengths", {"max": {"input_ids": -3}}), ("cluster", 4), ("cluster", ["a"]),
     ("plan", 7), ("plan", ["stages"]), ("profile_dir", 1), ("loss_mean", "sum"), ("units", 0), ("units", "8"),
     ("unit_order", "random"), ("mode", "Async"), ("vertical_sync", "no"), ("vertical_sync", True), ("p2p", "nccl"),
-    ("repeat_steps", 0), ("repeat_steps", "always"), ("repeat_steps", True), ("comm_timeout_s", 0), ("comm_timeout_s", -5), ("comm_timeout_s", NAN), ("comm_timeout_s", INF),
+    ("comm_timeout_s", 0), ("comm_timeout_s", -5), ("comm_timeout_s", NAN), ("comm_timeout_s", INF),
     ("comm_timeout_s", "60s"), ("trace_path", 0), ("seed", -1), ("seed", 2**64), ("seed", 1.5), ("weights", 3),
     ("verify", "true"), ("eager", "layers.*"), ("eager", [1]), ("loader_workers", -1), ("loader_workers", "two"),
     ("look_ahead", 2), ("look_ahead", -1), ("look_ahead", "on"), ("stage", 2), ("Planner", "auto"), ("limit_gb", 8),

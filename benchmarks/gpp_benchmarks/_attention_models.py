@@ -8,13 +8,14 @@ LLaVA).
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gpp_benchmarks.zoo._catalogue import transformers_class
 
 Batch = dict[str, Any]
 VOCABULARY = 128
@@ -39,13 +40,45 @@ class Size:
         return 4 * int(self.length**0.5)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Family:
-    """One family: ``make`` builds the model, ``batch`` a batch of a size and a padding."""
+    """One family: a class of transformers, what makes a batch of a size and a padding, and its configuration.
 
-    make: Callable[[Size], nn.Module]
+    Args:
+        config: numbers, and names of sizes (`_sized`).
+    """
+
+    model: str
     batch: Callable[[Size, str], Batch]
+    config: Mapping[str, Any]
     is_padded: bool = True
+
+    def make(self, size: Size) -> nn.Module:
+        """Return the model of a size."""
+        made = transformers_class(self.model)
+        model: nn.Module = made(made.config_class(**_sized(self.config, size)))
+        return model
+
+
+def _sized(config: Mapping[str, Any], size: Size) -> dict[str, Any]:
+    """Return a configuration whose names of sizes are numbers."""
+    numbers = {
+        "width": size.width,
+        "4 width": 4 * size.width,
+        "head": size.width // HEADS,
+        "layers": size.layers,
+        "length": size.length,
+        "half": size.length // 2,
+        "image": size.image,
+    }
+    return {
+        key: _sized(value, size)
+        if isinstance(value, Mapping)
+        else numbers[value]
+        if isinstance(value, str) and value in numbers
+        else value
+        for key, value in config.items()
+    }
 
 
 def build_family(name: str, size: Size, *, seed: int = 0) -> tuple[nn.Module, Callable[[str], Batch]]:
@@ -55,12 +88,6 @@ def build_family(name: str, size: Size, *, seed: int = 0) -> tuple[nn.Module, Ca
         torch.manual_seed(seed)
         model = family.make(size).train()
     return model, lambda padding: family.batch(size, padding)
-
-
-def _make(model: str, config: str, **values: Any) -> nn.Module:
-    transformers: Any = importlib.import_module("transformers")
-    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**values))
-    return made
 
 
 def _mask(size: Size, padding: str, length: int | None = None) -> Tensor:
@@ -88,89 +115,8 @@ def _text(size: Size, padding: str) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask > 0, ids, -100)}
 
 
-def _gpt2(size: Size) -> nn.Module:
-    return _make(
-        "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCABULARY, n_positions=size.length, n_embd=size.width,
-        n_layer=size.layers, n_head=HEADS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1,
-        eos_token_id=2,
-    )  # fmt: skip
-
-
-def _layers(size: Size) -> dict[str, Any]:
-    return {
-        "hidden_size": size.width, "intermediate_size": 4 * size.width, "num_hidden_layers": size.layers,
-        "num_attention_heads": HEADS,
-    }  # fmt: skip
-
-
-def _llama(size: Size) -> nn.Module:
-    return _make(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        vocab_size=VOCABULARY,
-        num_key_value_heads=HEADS // 2,
-        **_layers(size),
-    )
-
-
-def _mistral(size: Size) -> nn.Module:
-    return _make(
-        "MistralForCausalLM", "MistralConfig", vocab_size=VOCABULARY, num_key_value_heads=HEADS // 2,
-        sliding_window=size.length // 2, **_layers(size),
-    )  # fmt: skip
-
-
-def _opt(size: Size) -> nn.Module:
-    return _make(
-        "OPTForCausalLM", "OPTConfig", vocab_size=VOCABULARY, max_position_embeddings=size.length,
-        hidden_size=size.width, word_embed_proj_dim=size.width, ffn_dim=4 * size.width, num_hidden_layers=size.layers,
-        num_attention_heads=HEADS, dropout=0.0,
-    )  # fmt: skip
-
-
-def _bert(size: Size) -> nn.Module:
-    return _make(
-        "BertForMaskedLM", "BertConfig", vocab_size=VOCABULARY, max_position_embeddings=size.length,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_layers(size),
-    )  # fmt: skip
-
-
-def _distilbert(size: Size) -> nn.Module:
-    return _make(
-        "DistilBertForMaskedLM", "DistilBertConfig", vocab_size=VOCABULARY, max_position_embeddings=size.length,
-        dim=size.width, hidden_dim=4 * size.width, n_layers=size.layers, n_heads=HEADS, dropout=0.0,
-        attention_dropout=0.0,
-    )  # fmt: skip
-
-
-def _vision(size: Size) -> dict[str, Any]:
-    return {**_layers(size), "image_size": size.image, "patch_size": 4, "num_channels": 3}
-
-
-def _vit(size: Size) -> nn.Module:
-    return _make(
-        "ViTForImageClassification", "ViTConfig", num_labels=10, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, **_vision(size),
-    )  # fmt: skip
-
-
 def _vit_batch(size: Size, padding: str) -> Batch:
     return {"pixel_values": _pixels(size), "labels": torch.arange(size.samples) % 10}
-
-
-def _clip(size: Size) -> nn.Module:
-    text = {
-        **_layers(size), "vocab_size": VOCABULARY, "max_position_embeddings": size.length, "eos_token_id": 2,
-        "bos_token_id": 1, "pad_token_id": 0,
-    }  # fmt: skip
-    return _make(
-        "CLIPModel", "CLIPConfig", text_config=text, vision_config=_vision(size), projection_dim=size.width
-    )
-
-
-def _siglip(size: Size) -> nn.Module:
-    text = {**_layers(size), "vocab_size": VOCABULARY, "max_position_embeddings": size.length}
-    return _make("SiglipModel", "SiglipConfig", text_config=text, vision_config=_vision(size))
 
 
 def _pair(size: Size, padding: str) -> Batch:
@@ -178,13 +124,6 @@ def _pair(size: Size, padding: str) -> Batch:
         "input_ids": _ids(size), "attention_mask": _mask(size, padding), "pixel_values": _pixels(size),
         "return_loss": True,
     }  # fmt: skip
-
-
-def _t5(size: Size) -> nn.Module:
-    return _make(
-        "T5ForConditionalGeneration", "T5Config", vocab_size=VOCABULARY, d_model=size.width, d_kv=size.width // HEADS,
-        d_ff=4 * size.width, num_layers=size.layers, num_heads=HEADS, decoder_start_token_id=0, dropout_rate=0.0,
-    )  # fmt: skip
 
 
 def _t5_batch(size: Size, padding: str) -> Batch:
@@ -196,17 +135,6 @@ def _t5_batch(size: Size, padding: str) -> Batch:
     }  # fmt: skip
 
 
-def _whisper(size: Size) -> nn.Module:
-    return _make(
-        "WhisperForConditionalGeneration", "WhisperConfig", vocab_size=VOCABULARY, num_mel_bins=8, d_model=size.width,
-        encoder_layers=size.layers, decoder_layers=size.layers, encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS, encoder_ffn_dim=4 * size.width, decoder_ffn_dim=4 * size.width,
-        max_source_positions=size.length, max_target_positions=size.length, dropout=0.0, attention_dropout=0.0,
-        activation_dropout=0.0, decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        suppress_tokens=None, begin_suppress_tokens=None,
-    )  # fmt: skip
-
-
 def _whisper_batch(size: Size, padding: str) -> Batch:
     mask = _mask(size, padding)
     generator = torch.Generator().manual_seed(2)
@@ -215,17 +143,6 @@ def _whisper_batch(size: Size, padding: str) -> Batch:
         "decoder_attention_mask": mask,
         "labels": torch.where(mask > 0, _ids(size), -100),
     }
-
-
-def _llava(size: Size) -> nn.Module:
-    text = {
-        **_layers(size), "model_type": "llama", "num_key_value_heads": HEADS // 2, "vocab_size": VOCABULARY,
-    }  # fmt: skip
-    return _make(
-        "LlavaForConditionalGeneration", "LlavaConfig", text_config=text, image_token_index=IMAGE,
-        vision_config={**_vision(size), "model_type": "clip_vision_model"}, image_token_id=IMAGE,
-        vision_feature_layer=-1,  # of the last but one, eager models run the last layer and drop what it makes
-    )  # fmt: skip
 
 
 def _llava_batch(size: Size, padding: str) -> Batch:
@@ -240,17 +157,55 @@ def _llava_batch(size: Size, padding: str) -> Batch:
     return {**batch, "pixel_values": _pixels(size)}
 
 
+# ---- configurations ------------------------------------------------------------------------------------------
+
+_LAYERS = {
+    "hidden_size": "width", "intermediate_size": "4 width", "num_hidden_layers": "layers", "num_attention_heads": HEADS,
+}  # fmt: skip
+_VISION = {**_LAYERS, "image_size": "image", "patch_size": 4, "num_channels": 3}
+_WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": "length"}
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GROUPED = {**_LAYERS, "vocab_size": VOCABULARY, "num_key_value_heads": HEADS // 2}
+
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(make=_gpt2, batch=_text),
-    "llama": Family(make=_llama, batch=_text),
-    "mistral": Family(make=_mistral, batch=_text),
-    "opt": Family(make=_opt, batch=_text),
-    "bert": Family(make=_bert, batch=_text),
-    "distilbert": Family(make=_distilbert, batch=_text),
-    "vit": Family(make=_vit, batch=_vit_batch, is_padded=False),
-    "clip": Family(make=_clip, batch=_pair),
-    "siglip": Family(make=_siglip, batch=_pair),
-    "t5": Family(make=_t5, batch=_t5_batch),
-    "whisper": Family(make=_whisper, batch=_whisper_batch),
-    "llava": Family(make=_llava, batch=_llava_batch),
-}
+    "gpt2": Family("GPT2LMHeadModel", _text, {
+        "vocab_size": VOCABULARY, "n_positions": "length", "n_embd": "width", "n_layer": "layers", "n_head": HEADS,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    }),
+    "llama": Family("LlamaForCausalLM", _text, _GROUPED),
+    "mistral": Family("MistralForCausalLM", _text, {**_GROUPED, "sliding_window": "half"}),
+    "opt": Family("OPTForCausalLM", _text, {
+        **_WORDS, "hidden_size": "width", "word_embed_proj_dim": "width", "ffn_dim": "4 width",
+        "num_hidden_layers": "layers", "num_attention_heads": HEADS, "dropout": 0.0,
+    }),
+    "bert": Family("BertForMaskedLM", _text, {
+        **_WORDS, **_LAYERS, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }),
+    "distilbert": Family("DistilBertForMaskedLM", _text, {
+        **_WORDS, "dim": "width", "hidden_dim": "4 width", "n_layers": "layers", "n_heads": HEADS, "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }),
+    "vit": Family("ViTForImageClassification", _vit_batch, {
+        **_VISION, "num_labels": 10, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }, is_padded=False),
+    "clip": Family("CLIPModel", _pair, {
+        "text_config": {**_LAYERS, **_WORDS, **_IDS}, "vision_config": _VISION, "projection_dim": "width",
+    }),
+    "siglip": Family("SiglipModel", _pair, {"text_config": {**_LAYERS, **_WORDS}, "vision_config": _VISION}),
+    "t5": Family("T5ForConditionalGeneration", _t5_batch, {
+        "vocab_size": VOCABULARY, "d_model": "width", "d_kv": "head", "d_ff": "4 width", "num_layers": "layers",
+        "num_heads": HEADS, "decoder_start_token_id": 0, "dropout_rate": 0.0,
+    }),
+    "whisper": Family("WhisperForConditionalGeneration", _whisper_batch, {
+        **_IDS, "vocab_size": VOCABULARY, "num_mel_bins": 8, "d_model": "width", "encoder_layers": "layers",
+        "decoder_layers": "layers", "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
+        "encoder_ffn_dim": "4 width", "decoder_ffn_dim": "4 width", "max_source_positions": "length",
+        "max_target_positions": "length", "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+        "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+    }),
+    "llava": Family("LlavaForConditionalGeneration", _llava_batch, {
+        "text_config": {**_GROUPED, "model_type": "llama"}, "image_token_index": IMAGE, "image_token_id": IMAGE,
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        "vision_feature_layer": -1,  # of the last but one, eager models run the last layer and drop what it makes
+    }),
+}  # fmt: skip

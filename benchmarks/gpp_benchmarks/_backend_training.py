@@ -21,7 +21,8 @@ from typing import Any
 
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.relative_errors import loss_difference
-from gpp_plugin.report.units import fill_text, format_table
+from gpp_plugin.report.rows_text import format_rows
+from gpp_plugin.report.units import fill_text
 
 NUM_RANKS = 4
 SETTLING = 2
@@ -57,7 +58,7 @@ def train_behind_towers(
             )
             found = list(events)
         own = _rows(tower, found)
-        print(_table(tower, own), flush=True)
+        print(f"behind {tower}\n{way_table(own)}", flush=True)
         rows += own
     print(
         fill_text(
@@ -94,19 +95,10 @@ def _rows(tower: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return rows
 
 
-def _table(tower: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        [
-            row["way"],
-            f"{row['measured_ms']:.1f}",
-            f"{row['busy_ms']:.1f}",
-            f"{row['simulated_ms']:.1f}",
-            f"{row['loss_error']:.0e}",
-            f"{row['start_s']:.1f}",
-        ]
-        for row in rows
-    ]
-    header = [f"behind {tower}", "ms a step", "ms of processors", "simulated", "loss error", "s to start"]
+def way_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a row a way of training, and below each its stages and what is to be known of it."""
+    hidden = ("model", "tower", "backend", "worst", "stages")
+    columns = [key for key in rows[0] if key not in hidden]
     texts = [fill_text(f"{row['way']}: {row['stages']}", indent="  ") for row in rows]
     texts += [fill_text(f"- {note}", indent="  ") for row in rows for note in row["notes"]]
-    return "\n".join([format_table(header, lines), *texts, ""])
+    return "\n".join([format_rows(rows, columns), *texts, ""])

@@ -164,15 +164,3 @@ def bound_us(plan: PipelinePlan) -> float:
     """Return (m + depth - 1) x (f + b) for a plan whose stages all take the same times."""
     first = plan.stages[0]
     return (plan.num_micro_batches(0) + plan.depth - 1) * (first.forward_us + first.backward_us)
-
-
-def with_frozen_first(plan: PipelinePlan) -> PipelinePlan:
-    """Return the plan without gradients from its first stage, which then runs no backwards."""
-    edges = tuple(
-        dataclasses.replace(edge, gradient_tensors=(), gradient_bytes_per_sample=0.0)
-        if edge.src == 0
-        else edge
-        for edge in plan.edges
-    )
-    stages = (dataclasses.replace(plan.stages[0], backward_us=0.0), *plan.stages[1:])
-    return dataclasses.replace(plan, edges=edges, stages=stages)

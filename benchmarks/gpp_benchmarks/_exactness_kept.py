@@ -31,8 +31,7 @@ from gpp_benchmarks._linear_stages import (
     starts_nearby,
     worst_error,
 )
-from gpp_benchmarks._random_plans import forward_only_of, random_plan
-from gpp_benchmarks._random_schedules import with_family
+from gpp_benchmarks._random_plans import forward_only_of, random_plan, with_family
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plugins import Transport

@@ -38,7 +38,7 @@ from gpp_benchmarks._linear_stages import (
     starts_nearby,
     worst_error,
 )
-from gpp_benchmarks._random_schedules import FAMILIES, Draw, random_draw
+from gpp_benchmarks._random_plans import FAMILIES, Draw, random_draw
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.launch import emit_event

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,58 +45,6 @@ class CountingStore(dist.Store):
         count["written"] += written
         count["read"] += read
 
-    def set(self, key: str, value: Any) -> None:
-        """Write and count."""
-        self._count(key, written=len(value))
-        self._inner.set(key, value)
-
-    def get(self, key: str) -> Any:
-        """Read and count."""
-        value = self._inner.get(key)
-        self._count(key, read=len(value))
-        return value
-
-    def multi_get(self, keys: list[str]) -> Any:
-        """Read and count as one request."""
-        values = self._inner.multi_get(keys)
-        self._count(keys, read=sum(map(len, values)))
-        return values
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        """Write and count as one request."""
-        self._count(keys, written=sum(map(len, values)))
-        self._inner.multi_set(keys, values)
-
-    def append(self, key: str, value: Any) -> None:
-        """Write and count."""
-        self._count(key, written=len(value))
-        self._inner.append(key, value)
-
-    def add(self, key: str, amount: int) -> Any:
-        """Add and count."""
-        self._count(key)
-        return self._inner.add(key, amount)
-
-    def check(self, keys: list[str]) -> Any:
-        """Look and count."""
-        self._count(keys)
-        return self._inner.check(keys)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
-        """Write and count."""
-        self._count(key, written=len(desired))
-        return self._inner.compare_set(key, expected, desired)
-
-    def wait(self, keys: list[str], *limit: Any) -> None:
-        """Wait and count."""
-        self._count(keys)
-        self._inner.wait(keys, *limit)
-
-    def delete_key(self, key: str) -> Any:
-        """Delete and count."""
-        self._count(key)
-        return self._inner.delete_key(key)
-
     def has_extended_api(self) -> bool:
         """Return whether the store itself has it."""
         return self._inner.has_extended_api()
@@ -107,6 +56,29 @@ class CountingStore(dist.Store):
     def clone(self) -> CountingStore:
         """Return another connection that counts into the same counts."""
         return CountingStore(self._inner.clone(), self._counts)
+
+
+def _counted(name: str, bytes_of: Callable[[Sequence[Any], Any], dict[str, int]]) -> Callable[..., Any]:
+    """Return a method that asks the store itself and counts the request, with the bytes of its arguments and answer."""
+
+    def ask(self: CountingStore, *arguments: Any) -> Any:
+        answer = getattr(self._inner, name)(*arguments)
+        self._count(arguments[0], **bytes_of(arguments, answer))
+        return answer
+
+    return ask
+
+
+for _name, _bytes_of in {
+    "set": lambda given, answer: {"written": len(given[1])},
+    "get": lambda given, answer: {"read": len(answer)},
+    "multi_get": lambda given, answer: {"read": sum(map(len, answer))},
+    "multi_set": lambda given, answer: {"written": sum(map(len, given[1]))},
+    "append": lambda given, answer: {"written": len(given[1])},
+    "compare_set": lambda given, answer: {"written": len(given[2])},
+    **dict.fromkeys(("add", "check", "wait", "delete_key"), lambda given, answer: {}),
+}.items():
+    setattr(CountingStore, _name, _counted(_name, _bytes_of))
 
 
 def purpose_of(key: str) -> str:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_benchmarks._attention_models import IMAGE, Batch, Size, build_family
-from gpp_benchmarks.zoo import _entries as entries
-from gpp_benchmarks.zoo import _vision_language as vision_language
+from gpp_benchmarks.zoo import _catalogue as zoo
 
 IMAGE_TOKENS = 16
 """Of LLaVA: 4 x 4 patches an image, a token each."""
@@ -93,14 +92,14 @@ def _llava(size: Size) -> tuple[nn.Module, MakeUnit]:
             "input_ids": ids,
             "attention_mask": mask,
             "labels": torch.where(mask > 0, labels, -100),
-            "pixel_values": entries.pixels(size.samples * images, SIDE),
+            "pixel_values": zoo.numbers(size.samples * images, 3, SIDE, SIDE),
         }
 
     return model, unit
 
 
 def _qwen2_5_vl(size: Size) -> tuple[nn.Module, MakeUnit]:
-    entry = next(model for model in vision_language.MODELS if model.name == "qwen2_5_vl")
+    entry = zoo.CATALOGUE["qwen2_5_vl"]
     config: dict[str, Any] = {
         **entry.config,
         "text_config": {**entry.config["text_config"], "num_hidden_layers": size.layers},
@@ -108,9 +107,9 @@ def _qwen2_5_vl(size: Size) -> tuple[nn.Module, MakeUnit]:
             **entry.config["vision_config"], "depth": size.layers, "fullatt_block_indexes": [size.layers - 1],
         },
     }  # fmt: skip
-    model = entries.build_model(dataclasses.replace(entry, config=config))
+    model = zoo.build_model(dataclasses.replace(entry, config=config))
     # 4 x 4 patches an image, merged 2 x 2: four tokens
-    tokens = [entries.IMAGE_START, *[IMAGE] * 4, entries.IMAGE_END]
+    tokens = [zoo.IMAGE_START, *[IMAGE] * 4, zoo.IMAGE_END]
 
     def unit(length: int, images: int) -> Batch:
         ids, mask = _words(size, length)
@@ -119,7 +118,7 @@ def _qwen2_5_vl(size: Size) -> tuple[nn.Module, MakeUnit]:
             "input_ids": ids,
             "attention_mask": mask,
             "labels": torch.where(mask > 0, labels, -100),
-            "pixel_values": entries.numbers(16 * size.samples * images, 3 * 2 * 4 * 4),
+            "pixel_values": zoo.numbers(16 * size.samples * images, 3 * 2 * 4 * 4),
             "image_grid_thw": torch.tensor([[1, 4, 4]] * (size.samples * images)),
             "mm_token_type_ids": (ids == IMAGE).long(),
         }

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
+from collections.abc import Callable, Iterable
 
+from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
@@ -142,17 +147,177 @@ def forward_only_of(plan: PipelinePlan, rng: random.Random) -> frozenset[int]:
     return frozenset(i for i in range(len(plan.stages)) if i not in touched and rng.random() < 0.9)
 
 
-def check_draw(seed: int) -> PipelinePlan:
-    """Schedule, lower and validate one random plan, in training and evaluation; return it.
+# Random plans under every kind of schedule: what the exactness bench runs, and what the validator must pass.
+#
+# A draw is a random DAG of stages with mixed micro-batches and degrees (`_random_plans`), all of whose stages
+# follow one family of schedules, or each stage its own.
+
+FAMILIES = ("1f1b", "gpipe", "kfkb", "greedy", "sliced", "zero_bubble", "mixed")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A random plan, its schedules and programs; lowered, not yet validated.
+
+    Args:
+        forward_only: stages that run no backwards.
+    """
+
+    seed: int
+    family: str
+    plan: PipelinePlan
+    forward_only: frozenset[int]
+    schedules: tuple[StageSchedule, ...]
+    programs: tuple[RankProgram, ...]
+
+
+def random_draw(
+    seed: int,
+    family: str | None = None,
+    *,
+    most_stages: int = 9,
+    most_ranks: int = 24,
+    num_ranks: int | None = None,
+    may_freeze: bool = True,
+    shares_ranks: bool = False,
+) -> Draw:
+    """Return a random plan under a family of schedules; the same for the same arguments.
+
+    Args:
+        family: one of `FAMILIES`; drawn where None.
+        num_ranks: ranks the plan uses; any number up to ``most_ranks`` where None.
+        shares_ranks: put several stages on ranks.
+        may_freeze: leave stages without backwards where no gradient need flow.
+
+    Raises:
+        ValueError: the family is unknown.
+        ScheduleError: the plan cannot be scheduled.
+    """
+    rng = random.Random(seed)
+    drawn = rng.choice(FAMILIES)
+    family = family or drawn
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r}; choose one of {FAMILIES}")
+    plan = with_family(
+        random_plan(
+            rng,
+            most_stages=most_stages,
+            most_ranks=most_ranks,
+            num_ranks=num_ranks,
+            shares_ranks=shares_ranks,
+        ),
+        family,
+        rng,
+    )
+    frozen = forward_only_of(plan, rng)
+    frozen = frozen if may_freeze else frozenset()
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    programs = lower_schedules(
+        plan, schedules, forward_only_stages=frozen, reduce_each_backward=rng.random() < 0.3
+    )
+    return Draw(
+        seed=seed, family=family, plan=plan, forward_only=frozen, schedules=schedules, programs=programs
+    )
+
+
+def with_family(plan: PipelinePlan, family: str, rng: random.Random) -> PipelinePlan:
+    """Return ``plan`` with a schedule of that family on all stages, and the in-flight counts that asks for."""
+    styles = [family]
+    if family == "mixed":  # greedy counts can be too small for zero bubble, which moves ranks together
+        styles = sorted(_STYLES.keys() - {rng.choice(["greedy", "zero_bubble"])})
+    stages = tuple(_STYLES[rng.choice(styles)](stage, rng) for stage in plan.stages)
+    counted = with_in_flight(dataclasses.replace(plan, stages=stages))
+    if family == "zero_bubble" and rng.random() < 0.3:
+        return _with_more_in_flight(counted, rng)
+    return counted
+
+
+def _plain(stage: Stage, rng: random.Random) -> Stage:
+    return dataclasses.replace(stage, schedule="1f1b", k=1)
+
+
+def _kfkb(stage: Stage, rng: random.Random) -> Stage:
+    return dataclasses.replace(stage, schedule="1f1b", k=rng.choice([2, 3, 4]))
+
+
+def _gpipe(stage: Stage, rng: random.Random) -> Stage:
+    return dataclasses.replace(stage, schedule="gpipe", k=1)
+
+
+def _greedy(stage: Stage, rng: random.Random) -> Stage:
+    return dataclasses.replace(stage, schedule="greedy", k=1)
+
+
+def _sliced(stage: Stage, rng: random.Random) -> Stage:
+    """Return the stage under 1F1B or kFkB with some forwards in halves, where its samples can be halved."""
+    sliced = dataclasses.replace(stage, schedule="1f1b", k=rng.choice([1, 1, 2]))
+    if stage.local_batch_size % 2:
+        return sliced
+    return dataclasses.replace(
+        sliced, num_sliced=rng.choice([1, 1, 2, 3]), joins_last_slice=rng.random() < 0.4
+    )
+
+
+def _zero_bubble(stage: Stage, rng: random.Random) -> Stage:
+    return dataclasses.replace(stage, schedule="zero_bubble", k=1)
+
+
+_STYLES: dict[str, Callable[[Stage, random.Random], Stage]] = {
+    "1f1b": _plain,
+    "gpipe": _gpipe,
+    "kfkb": _kfkb,
+    "greedy": _greedy,
+    "sliced": _sliced,
+    "zero_bubble": _zero_bubble,
+}
+
+
+def _with_more_in_flight(plan: PipelinePlan, rng: random.Random) -> PipelinePlan:
+    """Return the plan with up to two more micro-batches in flight on every stage that something feeds on.
+
+    Under 1F1B that would ask more of the stages before; under zero bubble it is only a limit.
+    """
+    feeding = {edge.src for edge in plan.edges}
+    more = rng.choice([1, 2])
+    stages = tuple(
+        dataclasses.replace(stage, in_flight=min(stage.in_flight + more, plan.num_micro_batches(i)))
+        if i in feeding
+        else stage
+        for i, stage in enumerate(plan.stages)
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+def check_schedule_draw(seed: int, family: str | None = None) -> Draw:
+    """Draw, lower and validate one plan in training, and its forwards in evaluation; return the draw.
 
     Raises:
         ScheduleError: the programs are unsafe.
     """
-    rng = random.Random(seed)
-    plan = random_plan(rng)
-    frozen = forward_only_of(plan, rng)
-    schedules = build_schedules(plan, forward_only_stages=frozen)
-    validate_programs(plan, schedules, lower_schedules(plan, schedules, forward_only_stages=frozen))
-    forwards = forward_schedules(plan)
-    validate_programs(plan, forwards, lower_schedules(plan, forwards, training=False))
-    return plan
+    draw = random_draw(seed, family)
+    validate_programs(draw.plan, draw.schedules, draw.programs)
+    forwards = forward_schedules(draw.plan)
+    validate_programs(draw.plan, forwards, lower_schedules(draw.plan, forwards, training=False))
+    return draw
+
+
+def check_schedule_draws(
+    seeds: Iterable[int], families: Iterable[str] = FAMILIES
+) -> tuple[Counter[str], list[str]]:
+    """Validate the programs of every seed under every family.
+
+    Returns:
+        The number of programs that passed by family, and one line for each draw that failed.
+    """
+    passed: Counter[str] = Counter()
+    failures = []
+    wanted = tuple(families)
+    for seed in seeds:
+        for family in wanted:
+            try:
+                check_schedule_draw(seed, family)
+            except GppError as error:
+                failures.append(f"seed {seed}, {family}: {str(error).splitlines()[0]}")
+            else:
+                passed[family] += 1
+    return passed, failures

@@ -1,9 +1,9 @@
-"""AutoPipe's comparisons (its Tables II to IV, Figures 10 and 13): balance and predicted step of each planner.
+"""AutoPipe's comparisons (its Tables II to IV, Figure 13): balance and predicted step of each planner.
 
 Rows of kind ``table 2`` are the paper's seven partitions of GPT-2 345M into four stages; of kind ``search``
 the heuristic's partition beside the best of all; of kind ``planner`` what each planner makes of a case of Table III or
-IV, the paper's milliseconds beside it; of kind ``megatron`` AutoPipe's planner over Megatron-LM's even layers at a
-fixed number of stages and twice as many micro-batches (Figure 10, without its slicing).
+IV, the paper's milliseconds beside it. AutoPipe over Megatron-LM's even layers is `gpp bench figures --paper autopipe`,
+figures 9 and 10.
 
 As in the paper every rank takes a micro-batch at a time, of 4, 16 or 32 samples, and data parallelism multiplies
 them; activation checkpointing of transformer layers (a block keeps its input; embedding and head are not run again),
@@ -32,7 +32,7 @@ from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.report.units import format_table
+from gpp_plugin.report.rows_text import format_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,73 +51,30 @@ class Case:
     paper_ms: dict[int, tuple[float | None, float | None, float | None]]
 
 
-CASES = (
-    Case(
-        table="III",
-        model="gpt2_345m",
-        devices=4,
-        micro_batch=4,
-        paper_ms={
-            128: (11091, 6755.6, 6510.5),
-            256: (19925, 12842, 12852),
-            512: (39815, 25421, 25737),
-        },
-    ),
-    Case(
-        table="III",
-        model="gpt2_345m",
-        devices=16,
-        micro_batch=4,
-        paper_ms={
-            128: (None, 2081.1, 2077.6),
-            256: (None, 4066.0, 4063.7),
-            512: (None, 7216.0, 7236.5),
-        },
-    ),
-    Case(
-        table="IV",
-        model="gpt2_345m",
-        devices=4,
-        micro_batch=32,
-        paper_ms={
-            512: (27477.3, 30285.9, 27020.9),
-            1024: (53539.9, 56399.5, 50969.7),
-            2048: (105635, 108694, 99110.9),
-        },
-    ),
-    Case(
-        table="IV",
-        model="gpt2_345m",
-        devices=8,
-        micro_batch=32,
-        paper_ms={
-            512: (15828.6, 18143.6, 15445.3),
-            1024: (30853.7, 31901.0, 27147.5),
-            2048: (60898.3, 60397.7, 51217.4),
-        },
-    ),
-    Case(
-        table="IV",
-        model="gpt2_1p3b",
-        devices=4,
-        micro_batch=16,
-        paper_ms={
-            512: (None, 67087.2, 62885.0),
-            1024: (None, 128831, 119788),
-            2048: (None, 253052, 234781),
-        },
-    ),
-    Case(
-        table="IV",
-        model="gpt2_1p3b",
-        devices=8,
-        micro_batch=16,
-        paper_ms={
-            512: (None, 36783.1, 34512.7),
-            1024: (None, 70017.3, 62869.1),
-            2048: (None, 137135, 120732),
-        },
-    ),
+_CASES: tuple[tuple[str, str, int, int, dict[int, tuple[float | None, float | None, float | None]]], ...] = (
+    ("III", "gpt2_345m", 4, 4, {
+        128: (11091, 6755.6, 6510.5), 256: (19925, 12842, 12852), 512: (39815, 25421, 25737),
+    }),
+    ("III", "gpt2_345m", 16, 4, {
+        128: (None, 2081.1, 2077.6), 256: (None, 4066.0, 4063.7), 512: (None, 7216.0, 7236.5),
+    }),
+    ("IV", "gpt2_345m", 4, 32, {
+        512: (27477.3, 30285.9, 27020.9), 1024: (53539.9, 56399.5, 50969.7), 2048: (105635, 108694, 99110.9),
+    }),
+    ("IV", "gpt2_345m", 8, 32, {
+        512: (15828.6, 18143.6, 15445.3), 1024: (30853.7, 31901.0, 27147.5), 2048: (60898.3, 60397.7, 51217.4),
+    }),
+    ("IV", "gpt2_1p3b", 4, 16, {
+        512: (None, 67087.2, 62885.0), 1024: (None, 128831, 119788), 2048: (None, 253052, 234781),
+    }),
+    ("IV", "gpt2_1p3b", 8, 16, {
+        512: (None, 36783.1, 34512.7), 1024: (None, 70017.3, 62869.1), 2048: (None, 137135, 120732),
+    }),
+)  # fmt: skip
+"""Table, model, devices, samples of a micro-batch; by mini-batch the milliseconds of `PAPER_PLANNERS`."""
+CASES = tuple(
+    Case(table=table, model=model, devices=devices, micro_batch=micro_batch, paper_ms=paper_ms)
+    for table, model, devices, micro_batch, paper_ms in _CASES
 )
 TWO_STAGES = "dapple-2"
 PAPER_PLANNERS = (TWO_STAGES, "piper", "autopipe")
@@ -157,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Return the rows of all kinds: balance and predicted step of each planner over AutoPipe's, beside the paper's."""
-    rows = _table_2_rows() + _search_rows() + _megatron_rows(args.limit)
+    rows = _table_2_rows() + _search_rows()
     for case in CASES:
         for mini_batch in case.paper_ms:
             cell = [_row(args, case, mini_batch, planner) for planner in args.planners]
@@ -169,14 +126,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if row["planner"] not in OURS and (row.get("step_over_autopipe") or 1.0) < 0.995
     ]
     exact = [row["is_optimal"] for row in rows if row["kind"] == "search"]
-    even = [row["megatron_over_autopipe"] for row in rows if row["kind"] == "megatron"]
     summary = {
         "quicker_than_autopipe": behind,
         "heuristic_is_optimal": all(exact),
-        "megatron_over_autopipe": [f((x for x in even if x is not None), default=None) for f in (min, max)],
         "paper": PAPER,
     }
-    _print_tables(rows)
+    print(format_rows(rows))
     return {"rows": rows, "summary": summary}
 
 
@@ -244,38 +199,7 @@ def _search_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def _megatron_rows(limit: float) -> list[dict[str, Any]]:
-    """Return for every case of Figure 10 the step of even layers over that of AutoPipe's planner."""
-    rows = []
-    for model, micro_batch, counts in MEGATRON:
-        for stages in counts:
-            steps: list[float | None] = []
-            problems = []
-            for planner, granularity in (("uniform", "layer"), ("autopipe", "sub_layer")):
-                request = _request(model, stages, micro_batch, 2 * stages * micro_batch, granularity, stages)
-                try:
-                    with time_limit(limit):
-                        steps.append(make_plan(planner, request).iteration_us)
-                except (PlanError, TimeoutError) as error:
-                    steps.append(None)
-                    problems.append(f"{planner}: {error or 'timeout'}")
-            even, ours = steps
-            rows.append(
-                {
-                    "kind": "megatron",
-                    "model": model,
-                    "stages": stages,
-                    "micro_batch": micro_batch,
-                    "megatron_us": even,
-                    "autopipe_us": ours,
-                    "megatron_over_autopipe": even / ours if even and ours else None,
-                    "status": "; ".join(problems) or "ok",
-                }
-            )
-    return rows
-
-
-def _request(
+def paper_case(
     model: str, devices: int, micro_batch: int, mini_batch: int, granularity: str, num_stages: int | None
 ) -> PlanRequest:
     """Return the request of a case: every rank takes ``micro_batch`` samples at a time, whatever its stage's degree."""
@@ -294,7 +218,7 @@ def _request(
 
 
 def _chain(model: str, devices: int, micro_batch: int, mini_batch: int) -> ChainCosts:
-    request = _request(model, devices, micro_batch, mini_batch, "sub_layer", None)
+    request = paper_case(model, devices, micro_batch, mini_batch, "sub_layer", None)
     costs = CostModel(request.graph, request.profile, request.cluster)
     return ChainCosts(request, costs, batch_rules(request), micro_batch)
 
@@ -302,7 +226,7 @@ def _chain(model: str, devices: int, micro_batch: int, mini_batch: int) -> Chain
 def _row(args: argparse.Namespace, case: Case, mini_batch: int, planner: str) -> dict[str, Any]:
     granularity = "sub_layer" if planner in OURS else "layer"
     stages = 2 if planner == TWO_STAGES else args.stages
-    request = _request(case.model, case.devices, case.micro_batch, mini_batch, granularity, stages)
+    request = paper_case(case.model, case.devices, case.micro_batch, mini_batch, granularity, stages)
     paper = dict(zip(PAPER_PLANNERS, case.paper_ms[mini_batch], strict=True))
     row: dict[str, Any] = {
         "kind": "planner",
@@ -335,64 +259,3 @@ def _row(args: argparse.Namespace, case: Case, mini_batch: int, planner: str) ->
     row["deviation_us"] = statistics.pstdev(times)
     row["step_us"] = plan.iteration_us
     return row
-
-
-def _print_tables(rows: list[dict[str, Any]]) -> None:
-    kinds = {
-        kind: [row for row in rows if row["kind"] == kind] for kind in ("table 2", "megatron", "planner")
-    }
-    print("Table II: partitions of GPT-2 345M, step over the best")
-    print(
-        format_table(
-            ["layers", "ms", "over best"],
-            [
-                [" ".join(map(str, r["layers"])), f"{r['step_us'] / 1e3:.1f}", _text(r["over_best"])]
-                for r in kinds["table 2"]
-            ],
-        )
-    )
-    print(
-        "\nFigure 10: Megatron-LM's even layers over AutoPipe's planner [paper: up to 1.25 without slicing]"
-    )
-    print(
-        format_table(
-            ["model", "stages", "micro-batch", "ratio"],
-            [
-                [r["model"], str(r["stages"]), str(r["micro_batch"]), _text(r["megatron_over_autopipe"])]
-                for r in kinds["megatron"]
-            ],
-        )
-    )
-    print(
-        "\nTables III and IV, Figure 13: steps and deviations of stage times over AutoPipe's [paper's steps]"
-    )
-    header = ["model", "planner", "table", "devices", "a rank", "mini-batch", "stages", "ms", "[ms]"]
-    header += ["step", "[step]", "deviation"]
-    lines = [
-        [
-            r["model"],
-            r["planner"],
-            r["table"],
-            *(str(r[key]) for key in ("devices", "micro_batch", "mini_batch")),
-            "-".join(map(str, r["degrees"])) if r["degrees"] else _why(r["status"]),
-            f"{r['step_us'] / 1e3:.0f}" if r["step_us"] else "-",
-            f"{r['paper_ms']:.0f}" if r["paper_ms"] else "-",
-            *(
-                _text(r[key])
-                for key in ("step_over_autopipe", "paper_over_autopipe", "deviation_over_autopipe")
-            ),
-        ]
-        for r in kinds["planner"]
-    ]
-    print(format_table(header, lines, left=2))
-
-
-def _text(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.3f}"
-
-
-def _why(status: str) -> str:
-    """Return in a word or two why there is no plan."""
-    return next(
-        (short for part, short in (("timeout", "timeout"), ("bytes", "memory")) if part in status), "none"
-    )

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ from gpp_plugin.errors import BackendRefused, ConfigError
 from gpp_plugin.ir.backend_costs import BackendCost
 from gpp_plugin.plugins import BACKENDS
 from gpp_plugin.report.progress import step
-from gpp_plugin.report.units import fill_text, format_table
+from gpp_plugin.report.rows_text import format_rows
+from gpp_plugin.report.units import fill_text
 
 TABLE = None
 """It prints tables of its own as it goes."""
@@ -113,11 +115,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 own, without = _measure(name, args)
             rows += own
             ablation += without
-            print(_table(own), flush=True)
-            print(flush=True)
+            print(f"{format_rows(own)}\n", flush=True)
     finally:
         torch.set_num_threads(threads)
-    print(_ablation_table(ablation))
+    print(format_rows({**row, "without": ", ".join(row["without"])} for row in ablation))
     for line in ("", *THESIS):
         print(fill_text(line))
     return {
@@ -132,58 +133,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 @contextlib.contextmanager
 def _empty_cache() -> Iterator[None]:
     """Let inductor begin with nothing on disk."""
-    before = os.environ.get(CACHE)
     with tempfile.TemporaryDirectory(prefix="gpp_inductor_", ignore_cleanup_errors=True) as folder:
-        os.environ[CACHE] = folder
-        try:
+        with mock.patch.dict(os.environ, {CACHE: folder}):
             yield
-        finally:
-            if before is None:
-                del os.environ[CACHE]
-            else:
-                os.environ[CACHE] = before
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a model's backends in columns; why some cannot run it, and what ``auto`` takes, below."""
-    lines = [
-        [
-            row["backend"],
-            f"{row['ms']:.2f}",
-            f"{row['over_torch']:.2f}",
-            *(
-                ["-"] * 3
-                if row["backend"] == AUTO
-                else [f"{row['error']:.0e}", f"{row['build_s']:.1f}", f"{row['build_again_s']:.1f}"]
-            ),
-        ]
-        for row in rows
-        if not row["refused"]
-    ]
-    auto = rows[-1]
-    texts = [fill_text(f"{row['backend']}: {row['refused']}") for row in rows if row["refused"]]
-    texts.append(
-        f"-> auto takes {auto['takes']}, {auto['over_best_single']:.2f} x the best single ({auto['best_single']})"
-    )
-    header = [auto["model"], "ms", "x torch", "error", "s to build cold", "warm"]
-    return "\n".join([format_table(header, lines), *texts])
-
-
-def _ablation_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what auto takes with ever fewer backends, and how much longer that is than with all."""
-    lines = [
-        [
-            row["model"],
-            ", ".join(row["without"]),
-            row["takes"],
-            f"{row['ms']:.2f}",
-            f"{row['over_all']:.2f}",
-            f"{row['noise']:.2f}",
-        ]
-        for row in rows
-    ]
-    header = ["model", "without", "takes", "ms", "x with all", "x the same code again"]
-    return format_table(header, lines, left=3)
 
 
 @torch.no_grad()

@@ -64,6 +64,9 @@ class Samples:
     has_tower: bool
 
 
+TABLE = ()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--ranks", type=int, default=8, help="two a stage (%(default)s)")
@@ -99,8 +102,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     cases = [_case(args, samples) for samples in (mix(4 * count, args.seed), four_times(count, args.seed))]
     measured = [case.simulated for case in cases] if args.simulate else _measure(args, cases)
     rows = [row for case, found in zip(cases, measured, strict=True) for row in _rows(args, case, found)]
-    for row in rows:
-        print(_text(row), flush=True)
     return {"rows": rows}
 
 
@@ -260,17 +261,3 @@ def _rows(args: argparse.Namespace, case: _Case, measured: dict[Way, list[float]
             row |= {"measured_ms": found, "measured_gain": gain, "off": gain / predicted - 1}
         rows.append(row)
     return rows
-
-
-def _text(row: dict[str, Any]) -> str:
-    measured = ""
-    if "measured_ms" in row:
-        measured = (
-            f", measured {row['measured_ms']:.0f} ms, {row['measured_gain']:.3f} times as fast "
-            f"({100 * row['off']:+.1f} %)"
-        )
-    return (
-        f"{row['samples']}: units {row['units']}, order {row['order']}, {row['mini_batches']} mini-batches on "
-        f"{row['ranks']} ranks: simulated {row['simulated_ms']:.0f} ms, {row['simulated_gain']:.3f} times as fast"
-        f"{measured}"
-    )

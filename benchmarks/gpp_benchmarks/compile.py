@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpp_benchmarks._backend_training import way_table
 from gpp_benchmarks._compile_ranks import WAYS
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.relative_errors import loss_difference
 from gpp_plugin.report.progress import step
-from gpp_plugin.report.units import fill_text, format_bytes, format_table
 
 TABLE = None
 """It prints tables of its own as it goes."""
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             tempfile.TemporaryDirectory(prefix="gpp_compile_", ignore_cleanup_errors=True) as folder,
         ):
             own = _rows(model, _train(model, args, folder))
-        print(_table(model, own), flush=True)
+        print(f"{model}\n{way_table(own)}", flush=True)
         rows += own
     is_right = all(
         max(row["loss_error"], row["gradient_error"]) <= TOLERANCE
@@ -128,37 +128,3 @@ def _rows(model: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
             }
         )
     return rows
-
-
-def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        [
-            row["way"],
-            f"{row['measured_ms']:.1f}",
-            f"{row['busy_ms']:.1f}",
-            f"{row['simulated_ms']:.1f}",
-            format_bytes(row["kept_bytes"]),
-            format_bytes(row["planned_bytes"]),
-            f"{row['gradient_error']:.0e}",
-            f"{row['rounding']:.0e}",
-            f"{row['loss_error']:.0e}",
-            f"{row['start_s']:.0f}",
-            f"{row['start_again_s']:.0f}",
-        ]
-        for row in rows
-    ]
-    header = [
-        model,
-        "ms a step",
-        "of processors",
-        "simulated",
-        "kept",
-        "planned",
-        "gradients",
-        "rounding",
-        "losses",
-        "s to start",
-    ]
-    texts = [fill_text(f"{row['way']}: {row['stages']}", indent="  ") for row in rows]
-    texts += [fill_text(f"- {note}", indent="  ") for row in rows[-1:] for note in row["notes"]]
-    return "\n".join([format_table([*header, "again"], lines), *texts, ""])

@@ -23,7 +23,7 @@ from typing import Any
 
 from gpp_benchmarks._exactness_ranks import ALL_FAMILIES, FAMILIES, MINI_BATCHES, Case, CaseResult, draw_cases
 from gpp_benchmarks._linear_stages import FP32_LIMIT, fp32_limit
-from gpp_benchmarks._random_schedules import check_schedule_draws
+from gpp_benchmarks._random_plans import check_schedule_draws
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 
@@ -31,6 +31,9 @@ FP64_LIMIT = 1e-12
 START_S = 60.0
 CASE_S = 30.0
 """Seconds allowed for one case; a hang ends much earlier, by the time limit of messages."""
+
+
+TABLE = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +80,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         row, invalid = _validate(args.programs, args.seed)
         rows.append(row)
         failures += invalid
-    for row in rows:
-        print(_line(row))
     for line in failures:
         print(f"FAILED {line}")
     return {"rows": rows, "summary": _summary(rows), "failures": failures, "ok": not failures}
@@ -171,16 +172,3 @@ def _validate(num_programs: int, seed: int) -> tuple[dict[str, Any], list[str]]:
     count = sum(passed.values()) + sum(more.values())
     row = {"family": "all, validated only", "draws": num_programs, "valid": count}
     return row, [*failures, *more_failures]
-
-
-def _line(row: dict[str, Any]) -> str:
-    if "valid" in row:
-        return f"{row['family']:<20} {row['draws']:5} draws: {row['valid']} valid"
-    shared = "shared" if row["shares_ranks"] else ""
-    times = row["fp32_over_rounding"]
-    beyond = f" ({times:.1f} times one process's rounding)" if times else ""
-    return (
-        f"{row['family']:<12} {row['ranks']} ranks {shared:6} {row['draws']:4} draws: "
-        f"error {row['fp64_error']:.1e} in fp64, {row['fp32_error']:.1e} in fp32{beyond}; "
-        f"with delays {row['delayed_equal']} of {row['delayed']} have the same bits"
-    )

@@ -13,22 +13,194 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from gpp_benchmarks._start_traffic import (
-    WAYS,
-    Job,
-    all_group_requests,
-    channel_turns,
-    groups_of_rank,
-    is_meshed,
-    placement_requests,
-    process_requests,
-    sockets_of_rank,
-)
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.launch import run_ranks
+from gpp_plugin.runtime.messages.opening_order import opening_rounds
+from gpp_plugin.runtime.messages.sockets import MOST_MESHED
+from gpp_plugin.runtime.ranks.placement_of_ranks import packed_facts
+
+# What the start of a job asks of the job's store and of sockets, rank by rank: a model, no process runs.
+#
+# A start on CPUs, as `runtime/ranks` and `engine/stage_groups.py` have it:
+#
+#     placement   every rank writes what it sees; rank 0 reads all of it and writes it once more, for all
+#     processes   every rank writes its process for the failure board, and reads those of its own host
+#     groups      gloo: a group's members write an address each and read those of the members that they connect to
+#
+# Three groups are of all ranks (the default one, agreements, the stages' world) and two more for messages; then one of
+# the rank alone, and for each stage one of its ranks. A graph of stages has three more for each (`StageContext`): of
+# its ranks, and twice of each of them alone. A rank outside of a group passes its making by, without a request.
+#
+# `WAYS` are what ranks did before and do now. Meshed, a group's member connects to all others and reads from each what
+# it wrote, 8 bytes for each rank: n x n requests and n x n x 8 n bytes a group. Of a group that connects when it is
+# used, a rank connects to its neighbours of the ring and the trees that sums and broadcasts go along, or to the ranks
+# that it exchanges messages with.
+
+ADDRESS_BYTES = 154
+"""Of a member of a gloo group: its host name and port; 8 more for each member of a meshed group."""
+
+PORT_BYTES = 8
+
+OF_ALL_RANKS = 3
+"""Groups of all ranks that sums and broadcasts go along; the two for messages are counted apart."""
+
+FOR_MESSAGES = 2
+
+WAYS = ("each reads all", "rank 0 tells all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job to start: a chain of stages, each on as many ranks.
+
+    Args:
+        num_stages: of the chain, a graph of modules; ranks are theirs in equal parts, in the order of the stages.
+        ranks_a_host: processes of one machine.
+    """
+
+    num_ranks: int
+    num_stages: int
+    ranks_a_host: int = 8
+
+    @property
+    def degree(self) -> int:
+        """Return the ranks of a stage."""
+        return self.num_ranks // self.num_stages
+
+    @property
+    def channels(self) -> list[tuple[int, int]]:
+        """Return (sender, receiver) of every pair of ranks that exchanges messages, forwards and backwards."""
+        forwards = [(rank, rank + self.degree) for rank in range(self.num_ranks - self.degree)]
+        return [*forwards, *((target, source) for source, target in forwards)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """What is asked of the store, by all ranks together.
+
+    Args:
+        requests: each a message to rank 0's process and one back; its one thread answers one after another.
+        written, read: bytes of values.
+    """
+
+    requests: int
+    written: int
+    read: int
+
+    def __add__(self, other: Requests) -> Requests:
+        return Requests(
+            requests=self.requests + other.requests,
+            written=self.written + other.written,
+            read=self.read + other.read,
+        )
+
+
+def placement_requests(job: Job, *, way: str) -> Requests:
+    """Return what it takes all ranks to know where all of them run."""
+    facts = [
+        {
+            "host": f"node{rank // job.ranks_a_host:04}/{rank // job.ranks_a_host:08x}-0000-4000-8000-000000000000",
+            "local_rank": rank % job.ranks_a_host,
+            "devices": [],
+            "names": [],
+        }
+        for rank in range(job.num_ranks)
+    ]
+    own, packed = packed_facts(facts)
+    n, told = job.num_ranks, sum(own)
+    if way == WAYS[0]:  # each writes one and waits for and reads n
+        return Requests(requests=n + 2 * n * n, written=told, read=n * told)
+    # rank 0 waits for n, reads them at once and writes all; the others wait for that and read it
+    return Requests(requests=n + 3 + 2 * (n - 1), written=told + packed, read=told + (n - 1) * packed)
+
+
+def process_requests(job: Job, *, way: str) -> Requests:
+    """Return what it takes ranks to know the processes that they look after: at most, each looks twice for one."""
+    n, seen = job.num_ranks, job.num_ranks if way == WAYS[0] else min(job.ranks_a_host, job.num_ranks)
+    size = len('["pid:[4026531836]", 100000, 100000000]')
+    return Requests(requests=n + 2 * n * (seen - 1), written=n * size, read=n * (seen - 1) * size)
+
+
+def group_requests(num_members: int, *, peers: int | None) -> Requests:
+    """Return what it takes to make one gloo group.
+
+    Args:
+        peers: members that each connects to; None: all of them, when the group is made.
+    """
+    # A member of a meshed group reads its own address too.
+    read = num_members if peers is None else peers
+    size = ADDRESS_BYTES + (PORT_BYTES * num_members if peers is None else 0)
+    return Requests(
+        requests=num_members * (1 + 2 * read), written=num_members * size, read=num_members * read * size
+    )
+
+
+def tree_peers(num_members: int) -> int:
+    """Return how many others a member meets at most in rings (two) and in trees, as a root and as a leaf."""
+    return min(num_members - 1, 2 + 2 * math.ceil(math.log2(num_members))) if num_members > 1 else 0
+
+
+def is_meshed(job: Job, *, way: str) -> bool:
+    """Return whether gloo connects all members of the job's groups when they are made."""
+    return way == WAYS[0] or job.num_ranks <= MOST_MESHED
+
+
+def groups_of_rank(job: Job) -> tuple[int, int]:
+    """Return how many groups a rank makes or passes, and of how many of them it is a member."""
+    # Of a rank alone there are three, which nobody else goes through; a stage of one rank is told of as the others are,
+    # but for its first group.
+    of_stages = job.num_stages if job.degree > 1 else 1
+    return OF_ALL_RANKS + FOR_MESSAGES + 3 + job.num_stages + of_stages, OF_ALL_RANKS + FOR_MESSAGES + 5
+
+
+def all_group_requests(job: Job, *, way: str) -> Requests:
+    """Return what it takes to make all groups of the job."""
+    n = job.num_ranks
+    meshed = is_meshed(job, way=way)
+    whole = group_requests(n, peers=None if meshed else tree_peers(n))
+    stage = group_requests(job.degree, peers=None if meshed else tree_peers(job.degree))
+    alone = group_requests(1, peers=None if meshed else 0)
+    met = message_peers(job)
+    messages = group_requests(n, peers=None if meshed else met)
+    total = Requests(requests=0, written=0, read=0)
+    for made, times in (
+        (whole, OF_ALL_RANKS),
+        (messages, FOR_MESSAGES),
+        (stage, 2 * job.num_stages),
+        (alone, 3 * n),
+    ):
+        for _ in range(times):
+            total += made
+    return total
+
+
+def message_peers(job: Job) -> int:
+    """Return how many ranks a rank exchanges messages with at most."""
+    return min(2, job.num_stages - 1)
+
+
+def sockets_of_rank(job: Job, *, way: str) -> int:
+    """Return how many connections of groups a rank has at most."""
+    n = job.num_ranks
+    if is_meshed(job, way=way):
+        return (OF_ALL_RANKS + FOR_MESSAGES) * (n - 1) + 2 * (job.degree - 1)
+    return OF_ALL_RANKS * tree_peers(n) + FOR_MESSAGES * message_peers(job) + 2 * tree_peers(job.degree)
+
+
+def channel_turns(job: Job, *, way: str) -> int:
+    """Return how many channels are opened one after another: in a sorted queue, or in rounds (`opening_order`)."""
+    if way != WAYS[0]:
+        return len(opening_rounds(job.channels))
+    turn = [0] * job.num_ranks  # of a rank's last channel so far
+    for source, target in sorted(job.channels):
+        turn[source] = turn[target] = 1 + max(turn[source], turn[target])
+    return max(turn, default=0)
+
 
 MOST_STAGES = 8
 MOST_SECONDS = 1800.0

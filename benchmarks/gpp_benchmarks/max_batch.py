@@ -15,7 +15,7 @@ gives it:
     pipedream   layers balanced by time and communication; no memory optimization
     zero_2, zero_3   data parallelism over as many ranks, plain; no pipeline, not counted among the baselines
 
-Costs are derived (`profile.analytic_costs`, `library.gemm`), in fp32 with TF32 products and Adam.
+Costs are derived (`profile.analytic_costs`, `library.analytic_models`), in fp32 with TF32 products and Adam.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gpp_benchmarks._memory_models import MODELS, operator_graph, paper_batch
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -42,7 +41,93 @@ from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.dawnpiper import partition_chain
 from gpp_plugin.plan.memory.memory_chain import ChainPlan, OptimizerFactory, Partition
 from gpp_plugin.plan.memory.operator_chain import OperatorChain
-from gpp_plugin.report.units import format_table
+from gpp_plugin.report.rows_text import format_rows
+
+# DawnPiper's models operator by operator, and the maximum batches it reports (Tables 1 and 2).
+
+MODELS = ("bert_large", "gpt2_770m", "t5_780m", "amoebanet")
+HF_MODELS = {
+    "bert_large": ("bert-large", 512),
+    "gpt2_770m": ("gpt2-762m", 1024),
+    "t5_780m": ("t5-large", 128),
+}
+"""HuggingFace configuration that comes with the package, and tokens of a text. The paper does not give the
+lengths: BERT's and GPT-2's are the models' own; T5's is the power of two at which its activations fill the memory
+that Table 1 implies."""
+
+SAMPLE_COUNTS = (1, 2, 16, 128)
+CAPTURED_SAMPLES = 2
+
+PAPER: dict[tuple[int, str, str, str], tuple[int, int, int, int]] = {
+    (4, "sync", "none", "zero_2"): (64, 8, 140, 412),
+    (4, "sync", "none", "zero_3"): (64, 8, 132, 404),
+    (4, "sync", "none", "uniform"): (52, 8, 144, 280),
+    (4, "sync", "none", "vpipe"): (60, 8, 144, 188),
+    (4, "sync", "none", "dawnpiper"): (72, 8, 160, 360),
+    (4, "sync", "R", "uniform"): (120, 28, 348, 644),
+    (4, "sync", "S+R", "vpipe"): (128, 28, 348, 720),
+    (4, "sync", "S+R", "dawnpiper"): (160, 32, 424, 1220),
+    (8, "sync", "none", "zero_2"): (128, 16, 224, 824),
+    (8, "sync", "none", "zero_3"): (128, 16, 208, 808),
+    (8, "sync", "none", "uniform"): (88, 16, 256, 480),
+    (8, "sync", "none", "vpipe"): (88, 16, 256, 264),
+    (8, "sync", "none", "dawnpiper"): (136, 16, 320, 560),
+    (8, "sync", "R", "uniform"): (208, 48, 664, 1384),
+    (8, "sync", "S+R", "vpipe"): (208, 56, 664, 1424),
+    (8, "sync", "S+R", "dawnpiper"): (280, 60, 800, 2180),
+    (4, "async", "none", "pipedream"): (16, 2, 40, 70),
+    (4, "async", "none", "vpipe"): (16, 2, 40, 48),
+    (4, "async", "none", "dawnpiper"): (32, 3, 78, 150),
+    (4, "async", "S+R", "vpipe"): (46, 8, 110, 300),
+    (4, "async", "S+R", "dawnpiper"): (84, 10, 192, 480),
+    (8, "async", "none", "pipedream"): (16, 2, 44, 64),
+    (8, "async", "none", "vpipe"): (16, 2, 44, 32),
+    (8, "async", "none", "dawnpiper"): (40, 5, 84, 128),
+    (8, "async", "S+R", "vpipe"): (58, 16, 144, 214),
+    (8, "async", "S+R", "dawnpiper"): (100, 22, 248, 528),
+}
+"""Maximum batches by (stages, mode, optimization, planner), in the order of `MODELS`: a mini-batch where
+synchronous, a micro-batch where asynchronous."""
+
+
+def paper_batch(model: str, stages: int, mode: str, optimization: str, planner: str) -> int | None:
+    """Return the paper's maximum batch, or None where it has none."""
+    batches = PAPER.get((stages, mode, optimization, planner))
+    return batches[MODELS.index(model)] if batches is not None and model in MODELS else None
+
+
+def operator_graph(model: str, cluster: Cluster) -> tuple[BlockGraph, Profile]:
+    """Return the operators of a model and what they cost on the cluster's devices, by analysis.
+
+    Raises:
+        CaptureError: the installed transformers makes a model that cannot be captured.
+    """
+    if model not in HF_MODELS:
+        from gpp_plugin.library.analytic_models import profile_model
+        from gpp_plugin.library.paper_graphs import build_model
+
+        library_model = build_model(model)
+        largest = 4 * max(SAMPLE_COUNTS)
+        return library_model.graph, profile_model(library_model, cluster.devices[0], largest=largest)
+    from gpp_plugin.capture.coarsen import coarsen
+    from gpp_plugin.capture.export import capture_model
+    from gpp_plugin.integrations.huggingface.hf_models import (
+        build_on_meta,
+        make_example_batch,
+        read_hf_config,
+    )
+    from gpp_plugin.library.named_models import CONFIG_DIR
+    from gpp_plugin.profile.analytic_costs import analytic_profile
+
+    name, length = HF_MODELS[model]
+    module = build_on_meta(read_hf_config(CONFIG_DIR / f"{name}.json"))
+    captured = capture_model(module, make_example_batch(module, num_samples=CAPTURED_SAMPLES, length=length))
+    graph = coarsen(captured, granularity="node")
+    profile = analytic_profile(
+        graph, cluster.devices[0], sample_counts=SAMPLE_COUNTS, op_graph=captured.op_graph
+    )
+    return graph, profile
+
 
 PLANNERS: dict[str, tuple[Partition, dict[str, tuple[str, ...]]]] = {
     "dawnpiper": (partition_chain, {"none": (), "R": ("recompute",), "S+R": ("recompute", "swap")}),
@@ -130,9 +215,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if "sync" in args.modes:
                 rows += zero_rows(costs, model, stages)
     summary = {**summarize(rows), "by_limit": over_limits(sensitivity)}
-    _print_table(rows, summary)
-    _print_sensitivity(sensitivity, summary["by_limit"])
-    _print_balance(balance)
+    print(format_rows(rows))
+    print("\nmean ratio of dawnpiper over vpipe, and the paper's:")
+    print(format_rows(summary["ratios"]))
+    print(f"behind a baseline: {summary['behind'] or 'nowhere'}")
+    print("\nlargest batch over vPipe's at each limit on the time a sample, and the paper's:")
+    print(format_rows(_by_limit(row) for row in [*sensitivity, *summary["by_limit"]]))
+    print(f"\nstage times apart, asynchronous, at {BALANCE_BATCH} x vPipe's plain micro-batch, S+R:")
+    print(format_rows(balance))
     return {"rows": rows, "sensitivity": sensitivity, "balance": balance, "summary": summary}
 
 
@@ -408,50 +498,14 @@ def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _print_table(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    names = [*PLANNERS, "zero_2", "zero_3"]
-    print(f"{'model':12} {'stages':>6} {'mode':6} {'opt':5}" + "".join(f"{name:>20}" for name in names))
-    for (model, stages, mode, optimization), batches in _cells(rows):
-        texts = [_cell_text(batches.get(name)) for name in names]
-        print(f"{model:12} {stages:6} {mode:6} {optimization:5}" + "".join(f"{text:>20}" for text in texts))
-    print("\nlargest batch, slowdown, [paper's]; mean ratio of dawnpiper over vpipe [paper's]:")
-    for ratio in summary["ratios"]:
-        paper = f"[{ratio['paper']:.2f}]" if ratio["paper"] else ""
-        print(
-            f"  {ratio['stages']} {ratio['mode']} {ratio['optimization']}: {ratio['over_vpipe']:.2f} {paper}"
-        )
-    print(f"behind a baseline: {summary['behind'] or 'nowhere'}")
-
-
-def _print_sensitivity(sensitivity: list[dict[str, Any]], by_limit: list[dict[str, Any]]) -> None:
-    if not sensitivity:
-        return
-    print("\nlargest batch over vPipe's at each limit on the time a sample, and the paper's:")
-    limits = sensitivity[0]["limits"]
-    header = ["model", "opt", "mode", "stages", *(f"{limit:g}x" for limit in limits), "paper", ""]
-    lines = [
-        [
-            row["model"],
-            row["optimization"],
-            row["mode"],
-            str(row["stages"]),
-            *_ratio_texts(row),
-            "cliff" if row["is_cliff"] else "",
-        ]
-        for row in sensitivity
-    ]
-    lines += [
-        [
-            "geometric mean",
-            row["optimization"],
-            row["mode"],
-            "",
-            *_ratio_texts(row),
-            f"{len(row['cliffs'])} cliffs",
-        ]
-        for row in by_limit
-    ]
-    print(format_table(header, lines, left=3))
+def _by_limit(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of the table of limits; a mean over models and stages has its cliffs counted."""
+    names: dict[str, Any] = {
+        key: row[key] for key in ("model", "stages", "mode", "optimization") if key in row
+    }
+    ratios = dict(zip((f"{limit:g}x" for limit in row["limits"]), row["over_vpipe"], strict=True))
+    cliffs = {"is_cliff": row["is_cliff"]} if "is_cliff" in row else {"cliffs": len(row["cliffs"])}
+    return {**names, **ratios, "paper": row["paper"], **cliffs}
 
 
 def _ratio_texts(row: dict[str, Any]) -> list[str]:
@@ -462,18 +516,6 @@ def _by_limit_text(row: dict[str, Any]) -> str:
     texts = _ratio_texts(row)
     found = ", ".join(f"{limit:g}x {text}" for limit, text in zip(row["limits"], texts[:-1], strict=True))
     return f"{found} [{texts[-1]}]"
-
-
-def _print_balance(balance: list[dict[str, Any]]) -> None:
-    print(f"\nstage times apart, asynchronous, at {BALANCE_BATCH} x vPipe's plain micro-batch, S+R:")
-    for row in balance:
-        paper = f" [{PAPER_SPREAD:.1%}]" if (row["model"], row["stages"]) == ("t5_780m", 8) else ""
-        is_ours = row["planner"] == "dawnpiper"
-        fits = "" if row["fits"] else ", does not fit"
-        print(
-            f"  {row['model']:12} {row['stages']} stages x {row['micro_batch']}: {row['planner']} "
-            f"{row['spread']:.1%}{paper if is_ours else ''}{fits}"
-        )
 
 
 def _cell_text(row: dict[str, Any] | None) -> str:

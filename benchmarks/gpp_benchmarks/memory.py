@@ -21,10 +21,16 @@ from gpp_benchmarks._memory_pairs import CONFIGS, PLANS, MemoryCase
 from gpp_plugin.errors import ConfigError, DeviceMissing
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.plan.costs.memory_formula import TOLERANCE
-from gpp_plugin.report.units import format_bytes, format_table
+from gpp_plugin.report.units import format_bytes
 
 TIMEOUT_S = 900.0
 COUNTS = ("swapped_bytes", "recomputed_bytes")
+
+
+TABLE = (
+    *("model", "plan", "rank", "stage", "in_flight", "predicted_bytes", "counted_bytes", "ratio"),
+    *(f"{which}{count}" for count in COUNTS for which in ("predicted_", "")),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +70,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{event['plan']}: {event['refused']}")
     if not rows:
         raise ConfigError("no plan could be made; see above")
-    print(_table(rows))
     pairs = {(row["model"], row["plan"]) for row in rows}
     worst = max(abs(row["ratio"] - 1.0) for row in rows)
     off = [row for row in rows if not _is_close(row)]
@@ -103,23 +108,3 @@ def _is_close(row: dict[str, Any]) -> bool:
         planned = row[f"predicted_{name}"]
         close &= abs(row[name] - planned) <= TOLERANCE * planned
     return close
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    return format_table(
-        ["model", "plan", "stage", "in flight", "predicted", "counted", "ratio", "swapped", "recomputed"],
-        [
-            [
-                row["model"],
-                row["plan"],
-                f"{row['rank']} {row['stage']}",
-                str(row["in_flight"]),
-                format_bytes(row["predicted_bytes"]),
-                format_bytes(row["counted_bytes"]),
-                f"{row['ratio']:.4f}",
-                *(f"{format_bytes(row[f'predicted_{n}'])} / {format_bytes(row[n])}" for n in COUNTS),
-            ]
-            for row in rows
-        ],
-        left=3,
-    )

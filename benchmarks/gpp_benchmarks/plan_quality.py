@@ -24,14 +24,15 @@ from gpp_benchmarks._map_cases import check_map
 from gpp_benchmarks._memory_oracle import MemoryBruteForce, with_saved_tensors
 from gpp_benchmarks._oracle import (
     best_series_parallel,
+    best_unlike_us,
     brute_force,
     random_dag,
     random_request,
     random_series_parallel,
+    unlike_request,
     without_communication,
 )
 from gpp_benchmarks._tensor_oracle import best_tensor_us, tensor_request
-from gpp_benchmarks._unlike_oracle import best_unlike_us, unlike_request
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import batch_rules
@@ -40,7 +41,7 @@ from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, unlimited
-from gpp_plugin.report.units import format_table
+from gpp_plugin.report.rows_text import format_rows
 
 TOLERANCE = 1e-6
 
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         **_ratio_summary("tensor", tensor),
         "not_run": cases.not_run,
     }
-    _print_summary(summary)
+    print(format_rows(_summary_rows(summary)))
     for kind, count in cases.not_run.items():
         print(f"{count} {kind} cases were not run: --limit {args.limit:g} s; go on with --seed, or raise it")
     return {"rows": rows, "summary": summary}
@@ -149,46 +150,28 @@ def _found_text(row: dict[str, Any]) -> str:
     return f": {ratio:.4f}" + (f" (seed {row['seed']})" if ratio > 1 + TOLERANCE else "")
 
 
-def _print_summary(summary: dict[str, Any]) -> None:
-    lines = [
-        [
-            "the DP, series-parallel plans",
-            str(summary["series_parallel_cases"]),
-            str(summary["series_parallel_equal"]),
-            "",
-            "",
-        ],
-        [
-            "auto, all partitions",
-            str(summary["cases"]),
-            str(round((summary["optimal_fraction"] or 0.0) * summary["cases"])),
-            _ratio_text(summary["worst_ratio"]),
-            str(summary["missed_feasible"]),
-        ],
-        [
-            "graphpipe, partitions and memory (within 1 %)",
-            str(summary["joined_cases"]),
-            str(summary["joined_within_1_percent"]),
-            _ratio_text(summary["joined_worst_ratio"]),
-            str(summary["joined_missed_feasible"]),
-        ],
+def _summary_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a line of the table for each kind of cases that was run: ``(what, kind, how many are as good)``."""
+    kinds = (
+        ("the DP, series-parallel plans", "series_parallel", summary["series_parallel_equal"]),
+        ("auto, all partitions", "", round((summary["optimal_fraction"] or 0.0) * summary["cases"])),
+        ("graphpipe, partitions and memory (within 1 %)", "joined", summary["joined_within_1_percent"]),
+        ("stages on fewer ranks, all maps and counts", "map", summary["map_optimal"]),
+        ("devices of two speeds", "unlike", summary["unlike_optimal"]),
+        ("tensor sizes, all partitions and grids", "tensor", summary["tensor_optimal"]),
+    )
+    names = [(what, f"{kind}_" if kind else "", equal) for what, kind, equal in kinds]
+    return [
+        {
+            "against brute force": what,
+            "cases": summary[f"{kind}cases"],
+            "equal": equal,
+            "worst ratio": summary.get(f"{kind}worst_ratio"),
+            "no plan found": summary.get(f"{kind}missed_feasible"),
+        }
+        for what, kind, equal in names
+        if summary[f"{kind}cases"]
     ]
-    lines += [
-        [
-            what,
-            str(summary[f"{kind}_cases"]),
-            str(summary[f"{kind}_optimal"]),
-            _ratio_text(summary[f"{kind}_worst_ratio"]),
-            str(summary[f"{kind}_missed_feasible"]),
-        ]
-        for kind, what in (
-            ("map", "stages on fewer ranks, all maps and counts"),
-            ("unlike", "devices of two speeds"),
-            ("tensor", "tensor sizes, all partitions and grids"),
-        )
-        if summary[f"{kind}_cases"]
-    ]
-    print(format_table(["against brute force", "cases", "equal", "worst ratio", "no plan found"], lines))
 
 
 def _ratio_summary(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -205,10 +188,6 @@ def _ratio_summary(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         f"{kind}_worst_ratio": max(ratios, default=None),
         f"{kind}_missed_feasible": sum(row["us"] is None for row in feasible),
     }
-
-
-def _ratio_text(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.4f}"
 
 
 def _joined_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -316,65 +295,47 @@ def check_auto(seed: int, planner: str = "auto") -> dict[str, Any]:
     rng = random.Random(1_000_003 * (seed + 1))
     num = rng.randint(5, 9)
     request = random_request(rng, random_dag(rng, num), ranks=rng.choice([2, 3, 4]), is_tight=seed % 2 == 1)
-    begin = time.perf_counter()
-    plan = _plan_of(planner, request)
-    seconds = time.perf_counter() - begin
-    us = None if plan is None else plan.iteration_us
-    best = brute_force(request)
-    return {
-        "kind": "auto",
-        "seed": seed,
-        "blocks": num,
-        "ranks": request.num_ranks,
-        "is_tight": seed % 2 == 1,
-        "us": us,
-        "best_us": best,
-        "ratio": us / best if us is not None and best is not None else None,
-        "seconds": round(seconds, 3),
-    }
+    row = _compared("auto", seed, request, brute_force, planner=planner)
+    return {**row, "is_tight": seed % 2 == 1}
 
 
 def check_unlike(seed: int) -> dict[str, Any]:
     """Compare `auto` with brute force on one random graph and devices of two speeds."""
-    request = unlike_request(seed)
-    begin = time.process_time()
-    plan = _plan_of("auto", request)
-    seconds = time.process_time() - begin
-    us = None if plan is None else plan.iteration_us
-    best = best_unlike_us(request)
-    return {
-        "kind": "unlike",
-        "seed": seed,
-        "blocks": len(request.graph.blocks),
-        "ranks": request.num_ranks,
-        "us": us,
-        "best_us": best,
-        "ratio": us / best if us is not None and best is not None else None,
-        "seconds": round(seconds, 3),
-    }
+    return _compared("unlike", seed, unlike_request(seed), best_unlike_us)
 
 
 def check_tensor(seed: int, planner: str = "auto") -> dict[str, Any]:
     """Compare `auto`, which chooses tensor sizes, with brute force on one random graph whose blocks can be divided."""
     request = tensor_request(seed)
     begin = time.process_time()
+    whole = _step_us(planner, dataclasses.replace(request, tensor_parallel=1))
+    whole_seconds = time.process_time() - begin
+    row = _compared("tensor", seed, request, best_tensor_us, planner=planner)
+    return {**row, "whole_us": whole, "whole_seconds": round(whole_seconds, 3)}
+
+
+def _compared(
+    kind: str,
+    seed: int,
+    request: PlanRequest,
+    best_us: Callable[[PlanRequest], float | None],
+    *,
+    planner: str = "auto",
+) -> dict[str, Any]:
+    """Return the row of one request: a planner's step, the best one by brute force, and their ratio."""
+    begin = time.process_time()
     plan = _plan_of(planner, request)
     seconds = time.process_time() - begin
-    begin = time.process_time()
-    whole = _plan_of(planner, dataclasses.replace(request, tensor_parallel=1))
-    whole_seconds = time.process_time() - begin
     us = None if plan is None else plan.iteration_us
-    best = best_tensor_us(request)
+    best = best_us(request)
     return {
-        "kind": "tensor",
+        "kind": kind,
         "seed": seed,
         "blocks": len(request.graph.blocks),
         "ranks": request.num_ranks,
-        "tensor": [] if plan is None else [stage.tensor for stage in plan.stages],
+        **({"tensor": [stage.tensor for stage in plan.stages] if plan else []} if kind == "tensor" else {}),
         "us": us,
         "best_us": best,
-        "whole_us": None if whole is None else whole.iteration_us,
         "ratio": us / best if us is not None and best is not None else None,
         "seconds": round(seconds, 3),
-        "whole_seconds": round(whole_seconds, 3),
     }

@@ -68,8 +68,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.rounds < 1 or min(args.ranks) < 2 or min(args.forward_ms, args.backward_ms) <= 0:
         raise ConfigError("--rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2")
-    from gpp_benchmarks._schedule_orders import slicing_rows, zero_bubble_rows
-    from gpp_benchmarks._shared_rank_rows import colocated_rows, interleaved_rows
+    from gpp_benchmarks._schedule_orders import (
+        colocated_rows,
+        interleaved_rows,
+        slicing_rows,
+        zero_bubble_rows,
+    )
     from gpp_plugin.compare.alternated_benchmarks import run_contests
 
     race = functools.partial(run_contests, rounds=args.rounds, tell=_tell, is_real_time=args.real_time)

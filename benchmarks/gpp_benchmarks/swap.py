@@ -17,7 +17,6 @@ import time
 from typing import Any
 
 from gpp_plugin.errors import ConfigError, DeviceMissing
-from gpp_plugin.report.units import format_bytes, format_table
 
 MOST_SLOWDOWN = 1.3
 MARGIN = 1.05
@@ -29,6 +28,12 @@ RUNS = {
     "swap": {"recompute": "off", "swap": "auto"},
     "recompute": {"recompute": "full", "swap": "off"},
 }
+
+
+TABLE = (
+    *("run", "batch", "ms_per_sample", "predicted_bytes", "measured_bytes", "limit_bytes", "swapped_bytes"),
+    "recomputed_bytes",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +75,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             limit_gb = row["predicted_bytes"] * MARGIN / 1e9
         rows.append({**row, "limit_bytes": round((limit_gb or 0.0) * 1e9)})
         print(f"{name}: {row['ms_per_sample']:.3f} ms a sample", flush=True)
-    print(_table(rows))
     return _verdict(rows, args.device)
 
 
@@ -131,19 +135,3 @@ def _verdict(rows: list[dict[str, Any]], device: str) -> dict[str, Any]:
     )
     is_cheap = swap / plain <= MOST_SLOWDOWN and swap < recompute
     return {**result, "is_functional_only": False, "ok": as_planned and is_cheap}
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    return format_table(
-        ["run", "batch", "ms a sample", "predicted", "measured", "may use", "swapped", "recomputed"],
-        [
-            [
-                row["run"],
-                str(row["batch"]),
-                f"{row['ms_per_sample']:.3f}",
-                *(format_bytes(row[f"{name}_bytes"]) for name in ("predicted", "measured", "limit")),
-                *(format_bytes(row[f"{name}_bytes"]) for name in ("swapped", "recomputed")),
-            ]
-            for row in rows
-        ],
-    )

@@ -37,7 +37,8 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.plan_text import draw_stages, format_on_paper
-from gpp_plugin.report.units import fill_text, format_table
+from gpp_plugin.report.rows_text import format_rows
+from gpp_plugin.report.units import fill_text
 
 MODELLED = {
     (8, 8): (2, 1.20),
@@ -124,7 +125,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for devices, batch in cases:
             cluster = _slower(read_cluster(args.cluster, num_devices=devices, dtype=args.dtype), slower)
             rows.append(_row(args, _with(base, cluster, batch), slower))
-    print(format_table(HEADER, [_line(args, row) for row in rows], left=0))
+    is_modelled = (args.model, args.length) == ("llava-7b", 2048)
+    print(format_rows(_shown(row, is_modelled=is_modelled) for row in rows))
     print(
         fill_text(
             "modelled: a tensor group taken for one larger device; batches are told for 8 and 64 devices alone. most: "
@@ -180,12 +182,7 @@ def _against_megatron(args: argparse.Namespace) -> dict[str, Any]:
             "cpu_ratio": ratios[1],
         }
         rows.append({**row, "parameters": event["parameters"][name]})
-    lines = [
-        [row["name"], str(row["parameters"]), f"{row['ms']:.1f}", f"{row['ratio']:.3f}", f"{row['cpu_ms']:.1f}",
-         f"{row['cpu_ratio']:.3f}"]
-        for row in rows
-    ]  # fmt: skip
-    print(format_table(["", "parameters a rank", "ms", "x", "processor ms", "x"], lines, left=1))
+    print(format_rows(rows))
     return {"rows": rows, "shape": args.shape, "rounds": args.rounds}
 
 
@@ -205,24 +202,6 @@ def _on_paper(args: argparse.Namespace, base: PlanRequest) -> list[dict[str, Any
     )
     print(f"\n{format_on_paper(shape, rows)}")
     return [dataclasses.asdict(row) for row in rows]
-
-
-HEADER = [
-    "devices",
-    "batch",
-    "links",
-    "modelled",
-    "x",
-    "ours",
-    "x",
-    "most",
-    "why",
-    "auto",
-    "x",
-    "ms at 1",
-    "search s",
-    "at 1",
-]
 
 
 def _cases(text: str) -> list[tuple[int, int]]:
@@ -355,27 +334,17 @@ def _gain(whole: float | None, us: float | None) -> float | None:
     return whole / us if whole is not None and us else None
 
 
-def _line(args: argparse.Namespace, row: dict[str, Any]) -> list[str]:
-    is_modelled = (args.model, args.length) == ("llava-7b", 2048) and row["modelled"] is not None
-    size, times = row["modelled"] if is_modelled else ("-", None)
-    grids = " ".join(f"{degree}x{tensor}" for degree, tensor in row["auto"]) or "none fits"
-    whole = row["forced_us"].get(1)
-    return [
-        str(row["devices"]),
-        str(row["mini_batch"]),
-        "as they are" if row["slower"] == 1 else f"{row['slower']} x slower",
-        str(size),
-        _times(times),
-        str(row["best"] or "-"),
-        _times(row["gain"]),
-        _times(row["most_gain"]),
-        _why(row, times),
-        grids,
-        _times(row["auto_gain"]),
-        "-" if whole is None else f"{whole / 1e3:.1f}",
-        f"{row['seconds']:.2f}",
-        f"{row['seconds_at_1']:.2f}",
-    ]
+def _shown(row: dict[str, Any], *, is_modelled: bool) -> dict[str, Any]:
+    """Return what the table shows of a row: numbers as they are, and why the modelled gain is not ours."""
+    size, times = row["modelled"] if is_modelled and row["modelled"] is not None else (None, None)
+    numbers = {key: value for key, value in row.items() if key not in ("modelled", "auto_us")}
+    return {
+        "auto": " ".join(f"{degree}x{tensor}" for degree, tensor in row["auto"]) or "none fits",
+        "why": _why(row, times),
+        **{key: value for key, value in numbers.items() if key not in ("auto", "forced_us")},
+        "modelled_size": size,
+        "modelled_gain": times,
+    }
 
 
 def _why(row: dict[str, Any], modelled: float | None) -> str:
@@ -393,7 +362,3 @@ def _why(row: dict[str, Any], modelled: float | None) -> str:
             parts.append(f"{cause} {gain:.2f}")
         before = gain or before
     return ", ".join(parts) or "as modelled"
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

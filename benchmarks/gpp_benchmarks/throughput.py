@@ -16,7 +16,7 @@ With ``--share-ranks`` ours, chains as well, may also interleave stages and put 
 Megatron does (arXiv 2104.04473, section 2.2), by the same search; the other baselines know neither. A rival that found
 no plan in time is named: the best of the others is not the best.
 
-Times follow the efficiency curve of `library.gemm` (tile and wave quantisation), the links those of the
+Times follow the efficiency curve of `library.analytic_models` (tile and wave quantisation), the links those of the
 cluster description.
 """
 
@@ -46,8 +46,7 @@ from gpp_plugin.plan.heterogeneous_devices import exchange_stages
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
-from gpp_plugin.report.rows_text import LINES, RowsChart
-from gpp_plugin.report.units import format_table
+from gpp_plugin.report.rows_text import LINES, RowsChart, format_rows
 
 OURS = ("graphpipe", "auto")
 BASELINES = ("uniform", "pipedream", "piper", "dapple")
@@ -61,7 +60,8 @@ RATIOS = ("over_best_baseline", "over_best_chain", "over_one_size")
 EFFICIENCY = (
     "a matrix product's share of the device's peak by its tiles: partly filled tiles and the last, partly filled wave "
     "over the processors cost as whole ones (NVIDIA, Matrix Multiplication Background User's Guide, tile and wave "
-    "quantization; library/gemm.py), times the device's efficiency in the cluster description, plus its launch time"
+    "quantization; library/analytic_models.py), times the device's efficiency in the cluster description, plus its "
+    "launch time"
 )
 """Where the times of small micro-batches come from."""
 PAPER_AT_32 = (1.25, 1.61)
@@ -110,7 +110,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for figure, name, request in _cells(args):
         rows += _cell(args, figure, name, request)
     cells = _gains(rows)
-    _print_table(cells)
+    print(format_rows(cells))
+    for cell in cells:
+        for planner, why in cell["not_compared"].items():
+            print(f"{cell['model']} on {cell['devices']}: {planner} is not among the compared: {why}")
     return {"rows": rows, "cells": cells, "summary": _summary(cells, max(args.devices))}
 
 
@@ -337,44 +340,6 @@ def _summary(cells: list[dict[str, Any]], largest: int) -> dict[str, Any]:
         "paper_at_equal_micro_batch": PAPER_AT_EQUAL_MICRO_BATCH,
         "efficiency_of_micro_batches": EFFICIENCY,
     }
-
-
-def _print_table(cells: list[dict[str, Any]]) -> None:
-    header = [
-        "figure",
-        "model",
-        "devices",
-        "samples/s",
-        "over baseline",
-        "(which)",
-        "over chain",
-        "over one size",
-    ]
-    lines = [
-        [
-            cell["figure"],
-            cell["model"],
-            str(cell["devices"]),
-            f"{cell['throughput']:.1f}",
-            _ratio_text(cell["over_best_baseline"]),
-            cell["baseline"] or "",
-            _ratio_text(cell["over_best_chain"]),
-            _ratio_text(cell["over_one_size"]),
-        ]
-        for cell in cells
-    ]
-    print(format_table(header, lines, left=2))
-    for cell in cells:
-        for planner, why in cell["not_compared"].items():
-            print(f"{cell['model']} on {cell['devices']}: {planner} is not among the compared: {why}")
-    print(
-        f"paper, over PipeDream at 32 devices: {PAPER_AT_32[0]} to {PAPER_AT_32[1]}; at an equal micro-batch size "
-        f"{PAPER_AT_EQUAL_MICRO_BATCH[0]} to {PAPER_AT_EQUAL_MICRO_BATCH[1]}"
-    )
-
-
-def _ratio_text(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.3f}"
 
 
 def _row_text(row: dict[str, Any]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_ahead, simulate_async
-from gpp_plugin.commands.decode_options import add_decode_options, run_decode
 from gpp_plugin.commands.width import add_width, axis_of
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -19,6 +20,13 @@ from gpp_plugin.report.printable import printable
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.units import fill_text, format_ms, format_table
 from gpp_plugin.simulate.overlap import timeline_overlap
+
+BENCHMARKS = "gpp_benchmarks"
+
+
+def _decoding() -> Any:
+    """Return the simulator of decode serving, which is no part of this package."""
+    return importlib.import_module(f"{BENCHMARKS}._decode_figures")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also say how much of messages, gathers and swap's copies is hidden behind computing",
     )
     add_width(parser)
-    add_decode_options(parser)
+    parser.add_argument(
+        "--decode",
+        action="store_true",
+        help="no plan: decoding by data, tensor and cache parallelism, Figures 4.1 to 4.5 of the thesis",
+    )
+    if importlib.util.find_spec(BENCHMARKS) is not None:
+        _decoding().add_options(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -47,10 +61,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.decode:
         if args.plan is not None or args.cluster is not None or args.out is not None or args.overlap:
             raise ConfigError("--decode simulates no plan; leave PLAN, --cluster, --out and --overlap out")
-        return run_decode(args)
+        if importlib.util.find_spec(BENCHMARKS) is None:
+            raise ConfigError(
+                f"--decode: the simulator of decode serving is in {BENCHMARKS}, which is not installed; the wheel of "
+                "gpp_plugin and `pip install -e .` of a checkout bring it"
+            )
+        found: dict[str, Any] = _decoding().run(args)
+        return found
     if args.plan is None:
         raise ConfigError("give a plan, as gpp plan writes it, or --decode")
-    if args.figure or args.set:
+    if getattr(args, "figure", None) or getattr(args, "set", None):
         raise ConfigError("--figure and --set go with --decode")
     plan = load_plan(args.plan)
     # All zeros would simulate to an empty picture; a plan written by hand may lack times.

@@ -3,7 +3,7 @@
 A round runs every contender once, so that load from elsewhere meets all alike.
 
 Source: this project
-Tests: tests/compare/test_chains.py, tests/bench/test_branches.py
+Tests: tests/compare/test_chains.py
 """
 
 from __future__ import annotations

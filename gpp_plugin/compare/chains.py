@@ -14,7 +14,7 @@ From ranks that run already, to alternate with other runtimes::
     times_ms = time_iterations(runs, repeats=7)
 
 Source: this project
-Tests: tests/compare/test_chains.py, tests/bench/test_branches.py
+Tests: tests/compare/test_chains.py
 """
 
 from __future__ import annotations

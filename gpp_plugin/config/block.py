@@ -185,11 +185,6 @@ class GraphPipelineConfig(_Block):
             an error; null goes on for ever. While a dynamic loss scale sinks (fp16) they are not counted.
         locate_nan: look at what every operator returns, and name the module and micro-batch in which a number that is
             not finite first appears; a step then takes several times as long.
-        repeat_steps: "suspicious" runs a mini-batch again before its step where the gradient's norm is far out of the
-            usual range of the last hundred steps, or not finite; a number n does so with every n-th step as well. A
-            rank that computes something else from the same inputs is named, and nothing is stepped. Checksums of what
-            every task is given and makes are kept for it, no sum over ranks begins before the last backward has ended,
-            and no frozen branch runs ahead.
         trace_path: where the measured timeline of each mini-batch is written, as a Chrome trace; `{step}` in the name
             makes one file a step; null writes none.
         seed: of the parameters of a model built on the meta device, of dropout and of shuffling.
@@ -254,9 +249,6 @@ class GraphPipelineConfig(_Block):
     )
     max_skipped_steps: Count | None = Field(default=20, description="null or a whole number of at least 1")
     locate_nan: bool = Field(default=False, description="true or false")
-    repeat_steps: Literal["off", "suspicious"] | Count = Field(
-        default="off", description='"off", "suspicious" or a number of steps of at least 1'
-    )
     trace_path: str | None = Field(default=None, description="null or a file name")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=0, description="a whole number from 0 to 2^63 - 1"

@@ -21,7 +21,6 @@ def check_contradictions(config: GraphPipelineConfig) -> GraphPipelineConfig:
         ConfigError: two do; says which, and what to write.
     """
     _check_mode(config)
-    _check_repetition(config)
     _check_sharing(config)
     if config.locate_nan and config.backends != "off":
         raise ConfigError(
@@ -137,14 +136,6 @@ def _check_units(config: GraphPipelineConfig) -> None:
         "p2p": (config.p2p, "native"),
     }
     _check_allowed(wrong, f"with {BLOCK}.units, of which every rank runs one whole unit at a time")
-
-
-def _check_repetition(config: GraphPipelineConfig) -> None:
-    """Refuse steps that are run twice where a mini-batch is not all that runs until its step."""
-    if config.repeat_steps == "off":
-        return
-    wrong = {"mode": (config.mode, "sync"), "look_ahead": (config.look_ahead, "auto", 0)}
-    _check_allowed(wrong, f"with {BLOCK}.repeat_steps, which runs a whole mini-batch again before its step")
 
 
 def _check_mode(config: GraphPipelineConfig) -> None:

@@ -31,6 +31,11 @@ from gpp_plugin.plugins import (
 )
 from gpp_plugin.schedule.names import schedule_names
 
+REMOVED = {
+    "repeat_steps": "steps are no longer run twice; remove the key. Rank 0 logs losses far above the usual range",
+}
+"""Keys of earlier releases, each with what to do instead."""
+
 
 def problems_of(error: ValidationError) -> list[str]:
     """Return one line per wrong key; a union's several complaints about one value are one problem."""
@@ -73,6 +78,8 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], FieldInfo | None, list
 def _unknown_key(path: str, keys: Sequence[str], value: Any, known: Iterable[str]) -> str:
     # "limit_gb" written beside "memory" instead of in it is nearer to a key of the memory object than to its
     # own siblings, so that is looked for first, with a stricter likeness.
+    if len(keys) == 1 and keys[0] in REMOVED:
+        return f"{path}: {REMOVED[keys[0]]} (value {show(value)})"
     names = list(known)
     near = difflib.get_close_matches(keys[-1], names, n=1, cutoff=0.6)
     inner = difflib.get_close_matches(keys[-1].rpartition(".")[2], MemoryConfig.model_fields, n=1, cutoff=0.8)

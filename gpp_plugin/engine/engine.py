@@ -50,8 +50,6 @@ from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.evaluator import Evaluator
 from gpp_plugin.engine.guards.model_watch import ModelWatch
 from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
-from gpp_plugin.engine.guards.repetition import Repetition
-from gpp_plugin.engine.guards.task_digests import TaskDigests
 from gpp_plugin.engine.job_context import (
     NOTHING_GENERATED,
     EngineModel,
@@ -187,7 +185,6 @@ class GraphPipelineEngine(PipelineSurface):
         self._lanes = LaneMaker(source=source, config=config, setting=setting, forwards=self._backends)
         # By default where this engine loads the data itself: nobody sees then that it is loaded one call ahead.
         looks_ahead = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
-        looks_ahead = looks_ahead and config.repeat_steps == "off"
         self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
         modules = self._lanes.make_modules(self._lane, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference), whole=source.whole_parameters(plan, reference))
@@ -358,12 +355,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
         self._step = RankStep(stages, self._memory)
         is_alone = self.config.mode == "async"
-        self._repetition = self._make_repetition(stages)
-        before_sum = None if self._repetition is None else self._repetition.note_gradients
-        hooks = [
-            StepHooks(s, self._step.alone(s) if is_alone else self._step, before_sum=before_sum)
-            for s in stages.stages
-        ]
+        hooks = [StepHooks(s, self._step.alone(s) if is_alone else self._step) for s in stages.stages]
         self._lane.bind(
             modules,
             hooks,
@@ -393,22 +385,6 @@ class GraphPipelineEngine(PipelineSurface):
         )
         self._steps = self._make_steps(stages)
 
-    def _make_repetition(self, stages: RankEngine) -> Repetition | None:
-        """Return what runs steps twice, and let it watch this rank's lanes; None where the user asks for none."""
-        asked = self.config.repeat_steps
-        if asked == "off":
-            return None
-        digests = TaskDigests(self._setting.device, tolerance=torch.finfo(self._setting.dtype).eps ** 0.5)
-        for lane in self._lane.lanes:
-            lane.watch = digests.around
-        return Repetition(
-            every=asked if isinstance(asked, int) else None,
-            stages=stages,
-            digests=digests,
-            meeting=self._meeting,
-            step=self._step,
-        )
-
     def _make_steps(self, stages: RankEngine) -> StepStrategy:
         """Return what a call of `train_batch` does: a mode is nothing but this, its lanes, and its stages' rule."""
         lane = self._lane
@@ -425,7 +401,6 @@ class GraphPipelineEngine(PipelineSurface):
         common: dict[str, Any] = dict(
             meeting=self._meeting,
             has_peers=self._setting.group is not None,
-            repetition=self._repetition,
         )
         if isinstance(lane, KeptAhead):
             reference = lane.lanes[0].reference

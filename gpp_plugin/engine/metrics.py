@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.guards.spikes import WINDOW, Spikes
 from gpp_plugin.engine.job_context import Monitor, Setting
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
@@ -50,6 +52,46 @@ def peak_flops(device_name: str) -> float | None:
     (989000000000000.0, 756000000000000.0, None)
     """
     return next((tera * 1e12 for name, tera in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+class OutlierMonitor:
+    """Finds losses far above the usual range, which the last losses give.
+
+        the last losses   2.1 2.0 2.2 1.9 2.1 ...   median 2.1, usual distance from it 0.1 (their median, times 1.48)
+        the next one      3.0                       9 deviations above: an outlier
+
+    Median and median distance do not move with a few outliers among the last losses, as mean and variance would. The
+    range is at least a hundredth of the median: a loss that hardly moves raises no alarm.
+
+    Source: median absolute deviation, Hampel, JASA 69 (1974) 383
+    """
+
+    WINDOW = 100
+    """Steps whose losses are the usual ones."""
+    LEAST = 20
+    """Steps before which nothing is an outlier."""
+    DEVIATIONS = 8.0
+    """How far above the median an outlier is, in deviations: of normal noise one in 10^15."""
+    _NORMAL = 1.4826  # of normal noise the deviation is so many median distances
+    _LEAST_RANGE = 0.01
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=self.WINDOW)
+
+    def note(self, value: float) -> float | None:
+        """Add a value to the window unless it is not finite; return its deviations if it is an outlier, else None."""
+        found = self._deviations(value)
+        if math.isfinite(value):
+            self._last.append(value)
+        return found
+
+    def _deviations(self, value: float) -> float | None:
+        if len(self._last) < self.LEAST or not math.isfinite(value):
+            return None
+        middle = median(self._last)
+        distance = self._NORMAL * median(abs(each - middle) for each in self._last)
+        above = (value - middle) / max(distance, self._LEAST_RANGE * abs(middle), 1e-12)
+        return above if above > self.DEVIATIONS else None
 
 
 def share_of_loss(losses: Sequence[tuple[Tensor, int]], num_samples: int, *, is_sum: bool) -> float:
@@ -105,7 +147,7 @@ class Metrics:
         self._phases = PhaseTimes()
         self._monitor = monitor if monitor is not None and monitor.enabled else None
         self._meeting = meeting
-        self._spikes = Spikes()
+        self._outliers = OutlierMonitor()
         self._flops = _FlopCount(reference, plan)
         name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else ""
         self._peak = peak_flops(name) if setting.dtype in (torch.bfloat16, torch.float16) else None
@@ -152,11 +194,11 @@ class Metrics:
         ranks = self._gather_phases() if is_printed and self.needs_events else None
         if not self._is_writer:
             return
-        spike = self._spikes.note(loss)
+        spike = self._outliers.note(loss)
         if spike is not None:
             logger.warning(
                 "step %d: loss %.4g is a spike: %.1f deviations above the usual one of the last %d steps",
-                *(global_steps, loss, spike, WINDOW),
+                *(global_steps, loss, spike, OutlierMonitor.WINDOW),
             )
         tokens = sum(num_elements(unit).get(key, 0) for unit in units_of(batch) for key in TOKEN_KEYS)
         if self._monitor is not None:

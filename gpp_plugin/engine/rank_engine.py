@@ -210,14 +210,6 @@ class RankEngine:
         """Return what the mini-batch's steps did; where the stage steps alone, advance schedule and counters."""
         return self._rule.end_mini_batch()
 
-    def hold_steps(self, asks: Callable[[float], bool] | None) -> None:
-        """Ask with the norm before each step whether it is to be held, on all ranks alike; None: take all.
-
-        Of stages that step together. A step that was held leaves gradients and weights; `step` takes it.
-        """
-        assert isinstance(self._rule, StepTogether), "no rank alone may hold a step"
-        self._rule.hold(asks)
-
     def zero_grad(self) -> None:
         """Forget the mini-batch's gradients."""
         self._ties.clear()

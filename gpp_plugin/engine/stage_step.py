@@ -242,7 +242,6 @@ class StepResult:
         loss_scale: for the next mini-batch.
         stage_norms: what each stage brings to the norm, by its index in the plan: their squares add up to its square.
             Of all stages that it was agreed with; not finite where the stage's gradient is not.
-        is_held: it was not taken: whoever asked to look at its norm first takes it later, or does not.
     """
 
     grad_norm: float
@@ -250,7 +249,6 @@ class StepResult:
     learning_rates: tuple[float, ...]
     loss_scale: float
     stage_norms: Mapping[int, float] = field(default_factory=dict)
-    is_held: bool = False
 
 
 class StageUpdate:
@@ -348,10 +346,6 @@ class RankUpdate:
         agreeing: the stages of the plan whose gradients these are.
         compare: checks, before the first update, that tensor ranks agree on what they hold alike; collective.
         samples: of a mini-batch.
-
-    Attributes:
-        holds: asked with the norm before a step is taken, if anybody is to look at it: True leaves gradients and
-            weights as they are. The same answer on every rank of the group.
     """
 
     def __init__(
@@ -366,7 +360,6 @@ class RankUpdate:
     ) -> None:
         self._stages = tuple(stages)
         self._agreeing = tuple(agreeing)
-        self.holds: Callable[[float], bool] | None = None
         self._counters = counters
         self._group = group
         self._compare: Callable[[], None] | None = compare
@@ -375,7 +368,7 @@ class RankUpdate:
         self._speaker = next((s.updater for s in stages if s.updater.trained), stages[0].updater)
 
     def run(self) -> StepResult:
-        """Step the optimizers, unless the gradient is not finite, or somebody `holds` the step.
+        """Step the optimizers, unless the gradient is not finite.
 
         Collective over the group. Rates and loss scale are those of the step; a mini-batch that ends changes them.
 
@@ -393,8 +386,7 @@ class RankUpdate:
         squares, written = self._scaled_squares()
         norm = _root(sum(squares)) / scale
         overflow = self._speaker.config.check_overflow and not math.isfinite(norm)
-        is_held = self.holds is not None and self.holds(norm)
-        for stage in () if is_held else self._stages:
+        for stage in self._stages:
             if not overflow:
                 if stage in written:
                     stage.adopt_written()
@@ -408,7 +400,6 @@ class RankUpdate:
             stage_norms={
                 index: _root(own) / scale for index, own in zip(self._agreeing, squares, strict=True)
             },
-            is_held=is_held,
         )
 
     @torch.no_grad()
@@ -503,15 +494,9 @@ class StepTogether:
     def step(self, stage: int | None = None) -> StepResult:
         """Take the step of all stages, or of none, whoever asks for it; collective over all ranks."""
         result = self._update.run()
-        if result.is_held:
-            return result
         self._update.end_mini_batch(overflow=result.overflow, has_stepped=not result.overflow)
         self._last = self._update.result(result)
         return self._last
-
-    def hold(self, asks: Callable[[float], bool] | None) -> None:
-        """Ask with the norm of every step from now on whether it is to be held; None: take all."""
-        self._update.holds = asks
 
     def end_mini_batch(self) -> StepResult:
         """Return what the mini-batch's one step did."""

@@ -12,7 +12,6 @@ The engine holds one strategy of steps (`StepStrategy`) and knows no difference 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.guards.agreement import agree, fingerprint_of
-from gpp_plugin.engine.guards.repetition import Repetition
 from gpp_plugin.engine.job_context import EngineModel, Setting
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import share_of_loss
@@ -106,10 +104,7 @@ class LaneMaker:
         self._compare_gathers(plan, programs)
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
         transport = self._transport_for(plan, reference, channels_of(programs))
-        # what a rank has before the sum is looked at where steps are run twice, and is gone where sums begin early
-        early = (
-            stages_that_reduce_early(plan, programs) if self._config.repeat_steps == "off" else frozenset()
-        )
+        early = stages_that_reduce_early(plan, programs)
         for part in () if ahead is None else (ahead.steady, ahead.last):
             early &= stages_that_reduce_early(plan, part)
         program = next((each for each in programs if each.rank == self._setting.rank), None)
@@ -324,28 +319,15 @@ class StepHooks:
 
     Args:
         step: of all the rank's stages, or of this one alone.
-        before_sum: is shown the stage before its gradients are summed over its ranks; None: nobody looks.
     """
 
-    def __init__(
-        self,
-        stage: StageEngine,
-        step: Callable[[], StepResult],
-        *,
-        before_sum: Callable[[StageEngine], None] | None = None,
-    ) -> None:
+    def __init__(self, stage: StageEngine, step: Callable[[], StepResult]) -> None:
         self._stage = stage
         self.accumulate = stage.accumulate
         self.begin_reduction = stage.begin_reduction
         self.reduce_data = stage.reduce_data
-        if before_sum is not None:
-            self.reduce_data = functools.partial(self._show_and_reduce, before_sum)
         self.reduce_tied = stage.reduce_tied
         self.step = step
-
-    def _show_and_reduce(self, before_sum: Callable[[StageEngine], None]) -> None:
-        before_sum(self._stage)
-        self._stage.reduce_data()
 
     @property
     def loss_scale(self) -> float:
@@ -495,7 +477,6 @@ class SynchronousSteps:
     Args:
         meeting: of all ranks.
         has_peers: there are other ranks to agree with.
-        repetition: runs mini-batches twice; None: none is.
     """
 
     def __init__(
@@ -506,9 +487,7 @@ class SynchronousSteps:
         *,
         meeting: Meeting,
         has_peers: bool,
-        repetition: Repetition | None = None,
     ) -> None:
-        self._repetition = repetition
         self._lane = lane
         self._stages = stages
         self._runner = runner
@@ -529,17 +508,9 @@ class SynchronousSteps:
 
     def train(self, batch: Batch, *, following: Batch | None = None, record: bool) -> TrainedCall:
         """Run one mini-batch and its step; the loss is the mini-batch's own."""
-        result = self._run(batch, record)
+        result = self._runner.train(self._lane, batch, record=record)
         loss = self._agree_on_loss(result)
         return TrainedCall(loss=loss, step=self._stages.end_mini_batch(), events=result.events)
-
-    def _run(self, batch: Batch, record: bool) -> MiniBatchResult:
-        runner, lane = self._runner, self._lane
-        if self._repetition is None:
-            return runner.train(lane, batch, record=record)
-        return self._repetition.run(
-            lambda: runner.train(lane, batch, record=record), lambda: runner.run(lane, batch, record=record)
-        )
 
     def drain(self) -> None:
         """Do nothing: nothing is under way."""

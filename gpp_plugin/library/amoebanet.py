@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import SavedTensor
-from gpp_plugin.library.analytic_models import FLOAT, AnalyticModel, BlockSpec, assemble
-from gpp_plugin.library.gemm import Gemm
+from gpp_plugin.library.analytic_models import FLOAT, AnalyticModel, BlockSpec, Gemm, assemble
 
 # A cell is five sums of two entries each, which make states 2 to 6. NORMAL's first pair, (1, "conv_1x1") and (1,
 # "max_pool_3x3"), is state 2 = conv_1x1(state 1) + max_pool_3x3(state 1). The states of `..._OUTPUT` are

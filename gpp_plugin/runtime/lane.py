@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,8 +258,6 @@ class Lane:
         self._tensors: Mapping[str, Tensor] = {}
         self._hooks: StageHooks | None = None
         self._weights: StageWeights | None = None
-        self.watch: Callable[[StageCompute], StageCompute] | None = None
-        """What is put around the compute of executors that are made from now on."""
         self._executors: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
         self._routes: OrderedDict[int, _KnownRoutes] = OrderedDict()
         self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
@@ -552,7 +550,7 @@ class Lane:
         executor = StageExecutor(
             plan=plan or self.plan,
             program=program,
-            compute=compute if self.watch is None else self.watch(compute),
+            compute=compute,
             specs=code.tensors if specs is None else specs,
             transport=self._transport,
             hooks=hooks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gpp_benchmarks import large_start
-from gpp_benchmarks._start_traffic import WAYS, Job, all_group_requests, placement_requests
+from gpp_benchmarks.large_start import WAYS, Job, all_group_requests, placement_requests
 
 
 def rows(*words: str) -> list[dict]:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from gpp_benchmarks._memory_models import MODELS, PAPER, paper_batch
-from gpp_benchmarks.max_batch import PLANNERS, Cell, largest, over_limits, summarize, zero_rows
+from gpp_benchmarks.max_batch import (
+    MODELS,
+    PAPER,
+    PLANNERS,
+    Cell,
+    largest,
+    over_limits,
+    paper_batch,
+    summarize,
+    zero_rows,
+)
 from gpp_plugin.library.analytic_models import profile_model
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.cluster_files import read_cluster

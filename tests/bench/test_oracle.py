@@ -12,7 +12,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from gpp_benchmarks import _memory_oracle, _oracle, _oracle_costs, _unlike_oracle
+from gpp_benchmarks import _memory_oracle, _oracle, _oracle_costs
 from gpp_benchmarks._oracle import (
     all_degrees,
     all_partitions,
@@ -34,7 +34,7 @@ from gpp_plugin.plan.graphpipe.intervals import Component, decompose
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.request import PlanRequest
 
-ORACLES = (_oracle, _memory_oracle, _oracle_costs, _unlike_oracle)
+ORACLES = (_oracle, _memory_oracle, _oracle_costs)
 INPUT_TYPES = {("gpp_plugin.plan.request", "PlanRequest")}
 """What an oracle may know of the planners: the type of what both are asked."""
 KNOWN_PACKAGES = ("gpp_plugin.ir.", "gpp_benchmarks._oracle")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from gpp_benchmarks.published._interleaved import interleaved_orders
 from gpp_benchmarks.published._optimus import Setting, Tower
-from gpp_benchmarks.published._plans import chain, longest_span_us, most_held, schedules_of, stage_of
+from gpp_benchmarks.published._plans import (
+    chain,
+    interleaved_orders,
+    longest_span_us,
+    most_held,
+    schedules_of,
+    stage_of,
+)
 from gpp_benchmarks.published._rows import GIVEN, Row
-from gpp_benchmarks.published._unsynchronised import shortest_span_orders
-from gpp_benchmarks.published._zero_bubble import RUNS, zero_bubble_rows
+from gpp_benchmarks.published._zero_bubble import RUNS, shortest_span_orders, zero_bubble_rows
 from gpp_plugin.ir.schedule import TaskKind
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gpp_benchmarks._shared_rank_rows import interleaved_chain, tower_plans
+from gpp_benchmarks._schedule_orders import interleaved_chain, tower_plans
 from gpp_benchmarks.schedule import _calibrated
 from gpp_plugin.cli import main
 from gpp_plugin.simulate.predict import predict_iteration_us

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpp_benchmarks._attention_calls import WholeStage, eager_loss, recorded_attention
 from gpp_benchmarks._attention_models import FAMILIES, PADDINGS, Size, build_family
 from gpp_plugin.capture.export import capture_model
+from tests.capture.attention_calls import WholeStage, eager_loss, recorded_attention
 
 SIZE = Size(layers=1)
 CASES = [(name, at) for name, family in FAMILIES.items() for at in ("none", "left")[: 1 + family.is_padded]]

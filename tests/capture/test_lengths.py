@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_benchmarks._attention_calls import recorded_attention
 from gpp_benchmarks._attention_models import Batch, Size, build_family
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples
 from gpp_plugin.errors import CaptureError
@@ -19,6 +18,7 @@ from gpp_plugin.model.graph import captured_part
 from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
 from gpp_plugin.runtime.batches import ones_among
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
+from tests.capture.attention_calls import recorded_attention
 from tests.reference import assert_near
 
 SIZE = Size(layers=1, length=16)

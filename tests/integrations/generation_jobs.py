@@ -23,10 +23,9 @@ PAD = 0
 def generating(name: str) -> Built:
     """Return a small model that generates, whose dropout is on in training."""
     if name == "qwen2_5_vl":
-        from gpp_benchmarks.zoo._entries import build_model
-        from gpp_benchmarks.zoo._vision_language import MODELS
+        from gpp_benchmarks.zoo._catalogue import CATALOGUE, build_model
 
-        zoo = next(one for one in MODELS if one.name == name)
+        zoo = CATALOGUE[name]
         return build_model(zoo), lambda number, seed=0: zoo.batch(number, 12)
     if name not in ("llama", "bart"):
         return build(name, layers=4 if name == "gpt2" else 2, dropout=0.1)

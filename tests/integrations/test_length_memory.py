@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpp_benchmarks import _length_memory
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import UnitSize
 from gpp_plugin.runtime.batches import UnitBatch
 from gpp_plugin.runtime.ranks.agree import Meeting
+from tests.integrations import length_memory_jobs
 from tests.plan.test_planned_lengths import sized
 from tests.ranks import run_kept_ranks
 
@@ -27,7 +27,7 @@ def test_what_is_predicted_at_four_lengths_is_counted(model: str, recompute: str
     """T5 has two lengths, an encoder's and a decoder's; in the third case stages were planned at the longest."""
     block = {"memory": {"recompute": recompute, "swap": "off"}, "verify": False}
     settings = {**SETTINGS, "model": model, "block": block}
-    first, second = run_kept_ranks(_length_memory.measure, 2, settings, timeout_s=200)
+    first, second = run_kept_ranks(length_memory_jobs.measure, 2, settings, timeout_s=200)
     assert [row["ratio"] for row in first["rows"]] == [row["ratio"] for row in second["rows"]]
     lengths = dict.fromkeys(row["lengths"] for row in first["rows"])
     assert len(lengths) == 4 and len(first["rows"]) == 8

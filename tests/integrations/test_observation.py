@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpp_plugin.engine import metrics
+from gpp_plugin.engine.metrics import OutlierMonitor
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.runtime.batches import UnitBatch
 from tests.integrations import observation_jobs as jobs
@@ -119,3 +120,34 @@ def test_every_report_of_the_configuration(tmp_path: Path) -> None:
     assert len(whole) == 4 and len(stages) == 2 and "gradient norm" in first
     for norm, *own in zip(whole, *stages, strict=True):
         assert sum(each**2 for each in own) == pytest.approx(norm**2) and min(own) > 0
+
+
+def test_an_outlier_is_far_above_the_last_finite_losses() -> None:
+    # around 0, of 1.4826 times the median distance 1: an outlier is above 8 of these, and from the 21st number on
+    sides, deviation = [1.0, -1.0], 1.4826
+    early, late = OutlierMonitor(), OutlierMonitor()
+    for i in range(OutlierMonitor.LEAST):
+        late.note(sides[i % 2])
+        if i < OutlierMonitor.LEAST - 1:
+            early.note(sides[i % 2])
+    assert early.note(1e6) is None and early.note(1e6) is not None
+    for _ in range(OutlierMonitor.WINDOW):  # no number of these is kept, or the range would be none
+        assert late.note(float("nan")) is None and late.note(float("inf")) is None
+    assert late.note(-1e6) is None and late.note(1e6) is not None, "far below, and far above"
+    late = OutlierMonitor()
+    for i in range(OutlierMonitor.WINDOW):
+        late.note(sides[i % 2])
+    assert late.note(OutlierMonitor.DEVIATIONS * deviation * 0.999) is None
+    found = late.note(OutlierMonitor.DEVIATIONS * deviation * 1.02)
+    assert found == pytest.approx(OutlierMonitor.DEVIATIONS * 1.02, rel=0.01)
+    alarms = [late.note(100.0) is not None for _ in range(OutlierMonitor.WINDOW)]
+    assert alarms == [i < OutlierMonitor.WINDOW // 2 - 1 for i in range(OutlierMonitor.WINDOW)], (
+        "a level that stays becomes the usual one"
+    )
+    small = OutlierMonitor()
+    for _ in range(OutlierMonitor.LEAST):
+        small.note(-2.0)
+    assert small.note(-2.0 + 0.02 * OutlierMonitor.DEVIATIONS * 0.99) is None, (
+        "a hundredth of the median's size"
+    )
+    assert small.note(-2.0 + 0.02 * OutlierMonitor.DEVIATIONS * 1.01)

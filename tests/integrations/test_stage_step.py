@@ -150,7 +150,7 @@ def test_one_norm_of_all_stages_scales_and_clips_each_of_the_rank(others: list[f
     update, counters = rank_of([stage for stage, *_ in built], (0, 1, 2, 3))
     rule = StepTogether(update)
     result = rule.step()
-    assert result.grad_norm == pytest.approx(13.0) and not result.overflow and not result.is_held
+    assert result.grad_norm == pytest.approx(13.0) and not result.overflow
     assert dict(result.stage_norms) == pytest.approx({0: 3.0, 1: 4.0, 2: 0.0, 3: 12.0})
     assert updaters[0].applied == pytest.approx([0.5 / 4], rel=1e-6), "above: down to the limit"
     assert updaters[1].applied == [1 / 4], "below: as it is"
@@ -176,25 +176,6 @@ def test_a_norm_that_is_not_finite_steps_no_stage_and_counts(others: list[float]
     updater.config.check_overflow = False
     assert not StepTogether(update).step().overflow and len(updater.applied) == 1
     assert math.isnan(updater.applied[0]) if math.isnan(bad) else updater.applied == [0.0]
-
-
-def test_a_step_that_is_held_changes_nothing_and_is_taken_later(others: list[float]) -> None:
-    others += [0.0]
-    updater, asked, compared = Updater(), list[float](), list[int]()
-    stage, _, cleared = stage_of(0, Gradients(5.0), updater)
-    update, counters = rank_of([stage], (0,), compare=lambda: compared.append(1))
-    rule = StepTogether(update)
-    rule.hold(lambda norm: not asked.append(norm))
-    assert rule.step().is_held and asked == [5.0]
-    assert not updater.applied and not cleared and not counters.added
-    rule.hold(None)
-    assert (
-        not rule.step().is_held
-        and updater.applied == [1.0]
-        and cleared == [0]
-        and counters.added == [(12, False)]
-    )
-    assert compared == [1], "once, before the first step"
 
 
 def test_stages_that_step_alone_advance_once_a_mini_batch(others: list[float]) -> None:

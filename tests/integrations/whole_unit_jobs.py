@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from gpp_benchmarks.zoo._entries import IMAGE, IMAGE_END, IMAGE_START, build_model
-from gpp_benchmarks.zoo._vision_language import MODELS
+from gpp_benchmarks.zoo._catalogue import CATALOGUE, IMAGE, IMAGE_END, IMAGE_START, build_model
 from tests.integrations.engine_jobs import make_engine
 from tests.reading_models import OneByOne, Reader, reader_batch
 from tests.runtime.jobs import make_config, use_device
@@ -85,7 +84,7 @@ def windows(num_stages: int) -> dict[str, Any]:
 
 def family(name: str) -> Any:
     """Return a small model of a family."""
-    entry = next(model for model in MODELS if model.name == name)
+    entry = CATALOGUE[name]
     if name == "llava_next":
         config = {**entry.config, "image_grid_pinpoints": [[8, 8], [8, 16], [16, 8]]}
         entry = dataclasses.replace(entry, config=config)

@@ -4,8 +4,7 @@ import pytest
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.library.analytic_models import in_dtype, profile_model
-from gpp_plugin.library.gemm import gemm_us
+from gpp_plugin.library.analytic_models import gemm_us, in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
 from gpp_plugin.plan.cluster_files import read_cluster
 

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gpp_benchmarks._random_schedules import random_draw
+from gpp_benchmarks._random_plans import random_draw
 from gpp_plugin.runtime.messages.transport import NcclTransport
 from gpp_plugin.runtime.recorder import Recorder
 from tests.nccl.checker import WaitGraph, points_that_hang, share_queues

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
-from gpp_benchmarks._random_schedules import FAMILIES, random_draw, with_family
+from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.runtime.unit_lane import plan_of_units

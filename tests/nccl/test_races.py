@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._exactness_kept import kept_draw
-from gpp_benchmarks._random_schedules import FAMILIES, with_family
+from gpp_benchmarks._random_plans import FAMILIES, with_family
 from tests.nccl import planted
 from tests.nccl.checker import WaitGraph, ends_serially, find_stuck
 from tests.nccl.collect_plans import read_plans

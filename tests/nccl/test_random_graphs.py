@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpp_benchmarks._random_schedules import FAMILIES, random_draw
+from gpp_benchmarks._random_plans import FAMILIES, random_draw
 from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.recording import Run
 from tests.tiers import some

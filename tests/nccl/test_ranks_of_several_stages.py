@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from gpp_benchmarks._exactness_kept import kept_draw
-from gpp_benchmarks._random_schedules import FAMILIES, random_draw
+from gpp_benchmarks._random_plans import FAMILIES, random_draw
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from tests.nccl.coverage_counts import Counts, Tell, check_all_points, check_runs, everything, report
 from tests.nccl.recording import Programs, Run, lower, record_job

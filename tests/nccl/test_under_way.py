@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from gpp_benchmarks._random_schedules import random_draw
+from gpp_benchmarks._random_plans import random_draw
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown, plan_beside_messages
 from gpp_plugin.plan.registry import make_plan

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_in_flight
 from gpp_benchmarks._exactness_ranks import LinearHooks, gradient_error, rank_executor, stage_rows
 from gpp_benchmarks._linear_stages import DATA_WIDTH, LinearNetwork, linear_network
-from gpp_benchmarks._random_schedules import FAMILIES, random_draw
+from gpp_benchmarks._random_plans import FAMILIES, random_draw
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from gpp_benchmarks._random_schedules import check_schedule_draw
+from gpp_benchmarks._random_plans import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.plan.choose_schedule import choose_schedule, choose_slicing

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from gpp_benchmarks._random_plans import random_plan
-from gpp_benchmarks._random_schedules import check_schedule_draws
+from gpp_benchmarks._random_plans import check_schedule_draws, random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind
 from gpp_plugin.ir.samples import SampleRange

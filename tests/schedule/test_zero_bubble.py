@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpp_benchmarks._random_schedules import check_schedule_draw
+from gpp_benchmarks._random_plans import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind

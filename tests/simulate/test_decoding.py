@@ -7,11 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from gpp_benchmarks._decode_figures import Traffic, remarks, throughput_rows, volume_rows
+from gpp_benchmarks._decode_serving import KINDS, Request, ServedLayer, serve, step_times, sum_of_blocks
 from gpp_plugin.cli import main
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.simulate.decode_costs import KINDS, ServedLayer, step_times
-from gpp_plugin.simulate.decode_figures import Traffic, remarks, throughput_rows, volume_rows
-from gpp_plugin.simulate.decode_serving import Request, serve, sum_of_blocks
 
 # A byte is a microsecond, of memory, links and copies; so are a table's entry and a task's start. 112 weights.
 SMALL = ServedLayer(
@@ -122,3 +121,11 @@ SHORT = ["--set", "prefixes=100", "answers=10", "batches=8", "all_batches=4,8", 
 def test_a_wrong_call_takes_one_line(arguments, said, capsys):
     assert main(["simulate", *arguments]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_without_the_benchmarks_one_line_says_what_to_install(monkeypatch, capsys):
+    from gpp_plugin.commands import simulate_command
+
+    monkeypatch.setattr(simulate_command, "BENCHMARKS", "no_such_package")
+    assert main(["simulate", "--decode"]) == 1
+    assert "is in no_such_package, which is not installed; the wheel of" in capsys.readouterr().err

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from gpp_benchmarks._random_schedules import random_draw
+from gpp_benchmarks._random_plans import random_draw
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import Stage, StageEdge

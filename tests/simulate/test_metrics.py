@@ -3,8 +3,7 @@ import random
 
 import pytest
 
-from gpp_benchmarks._random_plans import random_plan
-from gpp_benchmarks._random_schedules import random_draw
+from gpp_benchmarks._random_plans import random_draw, random_plan
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.timeline import Timeline

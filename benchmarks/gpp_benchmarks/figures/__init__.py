@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpp_benchmarks.figures import _autopipe, _dawnpiper, _graphpipe
-from gpp_benchmarks.figures._bar_chart import draw_bars
-from gpp_benchmarks.figures._figure_rows import Figure, Options, format_figure, plain_row
+from gpp_benchmarks.figures._figure_rows import Figure, Options, draw_bars, format_figure, plain_row
 from gpp_plugin.errors import ConfigError
 
 PAPERS = {"graphpipe": _graphpipe, "autopipe": _autopipe, "dawnpiper": _dawnpiper}

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gpp_benchmarks._paper import time_limit
-from gpp_benchmarks.figures._benches import run_bench
-from gpp_benchmarks.figures._figure_rows import PICTURE_ONLY, Figure, FigureRow, Options
+from gpp_benchmarks.autopipe import MEGATRON, paper_case
+from gpp_benchmarks.figures._figure_rows import PICTURE_ONLY, Figure, FigureRow, Options, run_bench
 from gpp_benchmarks.search_time import time_search
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.library.analytic_models import profile_model
-from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.choose_schedule import schedule_plan
-from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.simulate.predict import simulate_plan
@@ -27,12 +24,6 @@ MODELS = ("gpt2_345m", "gpt2_762m", "gpt2_1p3b", "bert_large")
 STAGES = 4
 SIZES = {"gpt2_762m": (4, 8, 16, 24)}
 """Samples of a micro-batch in figure 9, where they are not 4, 8, 16 and 32: 762M had no memory for 32."""
-DEPTHS = {
-    "gpt2_345m": (4, (2, 4, 8, 12)),
-    "gpt2_762m": (4, (2, 4, 9, 12)),
-    "bert_large": (16, (2, 4, 8, 12)),
-}
-"""Figure 10: samples of a micro-batch, numbers of stages; twice as many micro-batches."""
 BALANCE = {"dapple-2": "2.73 to 6.89 (section IV-E)", "piper": "5.35 to 12.7 (section IV-E)"}
 RIVALS = ("piper", "dapple-2")
 """As `gpp bench autopipe` calls them: the paper's DAPPLE always took two stages."""
@@ -126,8 +117,8 @@ def _table_ii(options: Options) -> Iterable[FigureRow]:
         if row["kind"] == "table 2":
             case = " ".join(f"{count:g}" for count in row["layers"])
             yield FigureRow(
-                case=f"layers {case}",
-                quantity="step, ms",
+                f"layers {case}",
+                "step, ms",
                 paper_says=PICTURE_ONLY,
                 ours=row["step_us"] / 1e3,
                 note=f"{row['over_best']:.3f} of the best",
@@ -141,8 +132,8 @@ def _planners(options: Options, table: str) -> Iterable[FigureRow]:
         case = f"{row['model']}, {row['devices']} GPUs, {row['micro_batch']} of {row['mini_batch']}"
         is_found = row["step_us"] is not None
         yield FigureRow(
-            case=case,
-            quantity=f"{row['planner']}, ms",
+            case,
+            f"{row['planner']}, ms",
             paper=row["paper_ms"],
             paper_says="" if row["paper_ms"] else "failed there",
             ours=row["step_us"] / 1e3 if is_found else None,
@@ -150,8 +141,8 @@ def _planners(options: Options, table: str) -> Iterable[FigureRow]:
         )
         if row["planner"] != "autopipe":
             yield FigureRow(
-                case=case,
-                quantity=f"{row['planner']} over autopipe",
+                case,
+                f"{row['planner']} over autopipe",
                 paper=row["paper_over_autopipe"],
                 ours=row["step_over_autopipe"],
                 is_drawn=False,
@@ -163,8 +154,8 @@ def _figure_13(options: Options) -> Iterable[FigureRow]:
         if row["kind"] == "planner" and row["model"] == "gpt2_345m" and row["micro_batch"] == 32:
             if row["planner"] in BALANCE:
                 yield FigureRow(
-                    case=f"{row['devices']} GPUs, mini-batch {row['mini_batch']}",
-                    quantity=f"{row['planner']} over autopipe",
+                    f"{row['devices']} GPUs, mini-batch {row['mini_batch']}",
+                    f"{row['planner']} over autopipe",
                     paper_says=BALANCE[row["planner"]],
                     ours=row["deviation_over_autopipe"],
                     note=_degrees(row["degrees"]) if row["degrees"] else row["status"],
@@ -221,18 +212,16 @@ def systems(model: str, stages: int, micro_batch: int, *, micro_batches: int, li
 
 def _request(model: str, stages: int, micro_batch: int, micro_batches: int, granularity: str) -> PlanRequest:
     """Return the request of a chain of ``stages`` ranks; samples of a micro-batch may be halved."""
-    library_model = build_model(model, granularity=granularity)
-    cluster = read_cluster("rtx3090_100g", num_devices=stages)
-    return PlanRequest(
-        graph=library_model.graph,
-        profile=profile_model(library_model, cluster.devices[0], largest=micro_batch, recompute=True),
-        cluster=cluster,
-        num_ranks=stages,
-        mini_batch=micro_batch * micro_batches,
-        loss_unit=1,
-        micro_batch_sizes={"*": micro_batch},
-        num_stages=stages,
-    )
+    request = paper_case(model, stages, micro_batch, micro_batch * micro_batches, granularity, stages)
+    return dataclasses.replace(request, loss_unit=1, keep_units=False, micro_batch_sizes={"*": micro_batch})
+
+
+def _without(case: str, says: Mapping[str, str], error: Exception, limit: float) -> Iterator[FigureRow]:
+    """Yield the rows of a case that has no plans, the reason in the first."""
+    note = str(error) or f"timeout after {limit:g} s"
+    for quantity, text in says.items():
+        yield FigureRow(case, quantity, paper_says=text, note=note)
+        note = "as above"
 
 
 def _figure_9(options: Options) -> Iterable[FigureRow]:
@@ -245,7 +234,7 @@ def _figure_9(options: Options) -> Iterable[FigureRow]:
 
 
 def _figure_10(options: Options) -> Iterable[FigureRow]:
-    for model, (size, counts) in DEPTHS.items():
+    for model, size, counts in MEGATRON:
         for stages in counts:
             says = (
                 "1.25" if (model, stages) == ("bert_large", 12) else "above 1, up to 1.25",
@@ -264,21 +253,17 @@ def _step_rows(
     micro_batches: int,
     says: tuple[str, str, str],
 ) -> Iterator[FigureRow]:
-    quantities = ("planner", "slicer", "AutoPipe: both")
+    by_quantity = dict(zip(("planner", "slicer", "AutoPipe: both"), says, strict=True))
     try:
         found = systems(model, stages, size, micro_batches=micro_batches, limit=options.limit)
     except (PlanError, TimeoutError) as error:
-        note = str(error) or f"timeout after {options.limit:g} s"
-        for quantity, text in zip(quantities, says, strict=True):
-            yield FigureRow(case=case, quantity=quantity, paper_says=text, note=note)
-            note = "as above"
+        yield from _without(case, by_quantity, error, options.limit)
         return
-    for quantity, text, plan in zip(
-        quantities, says, (found.planned, found.sliced, found.autopipe), strict=True
-    ):
+    plans = (found.planned, found.sliced, found.autopipe)
+    for (quantity, text), plan in zip(by_quantity.items(), plans, strict=True):
         yield FigureRow(
-            case=case,
-            quantity=quantity,
+            case,
+            quantity,
             paper_says=text,
             ours=found.even.iteration_us / plan.iteration_us,
             note=_TWO_STAGES if quantity == "slicer" and stages == 2 else "",
@@ -298,17 +283,12 @@ def _figure_14(options: Options) -> Iterable[FigureRow]:
             found = systems("gpt2_345m", stages, size, micro_batches=2 * stages, limit=options.limit)
             chunked = _interleaved(stages, size, options.limit)
         except (PlanError, TimeoutError) as error:
-            note = str(error) or f"timeout after {options.limit:g} s"
-            for name, text in says.items():
-                yield FigureRow(case=case, quantity=name, paper_says=text, note=note)
-                note = "as above"
+            yield from _without(case, says, error, options.limit)
             continue
         usual = start_up_us(found.even, found.cluster_request)
         for (name, text), plan in zip(says.items(), (found.sliced, chunked, found.autopipe), strict=True):
             ours = start_up_us(plan, found.cluster_request) / usual
-            yield FigureRow(
-                case=case, quantity=name, paper_says=text, ours=ours, note=_start_up_note(plan, found.even)
-            )
+            yield FigureRow(case, name, paper_says=text, ours=ours, note=_start_up_note(plan, found.even))
 
 
 def _start_up_note(plan: PipelinePlan, even: PipelinePlan) -> str:
@@ -353,19 +333,16 @@ def _figure_12(options: Options) -> Iterable[FigureRow]:
         rows = {}
         for planner in ("autopipe", "piper", "dapple"):
             granularity = "sub_layer" if planner == "autopipe" else "layer"
-            request = _request(model, devices, size, 8 * devices, granularity)
             # every rank takes a micro-batch at a time, whatever the degrees, as in the paper's tables
-            request = dataclasses.replace(
-                request, num_stages=None, loss_unit=size, keep_units=True, micro_batch_sizes=None
-            )
+            request = paper_case(model, devices, size, 8 * devices * size, granularity, None)
             rows[planner] = time_search(model, request, planner, options.limit)
         ours = rows["autopipe"]["cpu_seconds"]
         for planner, text in says.items():
             row = rows[planner]
             is_found = row["status"] == "ok"
             yield FigureRow(
-                case=f"{model}, {devices} GPUs",
-                quantity=f"{planner} over autopipe",
+                f"{model}, {devices} GPUs",
+                f"{planner} over autopipe",
                 paper_says=text,
                 ours=row["cpu_seconds"] / ours if is_found else None,
                 note=f"{row['cpu_seconds']:.2f} s over {ours:.2f} s" if is_found else row["status"],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpp_benchmarks.figures._benches import run_bench
-from gpp_benchmarks.figures._figure_rows import Figure, FigureRow, Options
+from gpp_benchmarks.figures._figure_rows import Figure, FigureRow, Options, run_bench
 
 BALANCE = {"dawnpiper": 0.077, "vpipe": 0.358}
 """Section 5.4: how far the shortest stage is below the longest, T5 on eight asynchronous stages."""
@@ -58,8 +57,8 @@ def _batches(options: Options, mode: str) -> Iterable[FigureRow]:
         if key in by_limit:
             notes.append(_limits_text(*by_limit[key]))
         yield FigureRow(
-            case=f"{row['model']}, {row['stages']} stages, {row['optimization']}",
-            quantity=row["planner"],
+            f"{row['model']}, {row['stages']} stages, {row['optimization']}",
+            row["planner"],
             paper=float(row["paper"]),
             ours=float(row["max_batch"]),
             note="; ".join(notes),
@@ -80,8 +79,8 @@ def _balance(options: Options) -> Iterable[FigureRow]:
     result = run_bench("max_batch", ["--models", "t5_780m", "--modes", "async", "--stages", "8"])
     for row in result["balance"]:
         yield FigureRow(
-            case=f"T5, 8 stages x {row['micro_batch']}",
-            quantity=f"{row['planner']}, 1 - shortest / longest",
+            f"T5, 8 stages x {row['micro_batch']}",
+            f"{row['planner']}, 1 - shortest / longest",
             paper=BALANCE[row["planner"]],
             ours=row["spread"],
             note="" if row["fits"] else "does not fit",

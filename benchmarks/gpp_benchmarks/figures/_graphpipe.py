@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gpp_benchmarks.figures._benches import run_bench
-from gpp_benchmarks.figures._figure_rows import PICTURE_ONLY, Figure, FigureRow, Options
+from gpp_benchmarks.figures._figure_rows import PICTURE_ONLY, Figure, FigureRow, Options, run_bench
 from gpp_plugin.schedule.orders.table_2 import compute_in_flight
 
 A_3 = {
@@ -130,11 +129,7 @@ def _figure_6(options: Options) -> Iterable[FigureRow]:
             if rival == "piper" and model in ("dlrm", "candle_uno"):
                 says = FAILED
             yield FigureRow(
-                case=f"{model}, {devices} devices",
-                quantity=f"over {rival}",
-                paper_says=says,
-                ours=ratio,
-                note=note,
+                f"{model}, {devices} devices", f"over {rival}", paper_says=says, ours=ratio, note=note
             )
 
 
@@ -143,11 +138,7 @@ def _figure_7_left(options: Options) -> Iterable[FigureRow]:
         ratio, note = _over(found, "pipedream")
         says = "up to 2 (section 7.3)" if model.endswith("x16") else PICTURE_ONLY
         yield FigureRow(
-            case=f"{model}, {devices} devices",
-            quantity="over pipedream",
-            paper_says=says,
-            ours=ratio,
-            note=note,
+            f"{model}, {devices} devices", "over pipedream", paper_says=says, ours=ratio, note=note
         )
 
 
@@ -155,13 +146,7 @@ def _figure_7_right(options: Options) -> Iterable[FigureRow]:
     for model, _, found in _by_cell(_throughput(options, "7-right")):
         for rival in ("pipedream", "piper"):
             ratio, note = _over(found, rival)
-            yield FigureRow(
-                case=model,
-                quantity=f"over {rival}",
-                paper_says="above 1 (section 7.3)",
-                ours=ratio,
-                note=note,
-            )
+            yield FigureRow(model, f"over {rival}", paper_says="above 1 (section 7.3)", ours=ratio, note=note)
 
 
 def _figure_9(options: Options) -> Iterable[FigureRow]:
@@ -179,15 +164,15 @@ def _figure_9(options: Options) -> Iterable[FigureRow]:
         )
         is_32 = largest.devices == (32,)
         yield FigureRow(
-            case=f"{name}, {largest.devices[0]} devices",
-            quantity="Parallel over SPP",
+            f"{name}, {largest.devices[0]} devices",
+            "Parallel over SPP",
             paper_says=_PARALLEL_AT_32 if is_32 else PICTURE_ONLY,
             ours=ratio,
         )
         ratio, note = _over(usual.get(model, {}), "pipedream")
         yield FigureRow(
-            case=f"{model}, {largest.devices[0]} devices",
-            quantity="GraphPipe over SPP",
+            f"{model}, {largest.devices[0]} devices",
+            "GraphPipe over SPP",
             paper_says=_AT_32 if is_32 else PICTURE_ONLY,
             ours=ratio,
             note=note,
@@ -200,16 +185,16 @@ def _table_a_3(options: Options) -> Iterable[FigureRow]:
         for planner in RIVALS:
             row = found.get(planner, {"throughput": None, "status": "was not run"})
             yield FigureRow(
-                case=f"{devices} devices",
-                quantity=f"{planner}, samples/s",
+                f"{devices} devices",
+                f"{planner}, samples/s",
                 paper=paper.get(planner),
                 ours=row["throughput"],
                 note="" if row["throughput"] else row["status"],
             )
         ratio, note = _over(found, "pipedream")
         yield FigureRow(
-            case=f"{devices} devices",
-            quantity="graphpipe over pipedream",
+            f"{devices} devices",
+            "graphpipe over pipedream",
             paper=paper["graphpipe"] / paper["pipedream"] if paper else None,
             ours=ratio,
             note=note,
@@ -228,8 +213,8 @@ def _table_1(options: Options) -> Iterable[FigureRow]:
             row = found[planner]
             is_found = row["status"] == "ok"
             yield FigureRow(
-                case=f"{model}, {devices} devices",
-                quantity=f"{planner}, s",
+                f"{model}, {devices} devices",
+                f"{planner}, s",
                 paper=paper[planner],
                 paper_says="" if paper[planner] else absent,
                 ours=row["cpu_seconds"] if is_found else None,
@@ -239,8 +224,8 @@ def _table_1(options: Options) -> Iterable[FigureRow]:
                 continue
             slower, quicker = paper[planner], paper["graphpipe"]
             yield FigureRow(
-                case=f"{model}, {devices} devices",
-                quantity=f"{planner} over graphpipe",
+                f"{model}, {devices} devices",
+                f"{planner} over graphpipe",
                 paper=slower / quicker if slower and quicker else None,
                 paper_says="" if paper[planner] else absent,
                 ours=row["cpu_seconds"] / ours if is_found and ours else None,
@@ -257,7 +242,7 @@ def _table_2(options: Options) -> Iterable[FigureRow]:
             counts[row][0] += 1
             counts[row][1] += ours == -(-samples // b_x) * b_x
     for row, (total, equal) in counts.items():
-        yield FigureRow(case=f"row {row}", quantity="cases", paper=float(total), ours=float(equal))
+        yield FigureRow(f"row {row}", "cases", paper=float(total), ours=float(equal))
 
 
 def table_2_formula(x: int, b_x: int, y: int, b_y: int, i_y: int) -> tuple[int, int]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpp_benchmarks.published._interleaved import interleaved_orders
-from gpp_benchmarks.published._plans import chain, longest_span_us, schedules_of, stage_of
+from gpp_benchmarks.published._plans import chain, interleaved_orders, longest_span_us, schedules_of, stage_of
 from gpp_benchmarks.published._rows import ASSUMED, FITTED, HELD_OUT, Row
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.schedule.build import build_schedules

@@ -24,8 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpp_benchmarks.zoo._catalogue import CATALOGUE, KINDS, build, find
-from gpp_benchmarks.zoo._verdicts import EXACT, ONE_LENGTH, VERDICTS, WRONG
+from gpp_benchmarks.zoo._catalogue import CATALOGUE, EXACT, KINDS, ONE_LENGTH, VERDICTS, WRONG, build, find
 from gpp_benchmarks.zoo.plain import PLAIN, PLAIN_MODELS, plain_line, plain_rows
 from gpp_plugin.errors import ConfigError, nearest
 

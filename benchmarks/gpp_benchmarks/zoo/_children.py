@@ -19,9 +19,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from gpp_benchmarks.zoo._catalogue import CATALOGUE
+from gpp_benchmarks.zoo._catalogue import BROKEN, CATALOGUE, ENDED
 from gpp_benchmarks.zoo._trial import empty_row, one_line, try_model
-from gpp_benchmarks.zoo._verdicts import BROKEN, ENDED
 
 _PRELOADED = ["torch", "transformers", "gpp_benchmarks.zoo._children"]
 

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from gpp_benchmarks.zoo._catalogue import CATALOGUE
-from gpp_benchmarks.zoo._entries import Batch, ZooModel, build_model
+from gpp_benchmarks.zoo._catalogue import CATALOGUE, EXACT, RAW, REFUSED, WRONG, Batch, ZooModel, build_model
 from gpp_benchmarks.zoo._staged import worst_of
 from gpp_benchmarks.zoo._trial import LOSS_LIMIT, SAMPLES, empty_row, is_refusal, one_line
-from gpp_benchmarks.zoo._verdicts import EXACT, RAW, REFUSED, WRONG
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.sample_batches import is_counted, rows_per_sample
 from gpp_plugin.errors import GppError, RuntimeFailure
@@ -83,21 +81,40 @@ def units_of_step(entry: ZooModel) -> list[Batch]:
     ]
 
 
-def train_alone(model: nn.Module, units: Sequence[Batch]) -> list[float]:
-    """Train a model in this process, and return the loss of each step."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
+def train_alone(
+    model: nn.Module, steps: Iterable[Sequence[Batch]], optimizer: torch.optim.Optimizer
+) -> list[float]:
+    """Train a model in this process on the loss units of each step, and return the loss of each step."""
     losses = []
-    for _ in range(STEPS):
+    for units in steps:
         optimizer.zero_grad()
         total = 0.0
         for unit in units:
-            loss = model(**unit).loss / len(units)
+            loss = loss_of(model(**unit)) / len(units)
             loss.backward()
             total += float(loss.detach())
         losses.append(total)
         optimizer.step()
     return losses
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a model returns: itself, or an entry, the first value or an attribute."""
+    if isinstance(output, Tensor):
+        return output
+    loss: Tensor = (
+        output["loss"] if isinstance(output, dict) else output[0] if type(output) is tuple else output.loss
+    )
+    return loss
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are trained."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _adam_steps(model: nn.Module, units: Sequence[Batch]) -> list[float]:
+    return train_alone(model, [units] * STEPS, torch.optim.AdamW(trained(model), **OPTIMIZER))
 
 
 def train_here(entry: ZooModel) -> dict[str, Any]:
@@ -130,7 +147,7 @@ def train_here(entry: ZooModel) -> dict[str, Any]:
         return {}
     alone = build_model(entry)
     with hidden_process_group():  # a model that gathers over one (FLAVA) is alone here
-        wanted = train_alone(alone, units)
+        wanted = _adam_steps(alone, units)
     loss_error = loss_difference(losses, wanted)
     error, whose = worst_of(_parameter_errors(state, alone))
     is_rounding = loss_error > LOSS_LIMIT and _are_as_near(losses, wanted, entry, units)
@@ -157,7 +174,7 @@ def _are_as_near(
     ]
     try:
         with hidden_process_group():
-            exact = train_alone(build_model(entry).double(), exact_units)
+            exact = _adam_steps(build_model(entry).double(), exact_units)
     except Exception:  # whatever a model raises that cannot compute in double precision
         return False
     return all(

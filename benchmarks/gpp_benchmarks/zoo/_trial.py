@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpp_benchmarks.zoo._entries import Batch, ZooModel, build_model
+from gpp_benchmarks.zoo._catalogue import (
+    BROKEN,
+    EXACT,
+    ONE_LENGTH,
+    RAW,
+    REFUSED,
+    WRONG,
+    Batch,
+    ZooModel,
+    build_model,
+)
 from gpp_benchmarks.zoo._staged import (
     OnePart,
     Trained,
@@ -21,7 +31,6 @@ from gpp_benchmarks.zoo._staged import (
     train_staged,
     worst_of,
 )
-from gpp_benchmarks.zoo._verdicts import BROKEN, EXACT, ONE_LENGTH, RAW, REFUSED, WRONG
 from gpp_plugin.api import plan_for
 from gpp_plugin.capture.tracing.sample_batches import as_unit, is_counted
 from gpp_plugin.errors import GppError, PlanInfeasible

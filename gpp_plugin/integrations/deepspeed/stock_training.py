@@ -234,10 +234,6 @@ def _check_config(config: GraphPipelineConfig, setting: Setting) -> None:
         raise ConfigError(
             f"graph_pipeline.units: {config.units}, but {STOCK} runs micro-batches of one shape; remove it"
         )
-    if config.repeat_steps != "off":
-        raise ConfigError(
-            f"graph_pipeline.repeat_steps: {config.repeat_steps!r}, but {STOCK} runs each step once; remove it"
-        )
     if config.loss_mean != "units":
         raise ConfigError(
             f"graph_pipeline.loss_mean: {config.loss_mean!r}, but {STOCK} takes the mean of losses; remove it"

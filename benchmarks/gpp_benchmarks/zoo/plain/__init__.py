@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gpp_benchmarks.zoo._verdicts import ENDED
-from gpp_benchmarks.zoo.plain import _kept_state, _odd_inputs, _python_ways, _usual_layers
+from gpp_benchmarks.zoo._catalogue import ENDED
+from gpp_benchmarks.zoo.plain import _kept_state, _odd_inputs, _python_ways
 from gpp_benchmarks.zoo.plain._entry import PlainModel
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.launch import run_ranks
@@ -20,8 +20,7 @@ PLAIN = "plain"
 """The family that all of these are of."""
 NUM_RANKS = 2
 PLAIN_MODELS: dict[str, PlainModel] = {
-    entry.name: entry
-    for entry in (*_kept_state.MODELS, *_python_ways.MODELS, *_odd_inputs.MODELS, *_usual_layers.MODELS)
+    entry.name: entry for entry in (*_kept_state.MODELS, *_python_ways.MODELS, *_odd_inputs.MODELS)
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_benchmarks.zoo._entries import Batch, integers, numbers
+from gpp_benchmarks.zoo._catalogue import Batch, integers, numbers
 
 SAMPLES = 4
 """Of a loss unit."""
@@ -78,22 +78,6 @@ def vectors(number: int) -> Batch:
     return {
         "x": numbers(SAMPLES, WIDTH, seed=10 + number),
         "y": numbers(SAMPLES, WIDTH, seed=1000 + number),
-    }
-
-
-def labelled(number: int) -> Batch:
-    """Return vectors with classes."""
-    return {
-        "x": numbers(SAMPLES, WIDTH, seed=10 + number),
-        "labels": integers(SAMPLES, first=0, end=CLASSES, seed=1000 + number),
-    }
-
-
-def images(number: int) -> Batch:
-    """Return pictures of 8 x 8 pixels with classes."""
-    return {
-        "pixels": numbers(SAMPLES, 3, 8, 8, seed=10 + number),
-        "labels": integers(SAMPLES, first=0, end=CLASSES, seed=1000 + number),
     }
 
 

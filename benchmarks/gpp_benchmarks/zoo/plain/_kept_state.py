@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from typing import Any
 
 import torch
@@ -11,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
-from gpp_benchmarks.zoo._entries import Batch, numbers
-from gpp_benchmarks.zoo.plain._entry import CLASSES, SAMPLES, WIDTH, SmallNet, labelled, plain, vectors
+from gpp_benchmarks.zoo._catalogue import Batch, numbers
+from gpp_benchmarks.zoo.plain._entry import SAMPLES, WIDTH, SmallNet, plain, vectors
 
 KIND = "state"
 Loss = dict[str, Tensor]
@@ -80,19 +78,6 @@ class WarmUpSwitch(SmallNet):
         return self.loss(hidden, y)
 
 
-class TemperatureAnnealing(SmallNet):
-    """A temperature that decays by a factor a call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tau = 2.0
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss of a softened choice."""
-        self.tau = max(0.5, self.tau * 0.9)
-        return self.loss(F.softmax(self.first(x) / self.tau, dim=-1), y)
-
-
 class StatefulRnn(SmallNet):
     """Truncated backpropagation through time: the last hidden state is kept for the next call."""
 
@@ -105,22 +90,6 @@ class StatefulRnn(SmallNet):
         hidden = torch.tanh(self.first(x) + (self.h if self.h is not None else 0))
         self.h = hidden.detach()
         return self.loss(hidden, y)
-
-
-class StatefulLstm(nn.Module):
-    """The same with an LSTM's pair of states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.state: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss of one more time step."""
-        h, c = self.cell(x, self.state)
-        self.state = (h.detach(), c.detach())
-        return {"loss": (self.head(h) - y).square().mean()}
 
 
 class Moco(nn.Module):
@@ -156,24 +125,6 @@ class Moco(nn.Module):
         loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
         self._enqueue(k)
         return {"loss": loss}
-
-
-class Byol(nn.Module):
-    """BYOL: a target network that follows the online one, updated in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.online = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-        self.predictor = nn.Linear(WIDTH, WIDTH)
-        self.target = copy.deepcopy(self.online).requires_grad_(False)
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the distance of a prediction to the target's features."""
-        with torch.no_grad():
-            for ours, theirs in zip(self.online.parameters(), self.target.parameters(), strict=True):
-                theirs.mul_(0.9).add_(ours, alpha=0.1)
-            wanted = F.normalize(self.target(y), dim=-1)
-        return {"loss": 2 - 2 * (F.normalize(self.predictor(self.online(x)), dim=-1) * wanted).sum(-1).mean()}
 
 
 class HiddenTeacher(SmallNet):
@@ -248,41 +199,6 @@ def indexed(number: int) -> Batch:
     return {"x": numbers(SAMPLES, WIDTH, seed=10 + number), "index": order[:SAMPLES]}
 
 
-class FeatureDeque(SmallNet):
-    """Features of the last three calls in a deque."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.past: deque[Tensor] = deque(maxlen=3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss, away from the past."""
-        hidden = self.first(x)
-        far = sum((hidden - old).abs().mean() for old in self.past) if self.past else 0.0
-        self.past.append(hidden.detach())
-        return {"loss": self.loss(hidden, y)["loss"] - 0.1 * far}
-
-
-class RunningMoments(SmallNet):
-    """A normalisation of one's own, with running statistics written in place."""
-
-    mean: Tensor
-    var: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("var", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss of features normalised by what was seen so far."""
-        hidden = self.first(x)
-        with torch.no_grad():
-            self.mean.lerp_(hidden.mean(0), 0.1)
-            self.var.mul_(0.9).add_(hidden.var(0), alpha=0.1)
-        return self.loss((hidden - self.mean) / (self.var + 1e-5).sqrt(), y)
-
-
 class ActNorm(SmallNet):
     """Glow: scale and shift are set from the first batch."""
 
@@ -304,26 +220,6 @@ class ActNorm(SmallNet):
         return self.loss(self.scale * (hidden + self.shift), y)
 
 
-class CenterLoss(nn.Module):
-    """A centre a class, moved towards the features of its samples."""
-
-    centers: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.register_buffer("centers", torch.zeros(CLASSES, WIDTH))
-
-    def forward(self, x: Tensor, labels: Tensor) -> Loss:
-        """Return cross entropy and the distance to the centres."""
-        hidden = torch.tanh(self.body(x))
-        loss = F.cross_entropy(self.head(hidden), labels)
-        loss = loss + 0.1 * (hidden - self.centers[labels]).square().mean()
-        with torch.no_grad():
-            self.centers.index_add_(0, labels, 0.5 * (hidden - self.centers[labels]))
-        return {"loss": loss}
-
-
 class RewardBaseline(SmallNet):
     """A moving average of the loss in a Python number."""
 
@@ -336,25 +232,6 @@ class RewardBaseline(SmallNet):
         loss = self.loss(self.first(x), y)["loss"]
         self.average = 0.9 * self.average + 0.1 * loss.item()
         return {"loss": loss / (1 + self.average)}
-
-
-class LossHistory(SmallNet):
-    """Dynamic weight averaging: weights of two losses come of lists of their last values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: dict[str, list[float]] = {"error": [], "size": []}
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the weighted sum of two losses."""
-        hidden = self.first(x)
-        losses = {"error": self.loss(hidden, y)["loss"], "size": hidden.square().mean()}
-        total = torch.zeros(())
-        for name, loss in losses.items():
-            past = self.history[name]
-            total = total + loss * (past[-1] / past[-2] if len(past) > 1 else 1.0)
-            past.append(float(loss.detach()))
-        return {"loss": total}
 
 
 class TensorAverage(SmallNet):
@@ -495,35 +372,6 @@ class FrozenBatchNorm(BatchNorm):
         self.norm.requires_grad_(False).eval()
 
 
-class EvalDropout(SmallNet):
-    """Dropout of a frozen tower, switched off by its mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.5).eval()
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss."""
-        return self.loss(self.drop(self.first(x)), y)
-
-
-class SampleCounts(SmallNet):
-    """Counts classes it has seen, and weighs the loss by them."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.classify = nn.Linear(WIDTH, CLASSES)
-        self.register_buffer("seen", torch.ones(CLASSES))
-
-    def forward(self, x: Tensor, labels: Tensor) -> Loss:
-        """Return cross entropy weighted by rarity."""
-        self.seen = self.seen + torch.bincount(labels, minlength=CLASSES)
-        logits = self.classify(self.second(self.first(x)))
-        return {"loss": F.cross_entropy(logits, labels, weight=1 / self.seen)}
-
-
 class CallLog(SmallNet):
     """Notes what it was called with, in lists and sets that nothing reads."""
 
@@ -541,11 +389,10 @@ class CallLog(SmallNet):
 
 MODELS = (
     *plain(
-        KIND, vectors, DinoCenter, KlAnnealing, UpdateCounter, WarmUpSwitch, TemperatureAnnealing, StatefulRnn,
-        StatefulLstm, Moco, Byol, HiddenTeacher, VqEma, FeatureDeque, RunningMoments, ActNorm, RewardBaseline,
-        LossHistory, TensorAverage, KeptAttention, CachedMask, LazyBuffer, RouterBias, FakeQuantized, SpectralNorm,
-        HookedSpectralNorm, BatchNorm, FrozenBatchNorm, EvalDropout, CallLog,
+        KIND, vectors, DinoCenter, KlAnnealing, UpdateCounter, WarmUpSwitch, StatefulRnn,
+        Moco, HiddenTeacher, VqEma, ActNorm, RewardBaseline,
+        TensorAverage, KeptAttention, CachedMask, LazyBuffer, RouterBias, FakeQuantized, SpectralNorm,
+        HookedSpectralNorm, BatchNorm, FrozenBatchNorm, CallLog,
     ),
     *plain(KIND, indexed, MemoryBank),
-    *plain(KIND, labelled, CenterLoss, SampleCounts),
 )  # fmt: skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from gpp_benchmarks.zoo._entries import Batch, integers, numbers
+from gpp_benchmarks.zoo._catalogue import Batch, integers, numbers
 from gpp_benchmarks.zoo.plain._entry import CLASSES, SAMPLES, WIDTH, SmallNet, plain, tokens, vectors
 
 INPUTS, TENSORS = "inputs", "tensors"
@@ -80,22 +80,6 @@ class DataclassOutput(SmallNet):
         """Return the loss and features."""
         hidden = self.first(x)
         return Output(self.loss(hidden, y)["loss"], hidden)
-
-
-class Scores(NamedTuple):
-    """What a module returns."""
-
-    loss: Tensor
-    hidden: Tensor
-
-
-class NamedTupleOutput(SmallNet):
-    """Returns a named tuple."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Scores:
-        """Return the loss and features."""
-        hidden = self.first(x)
-        return Scores(self.loss(hidden, y)["loss"], hidden)
 
 
 class OptionalArguments(SmallNet):
@@ -186,31 +170,6 @@ def graphs(number: int) -> Batch:
         "x": numbers(12, WIDTH, seed=10 + number),
         "edge_index": integers(2, 20, first=0, end=12, seed=50 + number),
         "labels": integers(12, first=0, end=CLASSES, seed=1000 + number),
-    }
-
-
-class GraphPooling(nn.Module):
-    """Several graphs in one list of nodes, pooled by which graph a node is of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, y: Tensor) -> Loss:
-        """Return the loss of graphs."""
-        hidden = torch.relu(self.body(x))
-        hidden = hidden.index_add(0, edge_index[1], hidden[edge_index[0]])
-        pooled = hidden.new_zeros(len(y), WIDTH).index_add(0, batch, hidden)
-        return {"loss": (self.head(pooled) - y).square().mean()}
-
-
-def pooled_graphs(number: int) -> Batch:
-    """Return four graphs of three nodes each with ten edges in all."""
-    return {
-        "x": numbers(12, WIDTH, seed=10 + number),
-        "edge_index": integers(2, 10, first=0, end=12, seed=50 + number),
-        "batch": torch.arange(SAMPLES).repeat_interleave(3),
-        "y": vectors(number)["y"],
     }
 
 
@@ -333,19 +292,6 @@ class ComplexWeights(nn.Module):
         return {"loss": (self.head(hidden) - y).square().mean()}
 
 
-class ComplexActivations(SmallNet):
-    """Mixes features in the frequency domain, by real weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.modes = nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss of filtered features."""
-        frequencies = torch.fft.rfft(self.first(x)) * torch.view_as_complex(self.modes)
-        return self.loss(torch.fft.irfft(frequencies, n=WIDTH), y)
-
-
 class ComplexInput(SmallNet):
     """Reads a spectrum."""
 
@@ -388,18 +334,6 @@ class SparseAdjacency(SmallNet):
         return self.loss(torch.sparse.mm(self.mixing, self.first(x).T).T, y)
 
 
-class DoubleBranch(SmallNet):
-    """A branch in double precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.exact = nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss of both branches."""
-        return self.loss(self.first(x) + self.exact(x.double()).float(), y)
-
-
 class DoubleModel(SmallNet):
     """All of it in double precision, as physics code is."""
 
@@ -410,15 +344,6 @@ class DoubleModel(SmallNet):
     def forward(self, x: Tensor, y: Tensor) -> Loss:
         """Return the loss."""
         return self.loss(self.first(x.double()), y.double())
-
-
-class DoubleSum(SmallNet):
-    """Sums in double precision, with parameters in single."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss."""
-        out = self.head(self.second(self.first(x)))
-        return {"loss": (out.double() - y).square().mean().float()}
 
 
 class HalfBranch(SmallNet):
@@ -451,20 +376,6 @@ class ByteWeights(SmallNet):
         return self.loss(self.first(x) @ (self.weight.float() * self.scale).T, y)
 
 
-class ByteParameter(SmallNet):
-    """The same as a parameter that wants no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(
-            integers(WIDTH, WIDTH, first=-9, end=9).to(torch.int8), requires_grad=False
-        )
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss."""
-        return self.loss(self.first(x) @ (self.weight.float() / 9), y)
-
-
 class NestedTensor(SmallNet):
     """Means of ragged sequences through a nested tensor."""
 
@@ -479,20 +390,19 @@ class NestedTensor(SmallNet):
 MODELS = (
     *plain(INPUTS, nested_dicts, NestedDict),
     *plain(INPUTS, crops, ListOfViews),
-    *plain(INPUTS, vectors, TupleOutput, BareLoss, DataclassOutput, NamedTupleOutput, WritesInput),
+    *plain(INPUTS, vectors, TupleOutput, BareLoss, DataclassOutput, WritesInput),
     *plain(INPUTS, with_string, OptionalArguments),
     *plain(INPUTS, with_scalar, ScalarInput),
     *plain(INPUTS, padded, PackedSequences),
     *plain(INPUTS, ragged, RaggedList),
     *plain(INPUTS, graphs, GraphConvolution),
-    *plain(INPUTS, pooled_graphs, GraphPooling),
     *plain(INPUTS, bags, BagOffsets),
     *plain(INPUTS, flattened, FlattenedTexts),
     *plain(INPUTS, labelled_tokens, MasksLabels),
     *plain(INPUTS, byte_images, BytePixels),
     *plain(
-        TENSORS, vectors, ComplexWeights, ComplexActivations, SparseAdjacency, DoubleBranch, DoubleModel, DoubleSum,
-        HalfBranch, ByteWeights, ByteParameter, NestedTensor,
+        TENSORS, vectors, ComplexWeights, SparseAdjacency, DoubleModel,
+        HalfBranch, ByteWeights, NestedTensor,
     ),
     *plain(TENSORS, spectra, ComplexInput),
     *plain(TENSORS, tokens, SparseEmbedding),

@@ -14,17 +14,17 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_benchmarks.zoo._entries import Batch
+from gpp_benchmarks.zoo._catalogue import BROKEN, EXACT, LATE, RAW, REFUSED, WRONG, Batch
+from gpp_benchmarks.zoo._on_ranks import train_alone, trained
 from gpp_benchmarks.zoo._staged import worst_of
 from gpp_benchmarks.zoo._trial import is_refusal, means_of, one_line
-from gpp_benchmarks.zoo._verdicts import BROKEN, EXACT, LATE, RAW, REFUSED, WRONG
 from gpp_benchmarks.zoo.plain import PLAIN_MODELS, empty_plain_row
 from gpp_benchmarks.zoo.plain._entry import SAMPLES, PlainModel
 from gpp_plugin.capture.tracing.outside import hidden_process_group
@@ -40,36 +40,9 @@ WAIT_S = 60
 """For a message; then the job of a module has failed."""
 
 
-def loss_of(output: Any) -> Tensor:
-    """Return the loss in what a module returns."""
-    if isinstance(output, Tensor):
-        return output
-    loss: Tensor = (
-        output["loss"] if isinstance(output, dict) else output[0] if type(output) is tuple else output.loss
-    )
-    return loss
-
-
 def units_of(entry: PlainModel) -> list[list[Batch]]:
     """Return the loss units of each step; no two are alike."""
     return [[entry.unit(step * UNITS + unit) for unit in range(UNITS)] for step in range(STEPS)]
-
-
-def train_alone(model: nn.Module, steps: Iterable[Sequence[Batch]]) -> list[float]:
-    """Train a module in this process and return the loss of each step."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
-    losses = []
-    for units in steps:
-        optimizer.zero_grad()
-        total = 0.0
-        for unit in units:
-            loss = loss_of(model(**unit)) / len(units)
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
-        optimizer.step()
-    return losses
 
 
 class _Trial:
@@ -96,7 +69,8 @@ class _Trial:
         self.phase = "alone"
         alone = self.entry.build()
         with hidden_process_group():
-            wanted = train_alone(alone, units_of(self.entry))
+            optimizer = torch.optim.SGD(trained(alone), lr=LEARNING_RATE)
+            wanted = train_alone(alone, units_of(self.entry), optimizer)
         return _compared(losses, wanted, state, alone)
 
     def _start(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -36,13 +35,6 @@ def forward_hook() -> nn.Module:
     """Return a module one of whose layers has its output doubled."""
     model = Hooked()
     model.second.register_forward_hook(lambda module, given, output: 2 * output)
-    return model
-
-
-def forward_pre_hook() -> nn.Module:
-    """Return a module one of whose layers has its input clamped."""
-    model = Hooked()
-    model.second.register_forward_pre_hook(lambda module, given: (given[0].clamp(-0.5, 0.5),))
     return model
 
 
@@ -122,38 +114,6 @@ class GradientReversal(SmallNet):
         reversed_: Tensor = _Reverse.apply(hidden, 0.5)  # type: ignore[no-untyped-call]
         domain = F.softplus(self.domain(reversed_)).mean()
         return {"loss": self.loss(hidden, y)["loss"] + 0.1 * domain}
-
-
-class _Sign(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * (x.abs() <= 1)
-
-
-class BinaryActivation(SmallNet):
-    """Signs forward, and a clipped identity backward, in a layer of its own."""
-
-    class Binary(nn.Module):
-        """The layer."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            """Return signs."""
-            found: Tensor = _Sign.apply(x)  # type: ignore[no-untyped-call]
-            return found
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.binary = self.Binary()
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss."""
-        return self.loss(self.binary(self.first(x)), y)
 
 
 class ValueBranch(SmallNet):
@@ -321,23 +281,6 @@ class GradientPenalty(nn.Module):
         return {"loss": self.critic(x).mean() - self.critic(y).mean() + penalty}
 
 
-class Maml(nn.Module):
-    """One inner step of gradient descent inside forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, y: Tensor) -> Loss:
-        """Return the loss of the second half with weights adapted to the first."""
-        hidden = torch.tanh(self.body(x))
-        half = len(x) // 2
-        inner = (self.head(hidden[:half]) - y[:half]).square().mean()
-        (gradient,) = torch.autograd.grad(inner, self.head.weight, create_graph=True)
-        out = F.linear(hidden[half:], self.head.weight - 0.1 * gradient, self.head.bias)
-        return {"loss": (out - y[half:]).square().mean()}
-
-
 class NumpyMatching(SmallNet):
     """A matching is worked out by numpy."""
 
@@ -368,32 +311,6 @@ class Reparametrised(SmallNet):
         return self.loss(self.first(x), y)
 
 
-class WeightNorm(Reparametrised):
-    """Weight norm as a parametrisation."""
-
-    def __init__(self) -> None:
-        SmallNet.__init__(self)
-        nn.utils.parametrizations.weight_norm(self.first)
-
-
-class Orthogonal(Reparametrised):
-    """An orthogonal weight, by its matrix exponential."""
-
-    def __init__(self) -> None:
-        SmallNet.__init__(self)
-        nn.utils.parametrizations.orthogonal(self.first, orthogonal_map="matrix_exp")
-
-
-class HookedWeightNorm(Reparametrised):
-    """The older weight norm, whose hook sets the weight."""
-
-    def __init__(self) -> None:
-        SmallNet.__init__(self)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch would rather have the parametrisation
-            nn.utils.weight_norm(self.first)
-
-
 class TimeLoop(nn.Module):
     """A cell called in a loop over time."""
 
@@ -409,15 +326,58 @@ class TimeLoop(nn.Module):
         return {"loss": (self.head(state) - y).square().mean()}
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer and a head."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Loss:
+        """Return the loss of the last output."""
+        out, _ = self.layer(x)
+        return {"loss": (self.head(out[:, -1]) - y).square().mean()}
+
+
+def gru() -> nn.Module:
+    """Return a GRU of two layers."""
+    return Recurrent(nn.GRU(WIDTH, WIDTH, num_layers=2, batch_first=True), WIDTH)
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator in one loss, each detached from the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.judge = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Loss:
+        """Return the sum of both players' losses."""
+        made = self.generator(x)
+        judged = F.softplus(-self.judge(y)).mean() + F.softplus(self.judge(made.detach())).mean()
+        frozen = {name: p.detach() for name, p in self.judge.named_parameters()}
+        fooled = F.softplus(-torch.func.functional_call(self.judge, frozen, (made,))).mean()
+        return {"loss": judged + fooled}
+
+
+def lazy_layers() -> nn.Module:
+    """Return layers whose sizes came of the first batch."""
+    model = Hooked()
+    model.first = nn.LazyLinear(WIDTH)
+    model(**vectors(0))
+    return model
+
+
 MODELS = (
     *plain(
-        HOOKS, vectors, forward_hook, forward_pre_hook, counting_hook, full_backward_hook, parameter_hook,
+        HOOKS, vectors, forward_hook, counting_hook, full_backward_hook, parameter_hook,
         PerceptualLoss, TensorHook,
     ),
     *plain(
-        PYTHON, vectors, GradientReversal, BinaryActivation, ValueBranch, ActivationBranch, FixedPoint, Checkpointed,
-        CompiledPart, ScriptedPart, AutocastPart, NoGradTower, InPlaceViews, VmapEnsemble, GradientPenalty, Maml,
-        NumpyMatching, Reparametrised, WeightNorm, Orthogonal, HookedWeightNorm,
+        PYTHON, vectors, GradientReversal, ValueBranch, ActivationBranch, FixedPoint, Checkpointed,
+        CompiledPart, ScriptedPart, AutocastPart, NoGradTower, InPlaceViews, VmapEnsemble, GradientPenalty,
+        NumpyMatching, Reparametrised, Adversaries, lazy_layers,
     ),
-    *plain(PYTHON, sequences, TimeLoop),
+    *plain(PYTHON, sequences, TimeLoop, gru),
 )  # fmt: skip

@@ -1,13 +1,7 @@
-"""One rank of `gpp bench lengths --memory`: what is held at four lengths, predicted and counted, and what is refused.
-
-python -m gpp_benchmarks._length_memory SETTINGS_JSON
-"""
+"""What ranks run in the tests of memory at many lengths: held, predicted and counted, and what is refused."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
 import torch
@@ -108,17 +102,3 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     }
     engine.destroy()
     return found
-
-
-def main() -> None:
-    """Run the rank and tell what all ranks held on rank 0."""
-    torch.set_num_threads(1)
-    found = measure(json.loads(sys.argv[1]))
-    if os.environ["RANK"] == "0":
-        from gpp_plugin.launch import emit_event
-
-        emit_event(found=found)
-
-
-if __name__ == "__main__":
-    main()

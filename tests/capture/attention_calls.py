@@ -1,7 +1,4 @@
-"""A whole model as the code of one stage, and the calls of attention that code and eager modules make.
-
-Shared by `gpp bench attention` and the tests that hold captured attention against eager's.
-"""
+"""A whole model as the code of one stage, and the calls of attention that code and eager modules make."""
 
 from __future__ import annotations
 

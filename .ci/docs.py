@@ -76,13 +76,9 @@ def _put(path: Path, text: str, *, write: bool) -> bool:
 
 def configuration_page() -> str:
     """Return the reference of the ``graph_pipeline`` block."""
-    from gpp_plugin.config.block import (
-        CheckpointConfig,
-        GenerateConfig,
-        GraphPipelineConfig,
-        LengthsConfig,
-        MemoryConfig,
-    )
+    from gpp_plugin.commands.plan_command import KEYS as PLAN_KEYS
+    from gpp_plugin.config.block import GraphPipelineConfig
+    from gpp_plugin.config.key_names import all_keys
 
     lines = [
         "# Configuration\n",
@@ -96,44 +92,38 @@ def configuration_page() -> str:
         "in a block is their default. A graph of stages honours it, refuses it, or says that it has no effect; "
         "`gpp doctor --keys` lists all of them.\n",
         "`gpp plan --help` lists the planners and schedules there are, those of other packages among them.\n",
-        *_keys(GraphPipelineConfig, ""),
-        "\n## The keys of `memory`\n",
-        *_keys(MemoryConfig, "memory."),
-        "\n## The keys of `lengths`\n",
-        *_keys(LengthsConfig, "lengths."),
-        "\n## The keys of `checkpoint`\n",
-        *_keys(CheckpointConfig, "checkpoint."),
-        "\n## The keys of `generate`\n",
-        *_keys(GenerateConfig, "generate."),
     ]
+    keys = all_keys()
+    lines += _keys([keys[path] for path in GraphPipelineConfig.model_fields])
+    for outer in (key for key in keys.values() if key.model is not None):
+        lines.append(f"\n## The keys of `{outer.path}`\n")
+        lines += _keys([key for path, key in keys.items() if path.startswith(f"{outer.path}.")])
+    lines += [
+        "\n## The same keys on the command line and in Python\n",
+        "`gpp plan` and `gpp compare` take every key as `--set KEY=VALUE`, e.g. `--set memory.limit_gb=8`: a number, a "
+        "name, JSON, `a,b` for a list or `a=1,b=2` for an object. `gpp_plugin.api.plan` and `make_request` take them "
+        "as arguments. These are the keys that plans depend on; the last of them stand beside the block in the JSON. "
+        "By default a plan without a job uses neither `recompute` nor `swap`, and searches all micro-batch sizes.\n",
+        "| key | in the DeepSpeed JSON | `gpp plan` | `gpp_plugin.api` |",
+        "|---|---|---|---|",
+    ]
+    for key in (keys[path] for path in PLAN_KEYS):
+        lines.append(
+            f"| `{key.path}` | {key.json if ' ' in key.json else f'`{key.json}`'} | `{key.option}` | `{key.argument}` |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def _keys(model: Any, prefix: str) -> Iterator[str]:
-    """Yield a table of the keys of a pydantic model; what they mean stands in its docstring under ``Args:``."""
+def _keys(keys: Sequence[Any]) -> Iterator[str]:
+    """Yield a table of keys of the schema."""
     from pydantic import BaseModel
 
-    meanings = _arguments(model)
     yield "| key | values | default | meaning |"
     yield "|---|---|---|---|"
-    for name, field in model.model_fields.items():
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
+    for key in keys:
+        default = key.field.default
         shown = "as below" if isinstance(default, BaseModel) else f"`{json.dumps(default)}`"
-        shown = "to be given" if field.is_required() else shown
-        yield f"| `{prefix}{name}` | {_cell(field.description or '')} | {shown} | {_cell(meanings[name])} |"
-
-
-def _arguments(model: Any) -> dict[str, str]:
-    """Return name -> text of the ``Args:`` section of a docstring; lines that are indented further go on."""
-    _, _, section = inspect.cleandoc(model.__doc__ or "").partition("Args:\n")
-    found: dict[str, str] = {}
-    for line in textwrap.dedent(section).splitlines():
-        start = re.match(r"(\w+): (.*)", line)
-        if start:
-            found[start[1]] = start[2]
-        elif line.strip() and found:
-            found[list(found)[-1]] += f" {line.strip()}"
-    return found
+        yield f"| `{key.path}` | {_cell(key.values)} | {shown} | {_cell(key.meaning)} |"
 
 
 def _cell(text: str) -> str:
@@ -201,9 +191,10 @@ def _option(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     else:
         name = _operand(action)
     # A default that is said in the help already, as (%(default)s), is shown in its own column.
-    text = re.sub(r"\s*\(%\(default\)s\)", "", action.help or "").replace("%%", "%")
-    has_none = action.default is None or action.default is False or action.default in ([], argparse.SUPPRESS)
-    shown = "" if has_none else f"`{_default(action.default)}`"
+    text = re.sub(r"\s*\(%\((default|shown)\)s\)", "", action.help or "").replace("%%", "%")
+    default = getattr(action, "shown", action.default)  # `shown`: of a key of the schema
+    has_none = default is None or default is False or default in ([], argparse.SUPPRESS, "")
+    shown = "" if has_none else f"`{_default(default)}`"
     return f"| `{_cell(name)}` | {shown} | {_cell(text % {'default': action.default} if '%(' in text else text)} |"
 
 

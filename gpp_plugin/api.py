@@ -21,17 +21,20 @@ planners, whether or not this module was imported, ``gpp_plugin.api.plan`` alway
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
-from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.config.batch_sizes import check_sizes
+from gpp_plugin.config.block import LengthsConfig, PlanOptions
+from gpp_plugin.config.key_names import ARGUMENT_NAMES, place_of, use_names
+from gpp_plugin.config.reader import read_options
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.ir.typed_leaves import MOST_COUNT
 from gpp_plugin.library.named_models import (
     captured_model,
     config_path,
@@ -47,15 +50,13 @@ from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_brea
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.plan_form import check_form, read_plan
-from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.registry import make_plan, request_for
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_request import validate_for
-from gpp_plugin.plugins import planner_granularity
 from gpp_plugin.rehearse.rehearsal import make_windows, programs_of_plan
 from gpp_plugin.report import timeline_chart
 from gpp_plugin.report.plan_text import format_plan
-from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, unknown_schedule
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.windows import lengthened
 from gpp_plugin.simulate.async_prediction import (
@@ -105,101 +106,52 @@ ClusterSource = Cluster | str | Path | dict[str, Any]
 (`plan.cluster_files`), or ``auto``: this machine."""
 
 
-class RequestOptions(TypedDict, total=False):
-    """What `make_request` and `plan` take by name beside the model and the cluster.
-
-    Args:
-        num_devices: ranks to plan for; by default those of the cluster.
-        sample_batch: for a module: a batch as it is trained on, samples along axis 0.
-        sizes: for a library model: dimensions that differ from the paper's, e.g. ``{"branches": 8}``.
-        length: for a HuggingFace configuration: tokens of a text, 512 by default. Several are the usual ones: the mean
-            of their times is planned for. A module's sample batch takes them, and ``max_length``, where they are given.
-        max_length: the longest text, which memory is planned for; the longest of ``length`` by default.
-        granularity: ``layer``, ``sub_layer`` or ``node``; the planner's usual blocks by default.
-        dtype: what it is trained in: ``bf16``, ``fp16`` or ``fp32``; by default the first that the cluster's devices
-            have a speed in.
-        mini_batch: samples of one optimizer step; 64 by default, or 8 a device where that is more.
-        loss_unit: samples of one loss; by default the mini-batch, or of a HuggingFace configuration whose loss does not
-            compare samples about 4096 tokens.
-        micro_batch_sizes: samples of every stage's micro-batch, or by module path as in the configuration; the planner
-            chooses by default.
-        stages: exactly that many; the planner chooses by default. More than devices: each holds several.
-        virtual_stages: stages that each group of ranks holds: 1 by default, or ``auto``, whatever is shortest.
-        colocate: ``auto`` may put the stages of a branch on the ranks of others; ``off`` (the default) does not.
-        data_parallel: ranks of every stage; the planner chooses by default.
-        tensor_parallel: ranks that compute the same samples of a stage together: 1 by default, a number for all stages
-            that can be divided so, by module path (all others 1), or ``auto``, stage by stage whatever is shortest.
-        memory: what may be used to fit: ``recompute``, ``swap``, both or (the default) neither.
-        memory_limit_gb: most GB of one rank; what the device has by default.
-        zero_stage: 0 (the default) to 3.
-        mode: ``sync`` (the default) or ``async``.
-        vertical_sync: in mode ``async``.
-    """
-
-    num_devices: int | None
-    sample_batch: Mapping[str, Any] | None
-    sizes: Mapping[str, int | str]
-    length: int | Sequence[int]
-    max_length: int | None
-    granularity: str | None
-    dtype: str | None
-    mini_batch: int | None
-    loss_unit: int | None
-    micro_batch_sizes: int | Mapping[str, int] | None
-    stages: int | None
-    virtual_stages: int | str
-    colocate: str
-    data_parallel: int | None
-    tensor_parallel: int | str | Mapping[str, int]
-    memory: Collection[str]
-    memory_limit_gb: float | None
-    zero_stage: int
-    mode: str
-    vertical_sync: bool
-
-
 def plan(
     model: str | Path | nn.Module,
     cluster: ClusterSource = "dgx_h100",
     *,
-    planner: str = "auto",
-    schedule: str = "auto",
-    slicing: str | int = "auto",
-    p2p: str = NATIVE,
-    **options: Unpack[RequestOptions],
+    sample_batch: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, int | str] | None = None,
+    **options: Any,
 ) -> PipelinePlan:
     """Return a plan for a model on a cluster that need not be there; the model's weights are neither read nor made.
 
     Args:
         model: a library model (``mmt``), a HuggingFace configuration (its name in the package, its file or
             directory), or a module, with ``sample_batch``.
-        cluster: what it runs on; see `ClusterSource`.
-        planner: its name, as in the configuration; so are ``schedule``, ``slicing`` and ``p2p``.
-        options: see `RequestOptions`.
+        cluster: where it runs; see `ClusterSource`.
+        sample_batch: for a module: a batch as it is trained on, samples along axis 0. Its texts take the lengths of the
+            options where there are any.
+        sizes: for a library model: dimensions that differ from the paper's, e.g. ``{"branches": 8}``.
+        options: keys of the ``graph_pipeline`` block that plans depend on (docs/configuration.md), as `planner`,
+            ``stages`` or ``memory``; those of an object also by themselves, as ``memory_limit_gb``. Beside them
+            ``num_devices``, ``dtype``, ``mini_batch``, ``loss_unit``, ``zero_stage``, ``length`` and ``max_length``
+            (`PlanOptions`). None is the default.
 
     Raises:
         ConfigError: an argument is wrong, or there is no such model or cluster.
         CaptureError: the module cannot be captured.
-        PlanError, PlanInfeasible: no plan meets the request; the message says what to change.
+        PlanError, PlanInfeasible: no plan fulfils the request; the message says what to change.
     """
-    if not is_schedule_name(schedule):
-        raise PlanError(unknown_schedule(schedule))
-    request = make_request(model, cluster, planner=planner, schedule=schedule, **options)
-    return plan_for(request, planner=planner, schedule=schedule, slicing=slicing, p2p=p2p)
+    request = make_request(model, cluster, sample_batch=sample_batch, sizes=sizes, **options)
+    choices = {
+        key: options[key] for key in ("planner", "schedule", "slicing", "p2p") if options.get(key) is not None
+    }
+    return plan_for(request, **choices)
 
 
 def make_request(
     model: str | Path | nn.Module,
     cluster: ClusterSource = "dgx_h100",
     *,
-    planner: str = "auto",
-    schedule: str = "auto",
-    **options: Unpack[RequestOptions],
+    sample_batch: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, int | str] | None = None,
+    **options: Any,
 ) -> PlanRequest:
-    """Return what `plan` asks its planner: the model as blocks with costs, the cluster, and all limits.
+    """Return the input of planners: the model as blocks with costs, the cluster, and all limits.
 
     Args:
-        planner, schedule: those that will be used; blocks and memory are counted for them.
+        options: as of `plan`; blocks and memory are counted for ``planner`` and ``schedule``.
 
     Raises:
         ConfigError, CaptureError, PlanError: as `plan`.
@@ -207,63 +159,35 @@ def make_request(
     # Costs are those of the first device; `CostModel` says what blocks take on another. A library model brings its
     # costs from a paper's dimensions; anything else is captured on one loss unit, and its costs follow from operator
     # counts at 1, 2, 4 .. mini_batch samples.
-    devices = _cluster(cluster, options.get("num_devices"), options.get("dtype"))
-    device = devices.devices[0]
-    mini_batch, loss_unit = _batch_sizes(model, devices.num_devices, options)
-    granularity = options.get("granularity")
-    sizes = options.get("sizes") or {}
-    if _is_library_model(model):
-        graph, profile = library_model(
-            str(model), sizes, device, mini_batch=mini_batch, granularity=granularity
-        )
-    else:
-        if sizes:
-            raise ConfigError("sizes: is for library models; edit the model's own configuration instead")
-        module, batches = _module_and_batches(model, loss_unit, options)
-        graph, profile = captured_model(
-            module,
-            batches,
-            device,
+    with use_names(ARGUMENT_NAMES):
+        config = read_options(options)
+        devices = _cluster(cluster, config.num_devices, config.dtype)
+        device = devices.devices[0]
+        mini_batch, loss_unit = _batch_sizes(model, devices.num_devices, config)
+        if _is_library_model(model):
+            graph, profile = library_model(
+                str(model), sizes or {}, device, mini_batch=mini_batch, granularity=options.get("granularity")
+            )
+        else:
+            if sizes:
+                raise ConfigError("sizes: is for library models; edit the model's own configuration instead")
+            module, batches = _module_and_batches(model, sample_batch, loss_unit, config)
+            graph, profile = captured_model(
+                module, batches, device, mini_batch=mini_batch, granularity=config.granularity
+            )
+        micro = config.micro_batch_sizes
+        by_module = micro if isinstance(micro, dict) else {"*": micro} if isinstance(micro, int) else {}
+        return request_for(
+            config,
+            graph=graph,
+            profile=profile,
+            cluster=devices,
+            num_ranks=devices.num_devices,
             mini_batch=mini_batch,
-            granularity=granularity or planner_granularity(planner),
+            loss_unit=loss_unit,
+            micro_batch_sizes={k: mini_batch if size == "full" else size for k, size in by_module.items()},
+            zero_stage=config.zero_stage,
         )
-    micro = options.get("micro_batch_sizes")
-    virtual, colocate = options.get("virtual_stages", 1), options.get("colocate", "off")
-    if isinstance(virtual, str) and virtual != "auto":
-        raise ConfigError(f'virtual_stages {virtual!r}: give "auto" or a number of at least 1')
-    if colocate not in ("auto", "off"):
-        raise ConfigError(f'colocate {colocate!r}: give "auto" or "off"')
-    tensor = options.get("tensor_parallel", 1)
-    if isinstance(tensor, str) and tensor != "auto":
-        raise ConfigError(
-            f'tensor_parallel {tensor!r}: give "auto", a number of at least 1, or numbers by module'
-        )
-    limit = options.get("memory_limit_gb")
-    return PlanRequest(
-        graph=graph,
-        profile=profile,
-        cluster=devices,
-        num_ranks=devices.num_devices,
-        mini_batch=mini_batch,
-        loss_unit=loss_unit,
-        num_stages=options.get("stages"),
-        granularity=granularity or planner_granularity(planner),
-        micro_batch_sizes={"*": micro} if isinstance(micro, int) else dict(micro) if micro else None,
-        schedule=planning_schedule(schedule),
-        memory_limit_bytes=None if limit is None else int(limit * 1e9),
-        data_parallel=options.get("data_parallel"),
-        zero_stage=options.get("zero_stage", 0),
-        mode=options.get("mode", "sync"),
-        memory_optimization=tuple(options.get("memory", ())),
-        vertical_sync=options.get("vertical_sync", False),
-        virtual_stages=None if isinstance(virtual, str) else virtual,
-        colocate=colocate == "auto",
-        tensor_parallel=None
-        if isinstance(tensor, str)
-        else tensor
-        if isinstance(tensor, int)
-        else dict(tensor),
-    )
 
 
 def plan_for(
@@ -280,12 +204,13 @@ def plan_for(
         PlanError, PlanInfeasible: as `plan`.
     """
 
-    def make(asked: PlanRequest) -> PipelinePlan:
-        made = schedule_plan(make_plan(planner, asked), asked, schedule=schedule, slicing=slicing)
-        return share_ranks(made, asked, schedule=schedule)
+    def make(request: PlanRequest) -> PipelinePlan:
+        made = schedule_plan(make_plan(planner, request), request, schedule=schedule, slicing=slicing)
+        return share_ranks(made, request, schedule=schedule)
 
-    made = plan_beside_messages(request, make)
-    return with_breakdown(note_edge_transports(made, p2p), request)
+    with use_names(ARGUMENT_NAMES):
+        made = plan_beside_messages(request, make)
+        return with_breakdown(note_edge_transports(made, p2p), request)
 
 
 def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeline:
@@ -347,7 +272,7 @@ def rehearse(
         steps: mini-batches to measure; one more runs before them.
         scale_time: factor of every task's duration; ``scale_bytes`` of every message.
         timeout_s: longest wait for a message; by the plan's own times where None.
-        tell: told what is going on, a line at a time.
+        tell: called with each line of progress.
 
     Raises:
         ConfigError: an argument is wrong, or the messages do not fit this machine.
@@ -358,10 +283,11 @@ def rehearse(
     from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
 
     _check_is_plan(plan)
-    settings = RehearsalSettings(
-        steps=steps, scale_time=scale_time, scale_bytes=scale_bytes, comm_timeout_s=timeout_s
-    )
-    return rehearse_plan(plan, settings, tell=tell)
+    with use_names(ARGUMENT_NAMES):
+        settings = RehearsalSettings(
+            steps=steps, scale_time=scale_time, scale_bytes=scale_bytes, comm_timeout_s=timeout_s
+        )
+        return rehearse_plan(plan, settings, tell=tell)
 
 
 def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
@@ -394,7 +320,7 @@ def format_timeline(
     """Return a timeline as a Gantt picture in text, with each rank's busy share.
 
     Args:
-        plan: as it was given to `simulate` or `rehearse`.
+        plan: the one that was simulated or rehearsed.
         width: columns of the time axis.
         screen: columns of everything, instead.
     """
@@ -412,10 +338,10 @@ def load_plan(path: str | Path) -> PipelinePlan:
     return read_plan(path)
 
 
-def _check_is_plan(given: object) -> None:
+def _check_is_plan(value: object) -> None:
     """Refuse what is no plan: mostly the name of a file that holds one."""
-    if not isinstance(given, PipelinePlan):
-        raise ConfigError(f"plan: {given!r} is a {type(given).__name__}; read a file with load_plan(path)")
+    if not isinstance(value, PipelinePlan):
+        raise ConfigError(f"plan: {value!r} is a {type(value).__name__}; read a file with load_plan(path)")
 
 
 def _check_times(plan: PipelinePlan) -> None:
@@ -432,27 +358,24 @@ def _is_library_model(model: str | Path | nn.Module) -> bool:
     return isinstance(model, str) and model in MODELS
 
 
-def _batch_sizes(model: str | Path | nn.Module, num_devices: int, options: RequestOptions) -> tuple[int, int]:
+def _batch_sizes(model: str | Path | nn.Module, num_devices: int, config: PlanOptions) -> tuple[int, int]:
     """Return the samples of a mini-batch and of a loss unit, those that are usual where nothing is said.
 
     Raises:
-        ConfigError: one of them is below 1, or the model's configuration is none.
+        ConfigError: they do not divide, or the model's configuration is none.
     """
-    mini_batch, loss_unit = options.get("mini_batch"), options.get("loss_unit")
+    mini_batch, loss_unit = config.mini_batch, config.loss_unit
     if mini_batch is None:
         mini_batch = max(USUAL_MINI_BATCH, SAMPLES_A_DEVICE * num_devices)
-        if loss_unit is not None and loss_unit > 0:
-            mini_batch = -(-mini_batch // loss_unit) * loss_unit
-    if not 1 <= mini_batch <= MOST_COUNT or (loss_unit is not None and loss_unit < 1):
-        raise ConfigError(
-            f"mini_batch {mini_batch}, loss_unit {loss_unit}: give at least 1 sample and at most {MOST_COUNT}"
-        )
+        mini_batch = -(-mini_batch // (loss_unit or 1)) * (loss_unit or 1)
     if loss_unit is None and isinstance(model, (str, Path)) and not _is_library_model(model):
-        usual, _ = _text_lengths(options)
+        usual, _ = _text_lengths(config)
         loss_unit = usual_loss_unit(
             config_path(model), mini_batch=mini_batch, length=usual[-1], num_devices=num_devices
         )
-    return mini_batch, loss_unit or mini_batch
+    loss_unit = loss_unit or mini_batch
+    check_sizes(config, mini_batch, loss_unit)
+    return mini_batch, loss_unit
 
 
 def _cluster(source: ClusterSource, num_devices: int | None, dtype: str | None = None) -> Cluster:
@@ -460,63 +383,60 @@ def _cluster(source: ClusterSource, num_devices: int | None, dtype: str | None =
     if isinstance(source, Cluster):
         if dtype not in (None, source.devices[0].dtype):
             raise ConfigError(
-                f"dtype {dtype}: cluster {source.name!r} has speeds in {source.devices[0].dtype}; give its description "
-                "instead"
+                f"{place_of('dtype')}: {dtype}, and cluster {source.name!r} has speeds in {source.devices[0].dtype}; "
+                "give its description instead"
             )
         if num_devices not in (None, source.num_devices):
             raise ConfigError(
-                f"num_devices {num_devices}: cluster {source.name!r} has {source.num_devices} devices; give its "
-                "description instead to add or leave out nodes"
+                f"{place_of('num_devices')}: {num_devices}, and cluster {source.name!r} has {source.num_devices} "
+                "devices; give its description instead to add or leave out nodes"
             )
         return source
     if source != "auto":
         return read_cluster(source, num_devices=num_devices, dtype=dtype)
-    if num_devices is not None and not 1 <= num_devices <= MOST_DEVICES:
-        raise ConfigError(f"num_devices {num_devices}: give at least 1 and at most {MOST_DEVICES}")
-    from gpp_plugin.profile.machine import read_machine
-
-    if dtype is not None and dtype not in TRAINING_DTYPES:
-        raise ConfigError(f"dtype {dtype!r}: is not known; give one of {', '.join(TRAINING_DTYPES)}")
+    if num_devices is not None and num_devices > MOST_DEVICES:
+        raise ConfigError(
+            f"{place_of('num_devices')}: {num_devices} is not valid; give at most {MOST_DEVICES}"
+        )
     import torch  # noqa: TID251 - this machine's devices are torch's
+
+    from gpp_plugin.profile.machine import read_machine
 
     return read_machine(num_devices, dtype=getattr(torch, TRAINING_DTYPES[dtype or USUAL_DTYPE]))
 
 
-def _text_lengths(options: RequestOptions) -> tuple[list[int], int]:
+def _text_lengths(config: PlanOptions) -> tuple[list[int], int]:
     """Return the usual lengths of texts, increasing, and the longest.
 
     Raises:
-        ConfigError: there is none, or one is below 1.
+        ConfigError: it is longer than a batch can be made.
     """
-    given = options.get("length", USUAL_LENGTH)
-    usual = [given] if isinstance(given, int) else sorted(given)
-    longest = options.get("max_length") or max(usual, default=0)
-    if not usual or usual[0] < 1 or not usual[-1] <= longest <= LONGEST_LENGTH:
+    lengths = config.lengths or LengthsConfig(max=USUAL_LENGTH)
+    # lengths by entry of a batch are for training alone
+    usual, longest = sorted(one for one in lengths.planned if isinstance(one, int)), lengths.max
+    assert isinstance(longest, int) and usual
+    if longest > LONGEST_LENGTH:
         raise ConfigError(
-            f"length {usual}, max_length {longest}: give lengths of 1 to {LONGEST_LENGTH} tokens, and no max_length "
-            "below them"
+            f"{place_of('lengths.max')}: {longest} is not valid; give at most {LONGEST_LENGTH} tokens"
         )
     return usual, longest
 
 
 def _module_and_batches(
-    model: str | Path | nn.Module, loss_unit: int, options: RequestOptions
+    model: str | Path | nn.Module, batch: Mapping[str, Any] | None, loss_unit: int, config: PlanOptions
 ) -> tuple[nn.Module, list[Mapping[str, Any]]]:
     """Return the module to capture and loss units for it: of the usual lengths, and last of the longest.
 
     Raises:
         ConfigError: as `make_request`.
     """
-    given = options.get("length", USUAL_LENGTH)
-    usual, longest = _text_lengths(options)
-    batch = options.get("sample_batch")
+    usual, longest = _text_lengths(config)
     if isinstance(model, (str, Path)):
         path = config_path(model)
         if batch is not None:
             raise ConfigError("sample_batch: is for a module; a configuration's batch is made by length")
-        asked = "length" in options or options.get("max_length") is not None
         module, batches = huggingface_model(
-            path, loss_unit=loss_unit, lengths=[*usual, longest], are_asked=asked
+            path, loss_unit=loss_unit, lengths=[*usual, longest], are_asked=config.lengths is not None
         )
         return module, list(batches)
     if not callable(getattr(model, "forward", None)):
@@ -539,7 +459,7 @@ def _module_and_batches(
 
     prepared = prepare_batch(model, batch)
     unit = resize_batch(prepared, loss_unit) if is_counted(prepared) else as_unit(prepared, loss_unit)
-    if isinstance(given, int) and options.get("max_length") is None:
+    if config.lengths is None:
         return model, [unit, unit]
     texts = [key for keys in length_entries(unit, longest).values() for key in keys]
     return model, [with_lengths(unit, dict.fromkeys(texts, length)) for length in (*usual, longest)]

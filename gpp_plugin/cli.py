@@ -7,15 +7,17 @@ there.
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
 import importlib.util
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from gpp_plugin import __version__
 from gpp_plugin.commands.command_parser import CommandParser, Paragraphs
-from gpp_plugin.commands.streams import prepare_streams, run_while_read
 from gpp_plugin.errors import ConfigError, DeviceMissing, GppError
 from gpp_plugin.extras import needs_extra
 from gpp_plugin.report.printable import printable_lines
@@ -97,9 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     # Errors that a user can mend are one line with the command's name; everything else is a bug and
-    # keeps its traceback. A device that is not there is 2, as wrong usage is: scripts tell "cannot be
+    # keeps its traceback. A device that is not there is 2, as wrong usage is: scripts distinguish "cannot be
     # run here" from "failed" (1).
-    name = f"gpp {_asked(arguments) or ''}".strip()
+    name = f"gpp {_command_of(arguments) or ''}".strip()
     try:
         parser, runners = _make_parser(arguments)
         args = parser.parse_args(arguments)
@@ -126,7 +128,7 @@ def _run(arguments: Sequence[str]) -> int:
     return 0 if result.get("ok", True) else 1
 
 
-def _asked(arguments: Sequence[str]) -> str | None:
+def _command_of(arguments: Sequence[str]) -> str | None:
     """Return the command: the first word that is no option, since the main parser has no option that takes a value.
 
     (But ``--completion``, which takes the next word and ends there.)
@@ -137,7 +139,7 @@ def _asked(arguments: Sequence[str]) -> str | None:
 def _make_parser(
     arguments: Sequence[str],
 ) -> tuple[argparse.ArgumentParser, dict[str, Runner]]:
-    """Return the parser and what runs each command; only the command asked for is imported."""
+    """Return the parser and what runs each command; only the command that runs is imported."""
     parser = CommandParser(prog="gpp", description="Train unmodified models as a graph of pipeline stages.")
     parser.add_argument("--version", action="version", version=f"gpp {__version__}")
     parser.add_argument(
@@ -150,15 +152,15 @@ def _make_parser(
     runners: dict[str, Runner] = {}
     # Parsers of all commands are needed for --help and for errors, but only one is filled: adding options
     # imports the command's module, and with some of them torch.
-    asked = _asked(arguments)
+    chosen_command = _command_of(arguments)
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=_sentence(command.help))
-        if command.name == asked:
+        if command.name == chosen_command:
             runners[command.name] = _fill(sub, command.module)
     if importlib.util.find_spec(BENCHMARKS) is not None:
         text = "run a benchmark"
         bench = commands.add_parser("bench", help=text, description=_sentence(text))
-        if asked == "bench":
+        if chosen_command == "bench":
             names = bench_names()
             # "swap" is a bench and an option's value as well: the first one counts
             chosen = next((word for word in arguments if word in names), None)
@@ -172,7 +174,7 @@ class _Completion(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        from gpp_plugin.commands.completion import completion_script
+        from gpp_plugin.commands.command_parser import completion_script
 
         try:
             print(completion_script(full_parser, values))
@@ -236,8 +238,8 @@ def _bench_runner(run: Runner, columns: Sequence[str] | None, chart: RowsChart |
         from gpp_plugin.report.progress import step
         from gpp_plugin.report.rows_text import check_figure, draw_rows
 
-        asked = None if chart is None else args.figure
-        path = None if asked is None else check_figure(asked)
+        figure = None if chart is None else args.figure
+        path = None if figure is None else check_figure(figure)
         with step(f"bench {args.bench}"):
             result = run(args)
         if columns is not None:
@@ -279,6 +281,69 @@ def _docstring(module: str) -> str:
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:] + "."
+
+
+# ---- streams: encodings that lack characters, readers that go ------------------------------------------------
+
+BROKEN_PIPE = 141
+"""The exit code where nobody reads any more: 128 + SIGPIPE, what a shell reports of other programs."""
+
+ASCII = {
+    **dict.fromkeys("┌┐└┘┼├┤┬┴╭╮╰╯", "+"),
+    **dict.fromkeys("│┃╎", "|"),
+    **dict.fromkeys("─━╌–—−", "-"),  # noqa: RUF001 - what is to be replaced
+    **dict.fromkeys("█▓▒■", "#"),
+    **dict.fromkeys("░·•", "."),
+    "▼": "v", "▲": "^", "▶": ">", "→": ">", "◀": "<", "←": "<", "…": "~", "×": "x", "µ": "u", "✓": "+", "✗": "x",
+    "’": "'", "≤": "<", "≥": ">",
+}  # fmt: skip
+"""One character each, or pictures would lose their columns."""
+
+
+def prepare_streams() -> None:
+    """Let output that its encoding lacks characters for be drawn in ASCII, instead of failing half-way."""
+    codecs.register_error("gpp_ascii", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        if not codecs.lookup(encoding).name.startswith("utf") and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="gpp_ascii")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(ASCII.get(char, "?") for char in error.object[error.start : error.end]), error.end
+
+
+def run_while_read(run: Callable[[], int]) -> int:
+    """Return the exit code of ``run``; where standard output's reader has gone (``| head -1``), quietly `BROKEN_PIPE`.
+
+    Raises:
+        BrokenPipeError: another pipe broke.
+    """
+    try:
+        try:
+            return run()
+        finally:  # --help and --version raise SystemExit with their text still in the buffer
+            sys.stdout.flush()
+    except BrokenPipeError:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
+        if not closed:
+            raise
+        # the interpreter flushes once more as it ends, and would complain
+        for stream in closed:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return BROKEN_PIPE
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Return whether nobody reads the pipe behind a stream; its buffer, which may be lost by now, is no sign."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), select.POLLOUT)
+    except (OSError, ValueError):  # no file behind it
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

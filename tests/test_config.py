@@ -4,11 +4,15 @@ import base64
 import json
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from gpp_plugin.api import make_request
+from gpp_plugin.cli import main
+from gpp_plugin.config import reader
 from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.config.reader import check_ranks, read_config
+from gpp_plugin.config.key_names import all_keys
+from gpp_plugin.config.reader import check_ranks, read_config, read_options, read_text
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.plugins import PLANNERS
 
@@ -122,11 +126,24 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
         ({"memory.limit_gb": 4}, 'memory.limit_gb: unknown key (value 4); write "memory": {"limit_gb": 4}'),
         ({"seed": 2**63}, "seed: 9223372036854775808 is not valid; give a whole number from 0 to 2^63 - 1"),
         ({"vertical_sync": "true"}, 'vertical_sync: "true" is not valid; give true or false'),
-        ({"look_ahead": 2}, 'look_ahead: 2 is not valid; give "auto", 0 or 1'),
+        ({"frozen_prefetch": 2}, 'frozen_prefetch: 2 is not valid; give "auto", 0 or 1'),
+        ({"look_ahead": 2}, 'frozen_prefetch: 2 is not valid; give "auto", 0 or 1'),
+        (
+            {"look_ahead": 0, "frozen_prefetch": 0},
+            "look_ahead: is now frozen_prefetch, which is there as well; remove look_ahead",
+        ),
+        (
+            {"mini_batch": 8},
+            'mini_batch: unknown key (value 8); write "train_batch_size": 8 beside graph_pipeline',
+        ),
+        (
+            {"checkpoint": {"keep_lst": 2}},
+            "checkpoint.keep_lst: unknown key (value 2); did you mean 'keep_last'?",
+        ),
         ({"eager": "model.layers"}, 'eager: "model.layers" is not valid; give a list: ["model.layers"]'),
         (
-            {"look_ahead": 1, "mode": "async"},
-            "look_ahead: 1 is not possible in mode async, whose pipeline never drains; set mode to "
+            {"frozen_prefetch": 1, "mode": "async"},
+            "frozen_prefetch: 1 is not possible in mode async, whose pipeline never drains; write mode "
             '"sync" or remove it',
         ),
         (
@@ -156,7 +173,7 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
             {"comm_timeout_s": float("inf")},
             "comm_timeout_s: Infinity is not valid; give a number of seconds above 0",
         ),
-        ({"lengths": 5}, "lengths: 5 is not valid; give null, or an object with max, typical"),
+        ({"lengths": 5}, "lengths: 5 is not valid; give null or an object with max, typical"),
         (
             {"lengths": {"max": 0}},
             'lengths.max: 0 is not valid; give a whole number of at least 1, or {"key of the batch": number, ...}',
@@ -164,14 +181,17 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
         ({"lengths": {"maxx": 5, "max": 5}}, "lengths.maxx: unknown key (value 5); did you mean 'max'?"),
         (
             {"lengths": {"max": 512, "typical": [128, 1024]}},
-            "lengths.typical[1]: 1024 is longer than graph_pipeline.lengths.max, 512; raise max",
+            "lengths.typical[1]: 1024 is longer than lengths.max, 512; raise lengths.max",
         ),
         (
             {"lengths": {"max": {"input_ids": 512, "labels": 64}, "typical": [{"input_ids": 128}]}},
-            'lengths.typical[0]: {"input_ids": 128} is not of the form of graph_pipeline.lengths.max, '
+            'lengths.typical[0]: {"input_ids": 128} is not of the form of lengths.max, '
             '{"input_ids": 512, "labels": 64}; give numbers, or objects with the same keys',
         ),
-        ({"memory": 5}, "memory: 5 is not valid; give an object with limit_gb, recompute, swap"),
+        (
+            {"memory": 5},
+            "memory: 5 is not valid; give an object with limit_gb, recompute, swap, or a list of recompute, swap",
+        ),
         (
             {"memory": {"limit_gb": -1}},
             'memory.limit_gb: -1 is not valid; give "auto" or a number of GB above 0',
@@ -324,8 +344,7 @@ class TestBatchArithmetic:
             ),
             (
                 {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 24},
-                "train_micro_batch_size_per_gpu: 24 (the samples of one loss) does not divide "
-                "train_batch_size 64; give 16 or 32",
+                "train_micro_batch_size_per_gpu: 24 does not divide train_batch_size 64; give 16 or 32",
             ),
             (
                 {"train_batch_size": 64, "gradient_accumulation_steps": 100},
@@ -347,7 +366,7 @@ class TestBatchArithmetic:
                     "graph_pipeline": {"micro_batch_sizes": {"loss": "full"}},
                 },
                 'graph_pipeline.micro_batch_sizes.loss: "full" computes one loss on all 64 samples, but '
-                "train_micro_batch_size_per_gpu asks for losses of 16 samples; remove it or set it to 64",
+                "train_micro_batch_size_per_gpu makes losses of 16 samples; remove it or set it to 64",
             ),
             (
                 {
@@ -356,7 +375,7 @@ class TestBatchArithmetic:
                     "graph_pipeline": {"micro_batch_sizes": {"loss": "full"}},
                 },
                 'graph_pipeline.micro_batch_sizes.loss: "full" computes one loss on all 64 samples, but '
-                "gradient_accumulation_steps asks for 2 losses a step; remove it",
+                "gradient_accumulation_steps makes 2 losses a step; remove it",
             ),
             (
                 {"train_batch_size": 64, "graph_pipeline": {"micro_batch_sizes": 48}},
@@ -403,15 +422,21 @@ class TestCheckRanks:
         ("openvino", """"openvino" is not valid; give a list: ["openvino"]"""),
         ("of", """"of" is not valid; give "off", "auto", a list of backends, or {"stage name": "backend", ...}; did you """
                "mean 'off'?"),
-        (["openvno"], """no backend "openvno"; did you mean 'openvino'?; give one of torch, inductor, onnxruntime, """
-                      "openvino"),
-        ({"vision": "tensort"}, """no backend "tensort"; give one of torch, inductor, onnxruntime, """
-                               "openvino"),
         (3, """3 is not valid; give "off", "auto", a list of backends, or {"stage name": "backend", ...}"""),
     ],
 )  # fmt: skip
 def test_a_wrong_backend_is_one_line(backends, text):
     assert lines_of(block_of(backends=backends)) == [f"graph_pipeline.backends: {text}"]
+
+
+@pytest.mark.parametrize(
+    ("backends", "entry"), [(["torch", "openvno"], "1"), ({"vision": "openvno"}, "vision")]
+)
+def test_a_wrong_name_of_a_backend_is_one_line_with_its_place(backends, entry):
+    names = "torch, inductor, onnxruntime, openvino"
+    assert lines_of(block_of(backends=backends)) == [
+        f"graph_pipeline.backends.{entry}: \"openvno\" is not valid; give one of {names}; did you mean 'openvino'?"
+    ]
 
 
 @pytest.mark.parametrize("asked", [False, True, "auto", {"language_model": True}])
@@ -432,7 +457,7 @@ def test_compile_is_kept_and_leaves_tasks_whole(asked):
         ({"schedule": "zero_bubble"}, 'schedule "zero_bubble": a compiled backward is not made in two parts'),
         ({"slicing": 2}, "slicing 2: halves would be compiled beside the whole"),
         ({"mode": "async"}, 'mode "async": its weights change between a forward and its backward'),
-        ({"lengths": {"max": 8}}, 'lengths "given": what is compiled is for one length'),
+        ({"lengths": {"max": 8}}, "lengths.max 8: what is compiled is for one length"),
         ({"units": 4}, "units 4: each shape of a unit would be compiled"),
         ({"locate_nan": True}, "locate_nan true: operators of compiled code are out of sight"),
         ({"tensor_parallel": "auto"}, 'tensor_parallel "auto": what tensor ranks share out is not compiled'),
@@ -461,3 +486,129 @@ def test_numbers_that_are_not_finite_are_not_looked_for_where_backends_hide_them
     assert line.startswith(
         "graph_pipeline.locate_nan: true looks at what every operator returns, and backends"
     )
+
+
+MISTAKES = {
+    "unknown key": (
+        ({"stagess": 3}, "graph_pipeline.stagess: unknown key (value 3); did you mean 'stages'?"),
+        (["--set", "stagess=3"], "--set stagess: unknown key (value 3); did you mean 'stages'?"),
+        ({"stagess": 3}, "stagess: unknown key (value 3); did you mean 'stages'?"),
+    ),
+    "key of an object, beside it": (
+        ({"limit_gb": 8}, 'graph_pipeline.limit_gb: unknown key (value 8); write "memory": {"limit_gb": 8}'),
+        (["--set", "limit_gb=8"], "--set limit_gb: unknown key (value 8); write --memory-limit-gb 8"),
+        ({"limit_gb": 8}, "limit_gb: unknown key (value 8); write memory_limit_gb=8"),
+    ),
+    "unknown key of an object": (
+        ({"memory": {"swp": "off"}}, "graph_pipeline.memory.swp: unknown key (value \"off\"); did you mean 'swap'?"),
+        (["--memory", '{"swp": "off"}'], "--memory: swp: unknown key (value \"off\"); did you mean 'swap'?"),
+        ({"memory": {"swp": "off"}}, "memory['swp']: unknown key (value \"off\"); did you mean 'swap'?"),
+    ),
+    "wrong type": (
+        ({"vertical_sync": "yes"}, 'graph_pipeline.vertical_sync: "yes" is not valid; give true or false'),
+        (["--set", "vertical_sync=yes"], '--set vertical_sync: "yes" is not valid; give true or false'),
+        ({"vertical_sync": "yes"}, 'vertical_sync: "yes" is not valid; give true or false'),
+    ),
+    "out of range": (
+        ({"stages": 0}, 'graph_pipeline.stages: 0 is not valid; give "auto" or a whole number of at least 1'),
+        (["--stages", "0"], '--stages: 0 is not valid; give "auto" or a whole number of at least 1'),
+        ({"stages": 0}, 'stages: 0 is not valid; give "auto" or a whole number of at least 1'),
+    ),
+    "out of range, of an object": (
+        ({"memory": {"limit_gb": -1}}, 'graph_pipeline.memory.limit_gb: -1 is not valid; give "auto" or a number of GB above 0'),
+        (["--memory-limit-gb", "-1"], '--memory-limit-gb: -1 is not valid; give "auto" or a number of GB above 0'),
+        ({"memory_limit_gb": -1}, 'memory_limit_gb: -1 is not valid; give "auto" or a number of GB above 0'),
+    ),
+    "out of range, by module": (
+        ({"tensor_parallel": {"text": 0}}, "graph_pipeline.tensor_parallel.text: 0 is not valid; give a whole number of at least 1"),
+        (["--tensor-parallel", '{"text": 0}'], "--tensor-parallel: text: 0 is not valid; give a whole number of at least 1"),
+        ({"tensor_parallel": {"text": 0}}, "tensor_parallel['text']: 0 is not valid; give a whole number of at least 1"),
+    ),
+    "no such name": (
+        ({"planner": "grahpipe"}, f"graph_pipeline.planner: \"grahpipe\" is not valid; give one of {PLANNER_NAMES}; did you mean 'graphpipe'?"),
+        (["--planner", "grahpipe"], f"--planner: \"grahpipe\" is not valid; give one of {PLANNER_NAMES}; did you mean 'graphpipe'?"),
+        ({"planner": "grahpipe"}, f"planner: \"grahpipe\" is not valid; give one of {PLANNER_NAMES}; did you mean 'graphpipe'?"),
+    ),
+    "contradiction": (
+        ({"vertical_sync": True}, 'graph_pipeline.vertical_sync: true has no meaning in mode sync, where all stages step at once; write mode "async" or remove it'),
+        (["--vertical-sync"], "--vertical-sync: true has no meaning in mode sync, where all stages step at once; write --mode async or remove it"),
+        ({"vertical_sync": True}, "vertical_sync: true has no meaning in mode sync, where all stages step at once; write mode='async' or remove it"),
+    ),
+    "contradiction of two": (
+        ({"mode": "async", "slicing": 2}, 'graph_pipeline.slicing: 2 is not possible in mode async, which runs 1F1B of whole micro-batches; write mode "sync" or remove it'),
+        (["--mode", "async", "--slicing", "2"], '--slicing: 2 is not possible in mode async, which runs 1F1B of whole micro-batches; write --mode sync or remove it'),
+        ({"mode": "async", "slicing": 2}, 'slicing: 2 is not possible in mode async, which runs 1F1B of whole micro-batches; write mode=\'sync\' or remove it'),
+    ),
+    "longer than the longest": (
+        ({"lengths": {"max": 8, "typical": [9]}}, "graph_pipeline.lengths.typical[0]: 9 is longer than lengths.max, 8; raise lengths.max"),
+        (["--length", "9", "--max-length", "8"], "--length[0]: 9 is longer than --max-length, 8; raise --max-length"),
+        ({"length": 9, "max_length": 8}, "length[0]: 9 is longer than max_length, 8; raise max_length"),
+    ),
+    "sizes that do not divide": (
+        ({"micro_batch_sizes": 5}, "graph_pipeline.micro_batch_sizes: 5 does not divide train_batch_size 64; give 4 or 8"),
+        (["--micro-batch", "5", "--mini-batch", "64"], "--micro-batch: 5 does not divide --mini-batch 64; give 4 or 8"),
+        ({"micro_batch_sizes": 5, "mini_batch": 64}, "micro_batch_sizes: 5 does not divide mini_batch 64; give 4 or 8"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_the_same_advice_in_the_users_own_words(mistake, capsys):
+    """In the DeepSpeed JSON, on the command line, and in Python."""
+    (keys, in_json), (arguments, on_command_line), (options, in_python) = MISTAKES[mistake]
+    with pytest.raises(ConfigError) as raised:
+        batch_arithmetic(block_of(**keys), num_ranks=4)
+    assert str(raised.value) == in_json
+    try:
+        code = main(["plan", "mmt", "--devices", "4", *arguments])
+    except SystemExit as end:  # a value that is wrong in itself is wrong usage
+        code = end.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code in (1, 2) and line.removesuffix("; see gpp plan --help") == f"gpp plan: {on_command_line}"
+    with pytest.raises(ConfigError) as raised:
+        make_request("mmt", num_devices=4, **options)
+    assert str(raised.value) == in_python
+
+
+def test_every_key_can_be_set_on_the_command_line():
+    """Each by the default of its field, as JSON."""
+    for path, key in all_keys().items():
+        default = key.field.default
+        if not isinstance(default, BaseModel) and not path.startswith("lengths."):
+            assert read_text(path, json.dumps(default)) == default
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("stages", "3", 3), ("stages", "auto", "auto"), ("trace_path", "3", "3"), ("memory.limit_gb", "1.5", 1.5),
+        ("memory", "recompute,swap", ["recompute", "swap"]), ("memory", "swap", ["swap"]),
+        ("micro_batch_sizes", "loss=full,*=4", {"loss": "full", "*": 4}), ("lengths.typical", "8,4", [8, 4]),
+        ("tensor_parallel", "model.text=2", {"model.text": 2}), ("eager", "layers.*.router", ["layers.*.router"]),
+        ("backends", '["torch", "inductor"]', ["torch", "inductor"]), ("compile", "true", True), ("plan", "null", None),
+        ("cluster", '{"name": "x"}', {"name": "x"}), ("slicing", "off", "off"), ("zero_stage", "2", 2),
+    ],
+)  # fmt: skip
+def test_values_on_a_command_line(path, text, value):
+    assert read_text(path, text) == value
+
+
+def test_options_by_path_by_argument_and_by_deepspeeds_key_are_the_same():
+    options = read_options({"memory_limit_gb": 8, "train_batch_size": 32, "length": (8, 4), "stages": None})
+    assert options == read_options({"memory.limit_gb": 8, "mini_batch": 32, "lengths": {"typical": [8, 4]}})
+    assert (options.memory.limit_gb, options.memory.optimization, options.mini_batch) == (8, (), 32)
+    assert options.lengths.max == 8 and options.stages == "auto"
+    assert read_options({"memory": ["swap"]}).memory.optimization == ("swap",)
+    for twice in ({"memory": ["swap"], "memory_swap": "off"}, {"memory.swap": "auto", "memory_swap": "off"}):
+        with pytest.raises(
+            ConfigError, match='^graph_pipeline.memory.swap: "auto" and "off"; give one value$'
+        ):
+            read_options(twice)
+
+
+def test_a_key_of_an_earlier_release_is_read_with_one_line_of_advice(caplog):
+    reader._advise.cache_clear()
+    configs = [read_config(block_of(look_ahead=1)) for _ in range(2)]
+    assert configs == [GraphPipelineConfig(frozen_prefetch=1)] * 2 and configs[0].look_ahead == 1
+    (record,) = caplog.records
+    assert record.message.startswith("graph_pipeline.look_ahead: is now frozen_prefetch;")

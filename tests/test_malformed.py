@@ -31,14 +31,14 @@ BLOCKS: list[tuple[str, Any]] = [
     ("granularity", 2), ("slicing", 0), ("slicing", "some"), ("slicing", -1), ("memory", 8), ("memory", {"limit": 8}),
     ("memory", {"limit_gb": -1}), ("memory", {"limit_gb": NAN}), ("memory", {"limit_gb": INF}),
     ("memory", {"limit_gb": "8GB"}), ("memory", {"swap": "on"}), ("memory", {"recompute": 1}), ("lengths", 64),
-    ("lengths", {"max": 0}), ("lengths", {"typical": [3]}), ("lengths", {"max": 8, "typical": [16]}),
-    ("lengths", {"max": 8, "typical": 4}), ("lengths", {"max": {"input_ids": -3}}), ("cluster", 4), ("cluster", ["a"]),
+    ("lengths", {"max": 0}), ("lengths", {"typical": [0]}), ("lengths", {"max": 8, "typical": [16]}),
+    ("lengths", {"max": 8, "typical": "4"}), ("lengths", {"max": {"input_ids": -3}}), ("cluster", 4), ("cluster", ["a"]),
     ("plan", 7), ("plan", ["stages"]), ("profile_dir", 1), ("loss_mean", "sum"), ("units", 0), ("units", "8"),
     ("unit_order", "random"), ("mode", "Async"), ("vertical_sync", "no"), ("vertical_sync", True), ("p2p", "nccl"),
     ("comm_timeout_s", 0), ("comm_timeout_s", -5), ("comm_timeout_s", NAN), ("comm_timeout_s", INF),
     ("comm_timeout_s", "60s"), ("trace_path", 0), ("seed", -1), ("seed", 2**64), ("seed", 1.5), ("weights", 3),
     ("verify", "true"), ("eager", "layers.*"), ("eager", [1]), ("loader_workers", -1), ("loader_workers", "two"),
-    ("look_ahead", 2), ("look_ahead", -1), ("look_ahead", "on"), ("stage", 2), ("Planner", "auto"), ("limit_gb", 8),
+    ("frozen_prefetch", 2), ("frozen_prefetch", -1), ("frozen_prefetch", "on"), ("stage", 2), ("Planner", "auto"), ("limit_gb", 8),
     ("\x1b[2J", 1), ("stages", DEEP),
 ]  # fmt: skip
 

@@ -122,8 +122,8 @@ def one_ratio(torch_us: float, us: float) -> float | None:
 def format_backends(chosen: Sequence[StageBackend]) -> str:
     """Return the table of each part, and what would be chosen."""
     blocks = []
-    # The first cost is torch's, and the others are held against it; a refused one has no time, and its reason goes
-    # below the table, where there is room for it.
+    # The first cost is torch's, and the others are held against it; a refused one has no time, and its reason stands
+    # below the table, where there is space for it.
     for one in chosen:
         lines, refused = [], []
         for cost in one.costs:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import make_request, plan_for
+from gpp_plugin.commands.command_parser import add_keys, add_size, command_names, read_sizes
+from gpp_plugin.commands.plan_command import KEYS as PLAN_KEYS
 from gpp_plugin.compare.compare_settings import (
     GRAPH,
     MODES,
@@ -24,28 +26,31 @@ from gpp_plugin.compare.compared_models import TINY, check_model_name, planned_n
 from gpp_plugin.compare.simulated import simulate_modes
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.deepspeed_json import load_deepspeed_json
+from gpp_plugin.config.key_names import JSON_NAMES, CommandNames, place_of, use_names
+from gpp_plugin.config.reader import flat_keys, nested_keys, read_options
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
-from gpp_plugin.plugins import PLANNERS
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.rows_text import json_text
 from gpp_plugin.report.units import fill_text, format_bytes, format_table
 
-_SIZES = ("mini_batch", "loss_unit", "planner", "stages")
-_DEFAULTS = {"mini_batch": 32, "loss_unit": 4}
+KEYS = ("num_devices", "cluster", "dtype", "mini_batch", "loss_unit", "planner", "stages", "lengths.typical")
+"""Keys of the schema that have options of their own."""
+_DEFAULTS = {"num_devices": 4, "mini_batch": 32, "loss_unit": 4}
+"""Without a configuration and without a cluster; on a cluster they are those of `gpp plan`."""
+_BESIDE_CONFIG = ("num_devices", "cluster", "dtype", "lengths.typical")
+"""Keys that a DeepSpeed configuration does not have."""
 SAME = 0.02
 """A gain that is none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gpp compare`."""
-    # One option after the other, in the order of --help; nothing here decides anything. Options
-    # without a default (--mini-batch, --planner, ...) must tell "not given" from a value: with
-    # --config they are refused.
     parser.add_argument(
         "model",
         nargs="?",
@@ -55,36 +60,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"simulated only, {', '.join(planned_names())} (%(default)s)",
     )
     parser.add_argument(
-        "--config", type=Path, help="a DeepSpeed JSON, with or without a graph_pipeline block"
+        "--config",
+        type=Path,
+        help="a DeepSpeed JSON, with or without a graph_pipeline block, in place of keys of the schema",
     )
-    parser.add_argument("--devices", type=int, default=4, help="ranks of a pipeline (%(default)s)")
-    parser.add_argument(
-        "--cluster",
-        help="simulate on this cluster, start no ranks: a file, or a name as of gpp plan (dgx_h100 for a model that is "
-        "only planned)",
-    )
-    parser.add_argument(
-        "--dtype", help="with --cluster: bf16, fp16 or fp32 (the first that the devices have a speed in)"
-    )
+    usual = {
+        path: f"without --cluster {value}" for path, value in {**_DEFAULTS, "lengths.typical": 32}.items()
+    }
+    clusters = {"cluster": cluster_names()}
+    # with a cluster nothing is trained: modes are simulated on it
+    defaults = {
+        **usual,
+        "num_devices": _DEFAULTS["num_devices"],
+        "cluster": "none: modes run on this machine",
+    }
+    add_keys(parser, KEYS, defaults=defaults, names=clusters)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each mode (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those (%(default)s)")
     parser.add_argument(
         "--modes", default=",".join(MODES), help="which to run, separated by commas (%(default)s)"
-    )
-    parser.add_argument(
-        "--mini-batch",
-        type=int,
-        help="samples of one step, without --config (32; with --cluster as gpp plan)",
-    )
-    parser.add_argument(
-        "--loss-unit", type=int, help="samples of one loss, without --config (4; with --cluster as gpp plan)"
-    )
-    parser.add_argument("--planner", help="of the graph, without --config (auto)")
-    parser.add_argument(
-        "--stages",
-        type=int,
-        help="of the pipelines, without --config (the planners choose); more than devices: "
-        "those of the graph hold several",
     )
     parser.add_argument(
         "--emulate",
@@ -94,14 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-time", type=float, metavar="X", help="with --emulate: factor of every measured time (1)"
     )
-    parser.add_argument("--length", type=int, help="tokens of a text (32; with --cluster as gpp plan)")
-    parser.add_argument(
-        "--size",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a dimension of a library model, e.g. --size branches=2; may be repeated",
-    )
+    add_size(parser)
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     parser.add_argument(
         "--timeout", type=float, default=1800.0, metavar="S", help="most seconds in all (%(default)g)"
@@ -115,18 +102,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         GppError: an option is wrong, or a process failed.
     """
+    # with --config keys are those of its file
+    with use_names(JSON_NAMES if args.config is not None else command_names(args)):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
     check_model_name(args.model)
     if args.out is not None and not args.out.absolute().parent.is_dir():
         raise ConfigError(f"--out: {args.out.parent} is no directory; make it first")
-    if args.cluster is None and args.model in planned_names():
-        args.cluster = "dgx_h100"
+    if args.model in planned_names():
+        args.keys = {"cluster": "dgx_h100", **args.keys}
     _check_batch_options(args)
     if args.scale_time is not None and not args.emulate:
         raise ConfigError("--scale-time: is for --emulate; real compute takes the time it takes")
-    if args.cluster is not None:
+    if "cluster" in args.keys:
         return _finish(args, _simulate(args))
-    if args.dtype is not None:
-        raise ConfigError("--dtype: is for --cluster; training has bf16 or fp16 in its --config")
+    if "dtype" in args.keys:
+        raise ConfigError(f"{place_of('dtype')}: is for --cluster; training has bf16 or fp16 in its --config")
     settings = _settings(args)
     if args.model in TINY or Path(args.model).exists():
         require_modules("transformers")
@@ -136,17 +129,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # Imported here, behind all that can be refused: those modules load torch, which takes seconds.
     from gpp_plugin.compare.compare_run import compare_modes
 
-    _tell(
+    _print_filled(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
         f"{settings.num_ranks} ranks, {os.environ.get('OMP_NUM_THREADS', '1')} thread a process; the modes take turns, "
         "step by step"
     )
-    rows = compare_modes(settings, tell=_tell)
+    rows = compare_modes(settings, tell=_print_filled)
     print(f"\n{format_comparison(rows)}")
     return _finish(args, rows)
 
 
-def _tell(text: str) -> None:
+def _print_filled(text: str) -> None:
     print(fill_text(text), flush=True)
 
 
@@ -160,13 +153,15 @@ def _check_batch_options(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--size: is for library models ({', '.join(MODELS)}); {args.model} has sizes of its own"
         )
-    if args.length is None:
+    lengths = [path for path in args.keys if path.startswith("lengths")]
+    if not lengths:
         return
-    if args.cluster is not None and args.model in MODELS:
-        raise ConfigError(f"--length: is for HuggingFace models; {args.model} has sizes: --size NAME=VALUE")
+    place = place_of(lengths[0])
+    if "cluster" in args.keys and args.model in MODELS:
+        raise ConfigError(f"{place}: is for HuggingFace models; {args.model} has sizes: --size NAME=VALUE")
     if args.model not in (*trained_names(), *planned_names()) and not Path(args.model).exists():
         raise ConfigError(
-            f"--length: the batches are those that {args.model} returns; make them of that length"
+            f"{place}: the batches are those that {args.model} returns; make them of that length"
         )
 
 
@@ -176,30 +171,32 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
             "--cluster: simulates, without --config and --emulate; leave these or --cluster out"
         )
     modes = _modes(args)
-    if args.planner is not None and args.planner not in PLANNERS:
-        raise ConfigError(
-            f"--planner: no planner {args.planner!r}{PLANNERS.suggestion(args.planner)} "
-            f"(planners: {', '.join(PLANNERS.names())})"
-        )
+    args.keys = {"num_devices": _DEFAULTS["num_devices"], **args.keys}
+    options = read_options(args.keys)
     with step("capture"):
         request = _request(args)
-    planner = args.planner or "auto"
 
-    def make(asked: PlanRequest) -> Any:
-        return plan_for(asked, planner=planner)
+    def make(request: PlanRequest) -> Any:
+        return plan_for(
+            request,
+            planner=options.planner,
+            schedule=options.schedule,
+            slicing=options.slicing,
+            p2p=options.p2p,
+        )
 
-    _tell(
+    _print_filled(
         f"{args.model}: {request.mini_batch} samples a step, {request.loss_unit} a loss, in "
         f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}"
     )
-    with step("plan") as tell:
+    with step("plan") as progress:
         mode_at = [""]
 
         def begin(mode: str) -> None:
             mode_at[0] = mode
-            tell.note(mode)
+            progress.note(mode)
 
-        with searching(lambda phase: tell.note(f"{mode_at[0]}, {phase}")):
+        with searching(lambda phase: progress.note(f"{mode_at[0]}, {phase}")):
             rows = simulate_modes(request, modes, make, tell=begin)
     if all("refused" in row for row in rows):
         raise PlanError(f"no mode can run this; {rows[-1]['mode']}: {rows[-1]['refused']}")
@@ -208,38 +205,30 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _request(args: argparse.Namespace) -> PlanRequest:
-    """Return what planners are asked, of a model that is only planned or of one that could be trained."""
-    options: dict[str, Any] = {
-        "planner": args.planner or "auto",
-        "num_devices": args.devices,
-        "dtype": args.dtype,
-        "mini_batch": args.mini_batch,
-        "loss_unit": args.loss_unit,
-        "stages": args.stages,
-    }
+    """Return the input of planners, for a model that is only planned or for one that could be trained."""
     if args.model in MODELS:
-        return make_request(args.model, args.cluster, sizes=_dimensions(args.size), **options)
+        return make_request(args.model, sizes=read_sizes(args.size), **args.keys)
     if args.model in planned_names() or Path(args.model).exists():
-        length = {} if args.length is None else {"length": args.length}
-        return make_request(args.model, args.cluster, **length, **options)
+        return make_request(args.model, **args.keys)
 
     from gpp_plugin.compare.compared_models import build_model
 
     settings = _settings(args)
     built = build_model(settings)
-    options["loss_unit"] = settings.loss_unit
-    return make_request(built.model, args.cluster, sample_batch=built.batch_at(0), **options)
+    keys = {key: value for key, value in args.keys.items() if key != "lengths.typical"}
+    keys["loss_unit"] = settings.loss_unit
+    return make_request(built.model, sample_batch=built.batch_at(0), **keys)
 
 
 def _emulate(args: argparse.Namespace, settings: CompareSettings) -> list[dict[str, Any]]:
     from gpp_plugin.compare.emulated import compare_emulated
 
-    _tell(
+    _print_filled(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
         f"{settings.num_ranks} ranks with delays in place of compute, the optimizer step left out"
     )
     scale = 1.0 if args.scale_time is None else args.scale_time
-    rows = compare_emulated(settings, scale_time=scale, tell=_tell)
+    rows = compare_emulated(settings, scale_time=scale, tell=_print_filled)
     print(f"\n{format_emulated(rows)}")
     return rows
 
@@ -271,7 +260,7 @@ def what_next(args: argparse.Namespace, ratios: dict[str, float]) -> list[str]:
             f"next: a graph of stages gains little or nothing over {best} here; a larger mini-batch, more devices or "
             "a model with longer branches may differ"
         )
-    elif args.cluster is not None:
+    elif "cluster" in args.keys:
         if args.model in (*MODELS, *planned_names()) or Path(args.model).exists():
             lines.append(
                 f"next: gpp plan {args.model}{options_again(args, 'gpp plan')} --out plan.json shows and keeps the "
@@ -290,27 +279,22 @@ def what_next(args: argparse.Namespace, ratios: dict[str, float]) -> list[str]:
     return lines
 
 
-_BATCH_OPTIONS = ("mini_batch", "loss_unit", "planner", "stages", "length")
-_AGAIN = {
-    "gpp plan": ("cluster", "dtype", *_BATCH_OPTIONS),
-    "gpp compare --emulate": ("modes", *_BATCH_OPTIONS),
-    "gpp compare": ("config", "modes", *_BATCH_OPTIONS),
-}
-"""Which of the options that were given mean the same to the command that is advised."""
-
-
 def options_again(args: argparse.Namespace, command: str) -> str:
     """Return the options of a comparison as they are typed for another command, with a space in front of each.
 
-    >>> asked = {"devices": 8, "cluster": "summit", "mini_batch": 64, "size": ["branches=2"]}
-    >>> options_again(argparse.Namespace(**asked), "gpp plan")
+    >>> keys = {"num_devices": 8, "cluster": "summit", "mini_batch": 64}
+    >>> options_again(argparse.Namespace(keys=keys, size=["branches=2"]), "gpp plan")
     ' --devices 8 --cluster summit --mini-batch 64 --size branches=2'
     """
-    words = [f"--devices {args.devices}"]
-    for name in _AGAIN[command]:
-        value = getattr(args, name, None)
-        if value is not None and not (name == "modes" and value == ",".join(MODES)):
-            words.append(f"--{name.replace('_', '-')} {value}")
+    is_plan = command == "gpp plan"
+    names = CommandNames(options=PLAN_KEYS if is_plan else KEYS)
+    simulated = () if is_plan else ("cluster", "dtype")
+    keys = {"num_devices": _DEFAULTS["num_devices"], **args.keys}
+    words = [names.setting(path, value) for path, value in keys.items() if path not in simulated]
+    if command == "gpp compare" and args.config is not None:
+        words.append(f"--config {args.config}")
+    if not is_plan and args.modes != ",".join(MODES):
+        words.append(f"--modes {args.modes}")
     words += [f"--size {text}" for text in args.size]
     return "".join(f" {word}" for word in words)
 
@@ -327,26 +311,27 @@ def speed_ups(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _settings(args: argparse.Namespace) -> CompareSettings:
+    keys = {path: value for path, value in flat_keys(args.keys.items()).items() if path not in _BESIDE_CONFIG}
     if args.config is not None:
-        given = [f"--{name.replace('_', '-')}" for name in _SIZES if getattr(args, name) is not None]
-        if given:
-            raise ConfigError(
-                f"{', '.join(given)}: cannot be combined with --config; write it into {args.config}"
-            )
+        if keys:
+            written = ", ".join(args.spelled[path] for path in args.keys if path not in _BESIDE_CONFIG)
+            raise ConfigError(f"{written}: cannot be combined with --config; write it into {args.config}")
         config = load_deepspeed_json(args.config)
         # A configuration of stock DeepSpeed is compared as it is: an empty block means "auto" throughout.
         config.setdefault(BLOCK, {})
     else:
-        block = {key: getattr(args, key) for key in ("planner", "stages") if getattr(args, key) is not None}
-        sizes = {key: getattr(args, key) or default for key, default in _DEFAULTS.items()}
-        config = default_config(**sizes, block=block)
+        mini_batch, loss_unit = (keys.pop(key, _DEFAULTS[key]) for key in ("mini_batch", "loss_unit"))
+        zero_stage = keys.pop("zero_stage", 0)
+        config = default_config(mini_batch=mini_batch, loss_unit=loss_unit, block=nested_keys(keys))
+        if zero_stage:
+            config["zero_optimization"] = {"stage": zero_stage}
     return CompareSettings(
         model=args.model,
         ds_config=config,
-        num_ranks=args.devices,
+        num_ranks=args.keys.get("num_devices", _DEFAULTS["num_devices"]),
         modes=_modes(args),
-        sizes=_dimensions(args.size),
-        length=args.length,
+        sizes=read_sizes(args.size),
+        length=_length(args),
         warm_up=args.warm_up,
         steps=args.steps,
         seed=args.seed,
@@ -354,20 +339,20 @@ def _settings(args: argparse.Namespace) -> CompareSettings:
     )
 
 
+def _length(args: argparse.Namespace) -> int | None:
+    """Return the tokens of a text of batches that are made up."""
+    lengths = args.keys.get("lengths.typical")
+    if isinstance(lengths, list) and len(lengths) == 1:
+        (lengths,) = lengths
+    if lengths is not None and not isinstance(lengths, int):
+        raise ConfigError(f"{place_of('lengths.typical')}: {lengths} is for --cluster; give one number")
+    return lengths
+
+
 def _modes(args: argparse.Namespace) -> tuple[str, ...]:
     modes = tuple(mode.strip() for mode in args.modes.split(",") if mode.strip())
     check_modes(modes)
     return modes
-
-
-def _dimensions(given: list[str]) -> dict[str, int]:
-    sizes = {}
-    for text in given:
-        name, _, value = text.partition("=")
-        if not value.isdecimal():
-            raise ConfigError(f"--size: {text!r} is not NAME=NUMBER, e.g. branches=2")
-        sizes[name] = int(value)
-    return sizes
 
 
 def format_comparison(rows: list[dict[str, Any]]) -> str:

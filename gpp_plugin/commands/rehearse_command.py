@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import rehearse, save
-from gpp_plugin.commands.width import add_width, axis_of
+from gpp_plugin.commands.command_parser import add_width, axis_of
+from gpp_plugin.config.key_names import CommandNames, use_names
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.rehearse.rehearsal_settings import load_rehearsable
 
 
@@ -43,11 +45,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     # The plan is read and checked before torch is loaded: a wrong file is refused at once, not after seconds.
     plan = load_rehearsable(args.plan)
+    with use_names(CommandNames(options=(), written={"timeout_s": "--timeout"})):
+        return _run(args, plan)
+
+
+def _run(args: argparse.Namespace, plan: PipelinePlan) -> dict[str, Any]:
 
     from gpp_plugin.rehearse.rehearsal_report import format_rehearsal, rehearsal_figures, stage_rows
     from gpp_plugin.report.chrome_trace import write_trace
 
-    # Progress goes out line by line (flush): a rehearsal takes minutes, often into a pipe or a log.
+    # Progress is printed line by line (flush): a rehearsal takes minutes, often into a pipe or a log.
     rehearsal = rehearse(
         plan,
         steps=args.steps,

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.commands.width import add_width, axis_of, columns_of
+from gpp_plugin.commands.command_parser import add_width, axis_of, columns_of
 from gpp_plugin.errors import GppError, ReadError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import (
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         name = reported[0].name
         raise GppError(f"--trace: {name} is a plan; gpp simulate {name} --out FILE makes its timeline")
     if args.trace is not None and len(timelines) > 1:
-        raise GppError(f"--trace: writes one timeline and {len(timelines)} are given; give one")
+        raise GppError(f"--trace: writes one timeline and {len(timelines)} are there; give one")
     # a plan that only serves its timelines is not shown as text, but belongs to the page
     shown = [each for each in reported if each.name in {str(path) for path in args.files}]
     results = [_show_plan(each.plan, columns_of(args)) for each in shown]
@@ -121,7 +121,7 @@ def _read(files: list[Path], extra: Path | None) -> list[ReportedPlan]:
 
 
 def _write(args: argparse.Namespace, reported: list[ReportedPlan]) -> None:
-    """Write the trace, the page and the pictures that are asked for."""
+    """Write the trace, the page and the pictures of the options."""
     timelines = [(each.plan, timeline) for each in reported for _, timeline in each.timelines]
     try:
         if args.trace is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_ahead, simulate_async
-from gpp_plugin.commands.width import add_width, axis_of
+from gpp_plugin.commands.command_parser import add_width, axis_of
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import to_plain
@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     ahead = simulate_ahead(plan, args.cluster)
     if ahead is not None:
         said = (
-            f"look_ahead: {format_ms(ahead.steady_us)} ms a mini-batch, not {format_ms(ahead.whole_us)} ms, while the "
-            f"frozen stages {printable(', '.join(ahead.stages))} run the forwards of the next one"
+            f"frozen_prefetch: {format_ms(ahead.steady_us)} ms a mini-batch, not {format_ms(ahead.whole_us)} ms, while "
+            f"the frozen stages {printable(', '.join(ahead.stages))} run the forwards of the next one"
         )
         print(fill_text(said, indent="  "))
         summary["look_ahead_us"] = ahead.steady_us
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _overlap(plan: PipelinePlan, timeline: Timeline, args: argparse.Namespace) -> dict[str, Any]:
-    """Print what is hidden behind computing, if that was asked for, and return it."""
+    """Print what is hidden behind computing, where `--overlap` is there, and return it."""
     if not args.overlap:
         return {}
     found = timeline_overlap(plan, timeline, read_cluster(args.cluster, num_devices=plan.num_ranks))

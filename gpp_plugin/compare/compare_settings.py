@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpp_plugin.config.batch_sizes import batch_arithmetic
+from gpp_plugin.config.key_names import place_of
 from gpp_plugin.config.reader import check_ranks, read_config
 from gpp_plugin.errors import ConfigError, nearest
 
@@ -19,7 +20,7 @@ MODES = (SINGLE, STOCK, CHAIN, GRAPH)
 which is never trained, only simulated or emulated; the graph of stages."""
 
 _TEXT_LENGTH = 32
-"""Tokens of a text, where none are asked for."""
+"""Tokens of a text, by default."""
 
 _GRAPH_ONLY = (
     "plan",
@@ -53,7 +54,7 @@ class CompareSettings:
     ds_config: dict[str, Any]
     num_ranks: int
     modes: tuple[str, ...] = MODES
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int | str] = field(default_factory=dict)
     length: int | None = None
     warm_up: int = 2
     steps: int = 10
@@ -68,13 +69,16 @@ class CompareSettings:
     def __post_init__(self) -> None:
         check_modes(self.modes)
         for name, value, least in (
-            ("--devices", self.num_ranks, 1),
-            ("--steps", self.steps, 1),
-            ("--warm-up", self.warm_up, 0),
-            ("--length", self.text_length, 1),
+            (place_of("num_devices"), self.num_ranks, 1),
+            (place_of("steps"), self.steps, 1),
+            (place_of("warm_up"), self.warm_up, 0),
+            (place_of("lengths.typical"), self.text_length, 1),
         ):
             if value < least:
                 raise ConfigError(f"{name}: {value} is not valid; give at least {least}")
+        texts = [f"{name}={value}" for name, value in self.sizes.items() if not isinstance(value, int)]
+        if texts:
+            raise ConfigError(f"--size: {texts[0]} is not valid; give a number, as in branches=2")
         _ = self.mini_batch, self.loss_unit  # refused here, before any process starts
         block = read_config(self.ds_config)
         if block is not None and self.modes != (SINGLE,):
@@ -82,7 +86,7 @@ class CompareSettings:
         if block is not None and (block.loss_mean, block.units) != ("units", None):
             key = "loss_mean" if block.units is None else "units"
             raise ConfigError(
-                f"graph_pipeline.{key}: {getattr(block, key)!r} is not what one process and {STOCK} are compared with; "
+                f"{place_of(key)}: {getattr(block, key)!r} is not what one process and {STOCK} are compared with; "
                 "remove it"
             )
 

@@ -1,4 +1,4 @@
-"""The samples of a mini-batch and of a loss, as the configuration gives or implies them."""
+"""The samples of a mini-batch and of a loss, as the configuration says or implies them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.deepspeed_json import load_deepspeed_json
+from gpp_plugin.config.key_names import name_of, place_of, setting_of
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import nearest_divisors
 from gpp_plugin.ir.typed_leaves import MOST_COUNT, show
+
+_STEPS = "gradient_accumulation_steps"
 
 
 class BatchSizes(NamedTuple):
@@ -20,7 +23,7 @@ class BatchSizes(NamedTuple):
     Args:
         mini_batch: samples of one optimizer step over the whole graph (B).
         loss_unit: samples one loss is computed on (u); the step's loss is the mean over B/u of them.
-        gradient_accumulation_steps: as given; divides B/u.
+        gradient_accumulation_steps: of the JSON; divides B/u.
     """
 
     mini_batch: int
@@ -29,11 +32,11 @@ class BatchSizes(NamedTuple):
 
 
 def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) -> BatchSizes:
-    """Return mini-batch, loss unit and accumulation steps as the configuration gives or implies them.
+    """Return mini-batch, loss unit and accumulation steps as the configuration says or implies them.
 
     ``train_batch_size`` is B. ``train_micro_batch_size_per_gpu`` is the loss unit u; where it is missing,
     u is B / ``gradient_accumulation_steps``, or B where that is missing too. B may be left out only where
-    the data-parallel degree is known (one rank, or ``graph_pipeline.data_parallel`` given).
+    the data-parallel degree is known (one rank, or ``graph_pipeline.data_parallel`` is there).
 
     Raises:
         ConfigError: a size is no positive whole number, does not divide, or contradicts
@@ -43,16 +46,16 @@ def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) 
     # is the mean of B / u losses of u samples each, on however many ranks (DeepSpeed's B = u * s * ranks is
     # not required, since stages may have different numbers of ranks).
     #
-    #   given             B    u    s        given                                B    u
+    #   the JSON          B    u    s        the JSON                             B    u
     #   B=64              64   64   -        B=64, loss: "full"                   64   64
     #   B=64 u=4          64   4    -        u=4 s=2, one rank                    8    4
     #   B=64 s=4          64   16   4        u=4 s=2, data_parallel=2             16   4
     #   B=64 u=4 s=3      refused: 3 does not divide the 16 losses
     plain = load_deepspeed_json(ds_config)
     config = read_config(plain) or GraphPipelineConfig()
-    mini_batch = _size(plain, "train_batch_size")
-    unit = _size(plain, "train_micro_batch_size_per_gpu")
-    steps = _size(plain, "gradient_accumulation_steps")
+    mini_batch = _size(plain, "train_batch_size", place_of("mini_batch"))
+    unit = _size(plain, "train_micro_batch_size_per_gpu", place_of("loss_unit"))
+    steps = _size(plain, _STEPS, _STEPS)
     if config.units is not None:
         return _units_arithmetic(config.units, mini_batch, unit, steps)
     if mini_batch is None:
@@ -64,55 +67,48 @@ def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) 
     if unit is None:
         if mini_batch % (steps or 1):
             raise ConfigError(
-                f"gradient_accumulation_steps: {steps} does not divide train_batch_size {mini_batch}; "
+                f"{_STEPS}: {steps} does not divide {name_of('mini_batch')} {mini_batch}; "
                 f"{_divisors_to_give(mini_batch, steps or 1)}"
             )
         unit = mini_batch // (steps or 1)
-    if mini_batch % unit:
-        raise ConfigError(
-            f"train_micro_batch_size_per_gpu: {unit} (the samples of one loss) does not divide "
-            f"train_batch_size {mini_batch}; {_divisors_to_give(mini_batch, unit)}"
-        )
+    check_sizes(config, mini_batch, unit)
     if steps is not None and (mini_batch // unit) % steps:
         raise ConfigError(
-            f"gradient_accumulation_steps: {steps} does not divide the {mini_batch // unit} losses of a step "
-            f"(train_batch_size {mini_batch} / train_micro_batch_size_per_gpu {unit}); remove it"
+            f"{_STEPS}: {steps} does not divide the {mini_batch // unit} losses of a step "
+            f"({name_of('mini_batch')} {mini_batch} / {name_of('loss_unit')} {unit}); remove it"
         )
-    _check_micro_batches_divide(config, mini_batch)
     return BatchSizes(mini_batch, unit, steps)
 
 
 def _units_arithmetic(units: int, mini_batch: int | None, unit: int | None, steps: int | None) -> BatchSizes:
     """Return the sizes of a mini-batch of ``units`` typical units."""
-    # units=8 and u=4: B=32, which need not be given; units=8 and B=32: u=4
+    # units=8 and u=4: B=32, which need not be there; units=8 and B=32: u=4
     if unit is None and mini_batch is None:
         raise ConfigError(
-            f"train_micro_batch_size_per_gpu: missing; give the samples of a typical one of the {units} "
-            f"{BLOCK}.units, which the plan is made for"
+            f"{place_of('loss_unit')}: missing; give the samples of a typical one of the {units} "
+            f"{name_of('units')}, which the plan is made for"
         )
     if unit is None and mini_batch is not None:
         unit = mini_batch // units
     assert unit is not None
     if mini_batch not in (None, units * unit) or not unit:
         raise ConfigError(
-            f"train_batch_size: {mini_batch} is not {BLOCK}.units={units} times train_micro_batch_size_per_gpu; remove "
-            "it, since units may have any number of samples"
+            f"{place_of('mini_batch')}: {mini_batch} is not {setting_of('units', units)} times "
+            f"{name_of('loss_unit')}; remove it, since units may have any number of samples"
         )
     if steps is not None and units % steps:
-        raise ConfigError(
-            f"gradient_accumulation_steps: {steps} does not divide {BLOCK}.units={units}; remove it"
-        )
+        raise ConfigError(f"{_STEPS}: {steps} does not divide {setting_of('units', units)}; remove it")
     return BatchSizes(units * unit, unit, steps)
 
 
-def _size(plain: Mapping[str, Any], key: str) -> int | None:
+def _size(plain: Mapping[str, Any], key: str, place: str) -> int | None:
     value = plain.get(key)
     if value is None or value == "auto":
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_COUNT:
         most = "" if not isinstance(value, int) or value < 1 else f", at most {MOST_COUNT}"
         raise ConfigError(
-            f"{key}: {show(value)} is not valid; give a whole number of samples of at least 1{most}"
+            f"{place}: {show(value)} is not valid; give a whole number of samples of at least 1{most}"
         )
     return value
 
@@ -124,32 +120,41 @@ def _implied_mini_batch(
     if unit is not None and isinstance(degree, int):
         return unit * (steps or 1) * degree
     raise ConfigError(
-        "train_batch_size: missing; give the samples of one optimizer step over the whole graph "
+        f"{place_of('mini_batch')}: missing; give the samples of one optimizer step over the whole graph "
         "(stages may have different numbers of ranks, so it does not follow from the other sizes)"
     )
 
 
 def _check_full_loss(mini_batch: int, unit: int | None, steps: int | None) -> None:
-    path = f'{BLOCK}.micro_batch_sizes.loss: "full" computes one loss on all {mini_batch} samples'
+    path = f'{place_of("micro_batch_sizes", "loss")}: "full" computes one loss on all {mini_batch} samples'
     if unit is not None and unit != mini_batch:
         raise ConfigError(
-            f"{path}, but train_micro_batch_size_per_gpu asks for losses of {unit} samples; "
+            f"{path}, but {name_of('loss_unit')} makes losses of {unit} samples; "
             f"remove it or set it to {mini_batch}"
         )
     if steps is not None and steps != 1:
-        raise ConfigError(
-            f"{path}, but gradient_accumulation_steps asks for {steps} losses a step; remove it"
-        )
+        raise ConfigError(f"{path}, but {_STEPS} makes {steps} losses a step; remove it")
 
 
-def _check_micro_batches_divide(config: GraphPipelineConfig, mini_batch: int) -> None:
+def check_sizes(config: GraphPipelineConfig, mini_batch: int, unit: int) -> None:
+    """Refuse loss units and micro-batches that leave a rest of the mini-batch.
+
+    Raises:
+        ConfigError: one line each, with sizes that divide it.
+    """
     sizes = config.micro_batch_sizes
     named = sizes.items() if isinstance(sizes, dict) else [("", sizes)]
-    lines = [
-        f"{BLOCK}.micro_batch_sizes{'.' if name else ''}{name}: {size} does not divide train_batch_size "
-        f"{mini_batch}; {_divisors_to_give(mini_batch, size)}"
+    wrong = {
+        place_of("micro_batch_sizes", *([name] if name else [])): size
         for name, size in named
         if isinstance(size, int) and mini_batch % size
+    }
+    if mini_batch % unit:
+        wrong = {place_of("loss_unit"): unit, **wrong}
+    lines = [
+        f"{place}: {size} does not divide {name_of('mini_batch')} {mini_batch}; "
+        f"{_divisors_to_give(mini_batch, size)}"
+        for place, size in wrong.items()
     ]
     if lines:
         raise ConfigError("\n".join(lines))

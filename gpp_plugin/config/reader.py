@@ -1,26 +1,41 @@
-"""Owns the ``graph_pipeline`` block of the DeepSpeed JSON: the only reader of user configuration.
+"""Reads options: the ``graph_pipeline`` block of the DeepSpeed JSON, and the same keys from a command line or Python.
 
-A wrong configuration is refused with one line per problem: the key path, the value, the nearest right
-name, and what to write instead. A key is accepted with a value other than its default only if this
-release does what it says.
+A wrong configuration is refused with one line per problem: the key as the user wrote it, the value, the nearest right
+name, and what to write instead. A key is accepted with a value other than its default only if this release does what it
+says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
+import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
-from gpp_plugin.config.contradictions import check_contradictions
+from gpp_plugin.config.block import (
+    BLOCK,
+    MEMORY_WAYS,
+    PLAN_DEFAULTS,
+    REMOVED_KEYS,
+    RENAMED_KEYS,
+    GraphPipelineConfig,
+    LengthsConfig,
+    PlanOptions,
+)
 from gpp_plugin.config.deepspeed_json import load_deepspeed_json
-from gpp_plugin.config.problems import problems_of
+from gpp_plugin.config.key_names import SchemaKey, all_keys, name_of, place_of, setting_of
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.plugins import SCHEDULES, find_schedule
+
+logger = logging.getLogger(__name__)
 
 
 def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfig | None:
@@ -35,8 +50,7 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
     """
     plain = load_deepspeed_json(ds_config)
     # DeepSpeed ignores keys that it does not know: a block called "graphPipeline" would train without
-    # a pipeline, and nobody would be told. So keys near the name are refused, also where the right
-    # one is there as well.
+    # a pipeline, without a word. So keys near the name are refused, also where the right one is there as well.
     mistyped = [
         f"{key}: unknown key, and DeepSpeed would ignore it; did you mean {BLOCK!r}?"
         for key in plain
@@ -51,12 +65,160 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
         raise ConfigError(
             f"{BLOCK}: {show(block)} is not an object; write {{}} for the defaults or remove the key"
         )
-    try:
-        config = GraphPipelineConfig.model_validate({str(key): value for key, value in block.items()})
-    except ValidationError as error:
-        raise ConfigError("\n".join(problems_of(error))) from None
-    config = check_contradictions(config)
+    with _one_line_a_problem():
+        config = GraphPipelineConfig.model_validate(_with_new_names(block))
+    config = _check_together(config)
     return config if config.enabled else None
+
+
+def _with_new_names(block: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a block whose keys of earlier releases have the names of this one.
+
+    Raises:
+        ConfigError: both are there.
+    """
+    found = {str(key): value for key, value in block.items()}
+    for old, new in RENAMED_KEYS.items():
+        if old in found and new in found:
+            raise ConfigError(f"{BLOCK}.{old}: is now {new}, which is there as well; remove {old}")
+        if old in found:
+            _advise(f"{BLOCK}.{old}: is now {new}; the old name is read in this release alone")
+            found[new] = found.pop(old)
+    return found
+
+
+@functools.cache
+def _advise(line: str) -> None:
+    """Log a line once a process."""
+    logger.warning(line)
+
+
+def read_options(options: Mapping[str, Any]) -> PlanOptions:
+    """Return the checked options of a plan that is made without a job.
+
+    Args:
+        options: by path (``memory.limit_gb``), argument (``memory_limit_gb``) or key of DeepSpeed's
+            (``train_batch_size``); one that is None is left at its default.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    # Twice: contradictions are of what the user said; what is left out then gets the defaults of planning, which
+    # need not go together with everything (in mode async no size of a micro-batch is searched in a job).
+    leaves = flat_keys((find_key(name, v).path, v) for name, v in options.items() if v is not None)
+    for path, value in leaves.items():
+        _check_plans(path, value)
+    with _one_line_a_problem():
+        _check_together(PlanOptions.model_validate(nested_keys(leaves)))
+        return PlanOptions.model_validate(nested_keys({**PLAN_DEFAULTS, **leaves}))
+
+
+def find_key(name: str, value: Any) -> SchemaKey:
+    """Return the key that a name means: a path, an argument, or a key of DeepSpeed's.
+
+    Raises:
+        ConfigError: there is none; names the nearest.
+    """
+    keys = all_keys()
+    found = keys.get(RENAMED_KEYS.get(name, name)) or next(
+        (k for k in keys.values() if name in (k.argument, k.json)), None
+    )
+    if found is None:
+        names = [*keys, *(key.argument for key in keys.values())]
+        raise ConfigError(f"{place_of('', name)}: {_unknown_key(name, value, names=names)}")
+    return found
+
+
+def flat_keys(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return path -> value of every leaf.
+
+    >>> flat_keys([("stages", 2), ("memory", {"limit_gb": 8})])
+    {'stages': 2, 'memory.limit_gb': 8}
+
+    Raises:
+        ConfigError: a leaf has two values.
+    """
+    found: dict[str, Any] = {}
+    for path, value in options:
+        key = all_keys().get(path)
+        if isinstance(value, Collection) and not isinstance(value, (str, dict)):
+            value = dict(value) if isinstance(value, Mapping) else list(value)
+        if path == "memory" and isinstance(value, list):  # `MemoryConfig` reads one
+            with _one_line_a_problem():
+                memory = PlanOptions.model_validate({path: value}).memory
+            value = {way: getattr(memory, way) for way in MEMORY_WAYS}
+        is_object = key is not None and key.model is not None and isinstance(value, dict)
+        leaves = flat_keys((f"{path}.{k}", v) for k, v in value.items()) if is_object else {path: value}
+        for leaf in leaves.keys() & found.keys():
+            raise ConfigError(
+                f"{place_of(leaf)}: {show(found[leaf])} and {show(leaves[leaf])}; give one value"
+            )
+        found.update(leaves)
+    return found
+
+
+def nested_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object that path -> value stands for.
+
+    >>> nested_keys({"stages": 2, "memory.limit_gb": 8})
+    {'stages': 2, 'memory': {'limit_gb': 8}}
+    """
+    found: dict[str, Any] = {}
+    for path, value in leaves.items():
+        *outer, last = path.split(".")
+        inside = found
+        for name in outer:
+            inside = inside.setdefault(name, {})
+        inside[last] = value
+    return found
+
+
+def read_text(path: str, text: str) -> Any:
+    """Return the value of a key from a command line: JSON, a text, ``a,b`` for a list or ``a=1,b=2`` for an object.
+
+    Raises:
+        ConfigError: it is none that the key may have.
+    """
+    # Of the forms that a text may have the first one counts that the schema takes: 8 is a number for stages, and a name
+    # for a file.
+    parts = [part.strip() for part in text.split(",")]
+    forms = [from_json(text), text, [from_json(part) for part in parts], parts]
+    if all("=" in part for part in parts):
+        forms.append({name: from_json(value) for name, _, value in (part.rpartition("=") for part in parts)})
+    for form in forms:
+        with contextlib.suppress(ValidationError):
+            PlanOptions.model_validate(nested_keys({path: form}))
+            return form
+    with _one_line_a_problem():
+        PlanOptions.model_validate(nested_keys({path: forms[0]}))
+    raise AssertionError(f"{path} takes a value that it refused")
+
+
+def from_json(text: str) -> Any:
+    """Return the value of JSON, or what is none as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _check_plans(path: str, value: Any) -> None:
+    """Refuse a key on which no plan depends, and values that only a job can have."""
+    key = all_keys().get(path)
+    if key is None:  # an entry of an object that has none of the name
+        return
+    if not key.extra.get("plans"):
+        raise ConfigError(
+            f"{place_of(path)}: no plan depends on it; leave it out, and write it into {BLOCK} of the job that trains"
+        )
+    if path == "memory.recompute" and value == "full":
+        raise ConfigError(f'{place_of(path)}: "full" is for training; give one of auto, off')
+    if path.startswith("lengths."):
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, Mapping):
+                raise ConfigError(
+                    f"{place_of(path)}: {show(one)} is for training; give a whole number of at least 1"
+                )
 
 
 def _looks_like_block(key: Any) -> bool:
@@ -73,7 +235,7 @@ def _looks_like_block(key: Any) -> bool:
 
 
 def check_ranks(config: GraphPipelineConfig, num_ranks: int) -> None:
-    """Refuse a block that asks for more ranks than there are.
+    """Refuse a block that needs more ranks than there are.
 
     Raises:
         ConfigError: a data-parallel degree above the ranks.
@@ -83,5 +245,204 @@ def check_ranks(config: GraphPipelineConfig, num_ranks: int) -> None:
     degree = config.data_parallel
     if isinstance(degree, int) and degree > num_ranks:
         raise ConfigError(
-            f"{BLOCK}.data_parallel: {degree} ranks is more than the {num_ranks} there are; lower it or start more"
+            f"{place_of('data_parallel')}: {degree} ranks is more than the {num_ranks} there are; lower it or start "
+            "more"
         )
+
+
+# ---- wrong values --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _one_line_a_problem() -> Iterator[None]:
+    """Raise what pydantic finds as a `ConfigError`, one line per wrong key."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError("\n".join(_problems_of(error))) from None
+
+
+def _problems_of(error: ValidationError) -> list[str]:
+    # Pydantic says of {"micro_batch_sizes": {"loss": 0}} once for each form the value may have:
+    #
+    #   ("micro_batch_sizes", "literal['auto','search']")             not one of them
+    #   ("micro_batch_sizes", "constrained-int")                      no whole number
+    #   ("micro_batch_sizes", "dict[...]", "loss", "constrained-int") not at least 1
+    #   ("micro_batch_sizes", "dict[...]", "loss", "literal['full']") not "full"
+    #
+    # Without the union's tags these are two places, the whole and its entry "loss"; the longer one says where it is.
+    lines: dict[tuple[str, ...], str] = {}
+    for item in error.errors(include_url=False):
+        *outer, last = item["loc"]
+        if item["type"] == "extra_forbidden":
+            parent = ".".join(map(str, outer))
+            place = place_of(parent, str(last))
+            lines[parent, str(last)] = f"{place}: {_unknown_key(str(last), item['input'], parent)}"
+            continue
+        key, inner = _locate(item["loc"])
+        text = f"{place_of(key.path, *inner)}: {_wrong_value(key, inner, item['input'])}"
+        lines.setdefault((key.path, *inner), text)
+    # A union complains about the whole value too, once for each form it may have.
+    return [line for at, line in lines.items() if not any(other[: len(at)] == at != other for other in lines)]
+
+
+def _locate(loc: Sequence[int | str]) -> tuple[SchemaKey, tuple[str, ...]]:
+    """Return the key of a pydantic location without union tags, and which entry of its object is meant."""
+    keys = all_keys()
+    paths = [".".join(map(str, loc[: end + 1])) for end in range(len(loc))]
+    depth = sum(path in keys for path in paths)
+    key = keys[paths[depth - 1]]
+    rest = [str(part) for part in loc[depth:]]
+    has_entries = "inner" in key.extra and len(rest) > 1 and rest[0].startswith(("dict[", "list["))
+    return key, (rest[1],) if has_entries else ()
+
+
+def _unknown_key(name: str, value: Any, parent: str = "", names: Sequence[str] = ()) -> str:
+    """Return what is wrong with a name that is no key.
+
+    Args:
+        parent: the object that it stands in; empty for the block.
+        names: of its siblings, where these are not those of the block or the object.
+    """
+    # "limit_gb" written beside "memory" instead of in it is nearer to a key of the memory object than to its
+    # own siblings, so that is looked for first, with a stricter likeness.
+    keys = all_keys()
+    if not parent and name in REMOVED_KEYS:
+        return f"{REMOVED_KEYS[name]} (value {show(value)})"
+    model = keys[parent].model if parent else GraphPipelineConfig
+    assert model is not None
+    siblings = names or list(model.model_fields)
+    elsewhere = {
+        path.rpartition(".")[2]: path
+        for path, key in keys.items()
+        if "." in path or "json" in key.extra and " " not in key.json
+    }
+    inner = difflib.get_close_matches(name.rpartition(".")[2], elsewhere, n=1, cutoff=0.8)
+    if inner and not parent:
+        return f"unknown key (value {show(value)}); write {setting_of(elsewhere[inner[0]], value, is_whole=True)}"
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(model.model_fields)}"
+    return f"unknown key (value {show(value)}); {hint}"
+
+
+def _wrong_value(key: SchemaKey, inner: Sequence[str], value: Any) -> str:
+    """Return what is wrong with a value, and the possible ones."""
+    expected = key.inner_values if inner else key.values
+    with contextlib.suppress(ValidationError):
+        PlanOptions.model_validate(nested_keys({key.path: [value]}))
+        return f"{show(value)} is not valid; give a list: {show([value])}"
+    words = [word for word in re.findall(r"\w+", expected.removeprefix("one of ")) if not word.isdigit()]
+    # of a list the first item that is nothing like what it may be
+    text = next((one for one in value if one not in words), "") if isinstance(value, list) else value
+    is_text = isinstance(text, str)
+    near = (
+        difflib.get_close_matches(text.lower(), sorted({*words} - {text}), n=1, cutoff=0.6) if is_text else []
+    )
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{show(value)} is not valid; give {expected}{hint}"
+
+
+# ---- contradictions ------------------------------------------------------------------------------------------
+
+
+def _check_together(config: GraphPipelineConfig) -> GraphPipelineConfig:
+    """Return the block with what follows from its keys, once none of them contradicts another.
+
+    Raises:
+        ConfigError: two do; says which, and what to write.
+    """
+    for key, why, *other in _contradictions(config):
+        write = f"write {setting_of(*other[0])} or " if other else ""
+        value = show(getattr(config, key))
+        raise ConfigError(f"{place_of(key)}: {value} {why}; {write}remove it")
+    if config.lengths is not None:
+        _check_lengths(config.lengths)
+    if config.compile is not False:
+        _check_compile(config)
+        # whole forwards and backwards alone are compiled
+        alone = config.memory.model_copy(update={"recompute": "off", "swap": "off"})
+        config = config.model_copy(update={"memory": alone, "slicing": "off"})
+    # a half of a unit is cut
+    return config if config.units is None else config.model_copy(update={"slicing": "off"})
+
+
+def _contradictions(c: GraphPipelineConfig) -> Iterator[tuple[Any, ...]]:
+    """Yield a key whose value does not go with others, why, and what may be written instead of removing it."""
+    sync, is_async = ("mode", "sync"), c.mode == "async"
+    if c.vertical_sync and not is_async:
+        yield "vertical_sync", "has no meaning in mode sync, where all stages step at once", ("mode", "async")
+    if c.frozen_prefetch == 1 and is_async:
+        yield "frozen_prefetch", "is not possible in mode async, whose pipeline never drains", sync
+    if c.loss_mean == "tokens" and is_async:
+        yield "loss_mean", "is a mean over the mini-batch, and in mode async each micro-batch is a step", sync
+    for key, allowed in (("schedule", ("auto", "1f1b")), ("slicing", ("auto", "off"))):
+        if is_async and getattr(c, key) not in allowed:
+            yield key, "is not possible in mode async, which runs 1F1B of whole micro-batches", sync
+    if is_async and not (isinstance(c.micro_batch_sizes, int) or c.micro_batch_sizes == "auto"):
+        why = "is not possible in mode async, where each micro-batch is one optimizer step of every stage"
+        yield "micro_batch_sizes", f"{why}; give one number", sync
+    for key, default in (("virtual_stages", 1), ("colocate", "off")):
+        if getattr(c, key) != default and is_async:
+            why = 'puts several stages on a rank by the times of mini-batches that end, and mode "async" has none'
+            yield key, f"{why}; say in a plan which ranks each stage has", sync
+        if getattr(c, key) != default and c.p2p != "native":
+            why = f"puts several stages on a rank, which p2p {show(c.p2p)} cannot run"
+            yield key, why, ("p2p", "native")
+    if c.locate_nan and c.backends != "off":
+        why = f"looks at what every operator returns, and {setting_of('backends', c.backends)} runs them out of sight"
+        yield "locate_nan", why, ("backends", "off")
+    whole = (("micro_batch_sizes", "auto"), ("slicing", "auto", "off"), ("mode", "sync"), ("p2p", "native"))
+    for key, *values in whole if c.units is not None else ():
+        if getattr(c, key) not in values:
+            why = (
+                f"is not possible with {name_of('units')}, of which every rank runs one whole unit at a time"
+            )
+            yield key, why, (key, values[0])
+
+
+def _check_compile(config: GraphPipelineConfig) -> None:
+    """Refuse, with compiled stages, what looks into a stage's code or cuts its tasks."""
+    memory, lengths, tensor = config.memory, config.lengths, config.tensor_parallel
+    splits = config.schedule in SCHEDULES and find_schedule(config.schedule).splits_backward
+    divides = any(size != 1 for size in (tensor.values() if isinstance(tensor, dict) else [tensor]))
+    halves = config.slicing not in ("auto", "off")
+    refused = [
+        (
+            "memory.recompute",
+            "full",
+            memory.recompute == "full",
+            "what is compiled is not run again in parts",
+        ),
+        ("schedule", config.schedule, splits, "a compiled backward is not made in two parts"),
+        ("slicing", config.slicing, halves, "halves would be compiled beside the whole"),
+        ("mode", "async", config.mode == "async", "its weights change between a forward and its backward"),
+        ("lengths.max", lengths and lengths.max, lengths is not None, "what is compiled is for one length"),
+        ("units", config.units, config.units is not None, "each shape of a unit would be compiled"),
+        ("locate_nan", True, config.locate_nan, "operators of compiled code are out of sight"),
+        ("tensor_parallel", tensor, divides, "what tensor ranks share out is not compiled"),
+        ("granularity", "node", config.granularity == "node", "compiling single operators gains nothing"),
+    ]
+    for key, value, is_wrong, reason in refused:
+        if is_wrong:
+            raise ConfigError(
+                f"{place_of('compile')}: {show(config.compile)} does not go with {setting_of(key, value)}: {reason}; "
+                "remove one of them"
+            )
+
+
+def _check_lengths(lengths: LengthsConfig) -> None:
+    """Refuse typical lengths that are longer than the longest, or of other keys."""
+    longest, at_most = lengths.max, name_of("lengths.max")
+    for position, typical in enumerate(lengths.typical):
+        place = f"{place_of('lengths.typical')}[{position}]: {show(typical)}"
+        if isinstance(typical, int) and isinstance(longest, int):
+            is_longer = typical > longest
+        elif isinstance(typical, dict) and isinstance(longest, dict) and typical.keys() == longest.keys():
+            is_longer = any(size > longest[key] for key, size in typical.items())
+        else:
+            raise ConfigError(
+                f"{place} is not of the form of {at_most}, {show(longest)}; give numbers, or objects with the same "
+                "keys"
+            )
+        if is_longer:
+            raise ConfigError(f"{place} is longer than {at_most}, {show(longest)}; raise {at_most}")

@@ -32,15 +32,15 @@ class DemoSettings:
     async_micro_batch: int = 32
 
     @classmethod
-    def in_mode(cls, mode: str, **given: Any) -> DemoSettings:
+    def in_mode(cls, mode: str, **values: Any) -> DemoSettings:
         """Return the settings of a mode.
 
         Stale gradients want smaller steps: half the learning rate, a longer warm-up, and clipping. At mode sync's
         rates this model falls into a state in which all its features are alike.
         """
         if mode == "async":
-            given = {"learning_rate": 5e-4, "warmup_steps": 50, "gradient_clipping": 0.3, **given}
-        return cls(mode=mode, **given)
+            values = {"learning_rate": 5e-4, "warmup_steps": 50, "gradient_clipping": 0.3, **values}
+        return cls(mode=mode, **values)
 
     def optimizer_block(self) -> dict[str, Any]:
         """Return the JSON's ``optimizer``."""

@@ -40,12 +40,12 @@ from gpp_plugin.plan.explicit.fixed_stages import (
     stage_sizes,
 )
 from gpp_plugin.plan.memory.full_recompute import recompute_fully
-from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.registry import make_plan, request_for
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster
 from gpp_plugin.profile.machine import read_machine
-from gpp_plugin.schedule.names import planning_schedule, schedule_label
+from gpp_plugin.schedule.names import schedule_label
 
 logger = logging.getLogger(__name__)
 
@@ -361,35 +361,19 @@ def plan_request(
     Args:
         found: what the job's ranks found of their devices (`look_at_devices`).
     """
-    mini_batch = setting.sizes.mini_batch
-    limit = config.memory.limit_gb
     # in mode async every micro-batch is a step: its size is the user's, never a planner's
     is_async = config.mode == "async"
-    return PlanRequest(
+    return request_for(
+        config,
         graph=graph,
         profile=profile,
         cluster=_cluster(config, setting) if found is None else found.cluster,
         num_ranks=setting.num_ranks,
-        mini_batch=mini_batch,
+        mini_batch=setting.sizes.mini_batch,
         loss_unit=setting.sizes.loss_unit,
-        num_stages=config.stages if isinstance(config.stages, int) else None,
-        granularity=config.granularity,
         micro_batch_sizes=micro_batch_sizes or ({"*": setting.sizes.loss_unit} if is_async else None),
-        schedule=planning_schedule(config.schedule),
-        memory_limit_bytes=int(limit * 1e9) if isinstance(limit, (int, float)) else None,
-        data_parallel=config.data_parallel if isinstance(config.data_parallel, int) else None,
         zero_stage=setting.zero_stage,
-        mode=config.mode,
-        # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
-        keep_units=not is_async
-        and config.micro_batch_sizes != "search"
-        and (config.units is not None or setting.sizes.loss_unit < mini_batch),
         smallest_local_batch=smallest_local_batch,
-        memory_optimization=config.memory.optimization,
-        vertical_sync=config.vertical_sync,
-        virtual_stages=config.virtual_stages if isinstance(config.virtual_stages, int) else None,
-        colocate=config.colocate == "auto",
-        tensor_parallel=None if config.tensor_parallel == "auto" else config.tensor_parallel,
     )
 
 

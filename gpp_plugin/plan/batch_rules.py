@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from gpp_plugin.config.key_names import place_of
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import LOSS_KEY
@@ -107,17 +108,17 @@ def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> 
     wanted: dict[str, int] = {}
     by_name = asked if isinstance(asked, dict) else {"": asked or 1}
     for key, size in sorted(by_name.items(), key=lambda item: len(item[0])):
-        where = f"tensor_parallel[{key!r}]" if key else "tensor_parallel"
+        where = place_of("tensor_parallel", *([key] if key else []))
         if not 1 <= size <= request.num_ranks:
             raise PlanError(
-                f"{where} is {size} and there are {request.num_ranks} ranks; give 1 to {request.num_ranks}"
+                f"{where}: {size} is more than the {request.num_ranks} ranks there are; give 1 to {request.num_ranks}"
             )
         blocks = blocks_under(graph, key) if key else [block.name for block in graph.blocks]
         own = [name for name in blocks if name in degrees]
         if size > 1 and not own:
             why = next((f" ({graph.undivided[name]})" for name in blocks if name in graph.undivided), "")
             raise PlanError(
-                f"{where} is {size} and nothing of {_some(blocks)} can be divided among tensor ranks{why}; give 1, or "
+                f"{where}: {size}, and nothing of {_some(blocks)} can be divided among tensor ranks{why}; give 1, or "
                 '"auto" for what can be'
             )
         if size == 1:
@@ -129,8 +130,8 @@ def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> 
             if size not in degrees[name]:
                 possible = ", ".join(map(str, (1, *degrees[name])))
                 raise PlanError(
-                    f"{where} is {size}, which does not divide the heads, features or vocabulary of block {name!r}; "
-                    f"it can be {possible}"
+                    f"{where}: {size} does not divide the heads, features or vocabulary of block {name!r}; "
+                    f"give {possible}"
                 )
             wanted[name] = size
     return wanted

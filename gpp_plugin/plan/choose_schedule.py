@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
@@ -159,7 +160,7 @@ def _shortest(
         limits = list(most_in_flight or ())
         raise PlanError(
             f"no schedule fits {limits} micro-batches in flight; the candidates hold {'; '.join(refused)}; "
-            "lower micro_batch_sizes or allow more memory"
+            f"lower {name_of('micro_batch_sizes')} or allow more memory"
         )
     time, _, chosen, name = best
     return name, chosen, time
@@ -352,7 +353,8 @@ def schedule_shared(
         held = ", ".join(plan.stages[i].name for i in plan.stages_of_rank(rank))
         raise PlanInfeasible(
             f"no order of schedule {schedule!r} fits and runs with several stages on a rank (rank {rank} holds "
-            f"{held}); use 1f1b, lower micro_batch_sizes, or give stages ranks of their own"
+            f"{held}); write {setting_of('schedule', '1f1b')}, lower {name_of('micro_batch_sizes')}, or give stages "
+            "ranks of their own"
         )
     return best
 
@@ -518,7 +520,9 @@ class _Chooser:
             counts = [stage.in_flight for stage in self._plan.stages]
             raise PlanInfeasible(
                 f"no schedule fits: zero_bubble holds {counts} micro-batches in flight, and beside them the gradients "
-                "that wait for weight gradients; use 1f1b, allow swap or recompute, or lower micro_batch_sizes"
+                f"that wait for weight gradients; write {setting_of('schedule', '1f1b')}, "
+                f"{setting_of('memory.swap', 'auto')} or {setting_of('memory.recompute', 'auto')}, or lower "
+                f"{name_of('micro_batch_sizes')}"
             )
         return chosen
 
@@ -579,8 +583,8 @@ class _Chooser:
         _, stage, rank = memory_excess(self._request, plan)
         raise PlanInfeasible(
             f"stage {stage.name!r} holds {stage.in_flight} micro-batches under {schedule_label(stage)} and needs "
-            f"{stage.memory_bytes} bytes, rank {rank} has {rank_limit(self._request, rank)}; use 1f1b, or lower "
-            "micro_batch_sizes"
+            f"{stage.memory_bytes} bytes, rank {rank} has {rank_limit(self._request, rank)}; write "
+            f"{setting_of('schedule', '1f1b')}, or lower {name_of('micro_batch_sizes')}"
         )
 
 

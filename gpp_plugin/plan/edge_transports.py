@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gpp_plugin.config.key_names import place_of, setting_of
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.tensors import TensorSpec
@@ -96,8 +97,8 @@ def note_edge_transports(plan: PipelinePlan, p2p: str) -> PipelinePlan:
     """
     if p2p == MEGATRON and plan.shares_ranks:
         raise PlanError(
-            f'p2p "{MEGATRON}": the plan puts several stages on a rank, and P2PCommunicator knows one; use p2p '
-            f'"{NATIVE}", or set virtual_stages to 1 and colocate to "off"'
+            f"{place_of('p2p')}: P2PCommunicator runs one stage a rank, and the plan puts several on one; write "
+            f"{setting_of('p2p', NATIVE)}, or {setting_of('virtual_stages', 1)} and {setting_of('colocate', 'off')}"
         )
     notes = tuple(note for note in plan.notes if not note.startswith(_NOTE))  # of a plan that was saved
     if p2p == MEGATRON and plan.edges:

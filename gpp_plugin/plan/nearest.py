@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 HasPlan = Callable[[PlanRequest], bool]
@@ -39,7 +40,7 @@ def nearest_that_fits(request: PlanRequest, has_plan: HasPlan, missing_bytes: in
             break
     least = _least_limit(request, has_plan, missing_bytes)
     if least is not None:
-        found.append(f"{least} bytes a rank (memory.limit_gb {limit_gb(least)})")
+        found.append(f"{least} bytes a rank ({setting_of('memory.limit_gb', float(limit_gb(least)))})")
     return f"nearest that fits: {', or '.join(found)}" if found else "nothing that was tried fits"
 
 
@@ -56,22 +57,22 @@ def _changes(request: PlanRequest, has_plan: HasPlan) -> Iterator[str]:
         if len(more) > len(request.memory_optimization) and has_plan(
             dataclasses.replace(request, memory_optimization=more)
         ):
-            yield f"memory optimization by {' and '.join(more)}"
+            yield " and ".join(setting_of(f"memory.{way}", "auto") for way in more)
             break
     sizes = request.micro_batch_sizes or {}
     if "*" in sizes:
         size = _largest(sizes["*"], lambda n: has_plan(_with_size(request, n)))
         if size is not None:
-            yield f"micro_batch_sizes of {size}"
+            yield setting_of("micro_batch_sizes", size)
     unit = request.loss_unit
     if request.keep_units or any(block.is_coupled for block in request.graph.blocks):
         size = _largest(unit, lambda n: has_plan(dataclasses.replace(request, loss_unit=n)))
         if size is not None:
-            yield f"train_micro_batch_size_per_gpu {size}"
+            yield setting_of("loss_unit", size)
     most = 0 if request.num_ranks == 1 else 2 if request.mode == "async" else 3
     for stage in range(request.zero_stage + 1, most + 1):
         if has_plan(dataclasses.replace(request, zero_stage=stage)):
-            yield f"ZeRO stage {stage}"
+            yield setting_of("zero_stage", stage)
             break
     if request.num_stages is not None and has_plan(dataclasses.replace(request, num_stages=None)):
         yield "stages left to the planner"

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import from_envelope, load
@@ -181,7 +182,7 @@ def _check_batches(plan: PipelinePlan) -> None:
         if size % degree:
             raise PlanError(
                 f"stage {stage.name!r}: {degree} ranks do not divide a micro-batch of {size} samples; "
-                "change micro_batch_sizes or the number of ranks"
+                f"change {name_of('micro_batch_sizes')} or the number of ranks"
             )
         count = plan.num_micro_batches(index)
         if stage.num_sliced > count or stage.k > count:
@@ -337,5 +338,5 @@ def _check_progress(plan: PipelinePlan) -> None:
         held = [stage.in_flight for i, stage in enumerate(plan.stages) if done[i][1] < totals[i]]
         raise PlanError(
             f"stages {stuck} would wait for each other with {held} micro-batches in flight; allow the first of "
-            "them more, or give them the same micro_batch_sizes"
+            f"them more, or give them the same {name_of('micro_batch_sizes')}"
         )

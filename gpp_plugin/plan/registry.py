@@ -1,12 +1,17 @@
-"""The one call that runs any planner, whoever wrote it, and checks its answer."""
+"""From options to the input of planners, and the one call that runs any planner and checks its answer."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import PlanError
 from gpp_plugin.garbage import paused_collector
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.batch_rules import TensorRules, tensor_rules
 from gpp_plugin.plan.explicit.fixed_stages import to_asynchronous
 from gpp_plugin.plan.explicit.tied_blocks import joined_request, parted
@@ -15,6 +20,7 @@ from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank
 from gpp_plugin.plan.validate_request import validate_for
 from gpp_plugin.plugins import PLANNERS, find_planner
+from gpp_plugin.schedule.names import planning_schedule
 
 PLACING = ("auto", "graphpipe")
 """Planners whose stages may be exchanged between nodes; those of papers place them as they do."""
@@ -22,6 +28,55 @@ KNOW_TENSOR_SIZES = ("auto", "graphpipe", "piper")
 """Planners that choose tensor sizes; all others give every stage 1."""
 TAKE_FOR_ALIKE = ("uniform", "pipedream", "autopipe", "piper", "dapple")
 """Planners of papers that know devices of one speed: they cut a model as if all were the quickest."""
+
+
+def request_for(
+    config: GraphPipelineConfig,
+    *,
+    graph: BlockGraph,
+    profile: Profile,
+    cluster: Cluster,
+    num_ranks: int,
+    mini_batch: int,
+    loss_unit: int,
+    micro_batch_sizes: dict[str, int] | None,
+    zero_stage: int,
+    smallest_local_batch: int = 1,
+) -> PlanRequest:
+    """Return what the options ask of a planner.
+
+    Args:
+        config: its keys; sizes of batches are those beside it.
+        micro_batch_sizes: as of `PlanRequest`, without sizes that stages have by their names.
+    """
+    # "auto" leaves a key to the planner, which sees None
+    virtual, tensor, limit = config.virtual_stages, config.tensor_parallel, config.memory.limit_gb
+    return PlanRequest(
+        graph=graph,
+        profile=profile,
+        cluster=cluster,
+        num_ranks=num_ranks,
+        mini_batch=mini_batch,
+        loss_unit=loss_unit,
+        num_stages=None if config.stages == "auto" else config.stages,
+        granularity=config.granularity,
+        micro_batch_sizes=micro_batch_sizes or None,
+        schedule=planning_schedule(config.schedule),
+        memory_limit_bytes=None if limit == "auto" else int(limit * 1e9),
+        data_parallel=None if config.data_parallel == "auto" else config.data_parallel,
+        zero_stage=zero_stage,
+        # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
+        keep_units=config.mode == "sync"
+        and config.micro_batch_sizes != "search"
+        and (config.units is not None or loss_unit < mini_batch),
+        smallest_local_batch=smallest_local_batch,
+        mode=config.mode,
+        memory_optimization=config.memory.optimization,
+        vertical_sync=config.vertical_sync,
+        virtual_stages=None if virtual == "auto" else virtual,
+        colocate=config.colocate == "auto",
+        tensor_parallel=None if tensor == "auto" else tensor,
+    )
 
 
 @paused_collector()  # it would walk the model's graphs and every stage tried again and again: they hold no circles
@@ -85,8 +140,8 @@ def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest, wanted: T
                 " or ".join(map(str, wanted.allowed(stage.blocks))) or "none that all its blocks are to have"
             )
             raise PlanError(
-                f"planner {name!r} gave stage {stage.name!r} a tensor size of {stage.tensor} and tensor_parallel asks "
-                f"for {sizes}; use one of {', '.join(KNOW_TENSOR_SIZES)}"
+                f"planner {name!r} gave stage {stage.name!r} a tensor size of {stage.tensor} and "
+                f"{name_of('tensor_parallel')} asks for {sizes}; use one of {', '.join(KNOW_TENSOR_SIZES)}"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a planner is asked: model, costs, cluster, and the user's wishes; checked before any planner sees it.
+"""The input of planners: model, costs, cluster, and what the options say; checked before any planner sees it.
 
 It imports no planner, so that everything planners are made of may import it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from gpp_plugin.config.key_names import name_of, place_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
 from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -84,7 +85,7 @@ class PlanRequest:
 
     @property
     def may_share_ranks(self) -> bool:
-        """Return whether plans whose ranks hold several stages are asked for, or to be tried."""
+        """Return whether plans whose ranks hold several stages are wanted, or to be tried."""
         return self.must_share_ranks or self.virtual_stages is None or self.colocate
 
 
@@ -121,7 +122,7 @@ def check_request(request: PlanRequest) -> None:
 
     Raises:
         PlanError: a value contradicts another one or the graph.
-        PlanInfeasible: more stages than blocks or ranks are asked for.
+        PlanInfeasible: more stages than blocks or ranks.
     """
     # Once, here, so that planners may count on it. Samples divide twice: 48 in a mini-batch, 8 in a loss unit, 12 in
     # a stage's micro-batch pass (48 = 6 * 8 = 4 * 12); a unit of 10 or a micro-batch of 9 would leave a rest that no
@@ -136,33 +137,36 @@ def check_request(request: PlanRequest) -> None:
         raise PlanError(str(error)) from error
     if not 1 <= r.num_ranks <= r.cluster.num_devices:
         raise PlanError(
-            f"{r.num_ranks} ranks are asked for and cluster {r.cluster.name!r} has {r.cluster.num_devices} "
+            f"{r.num_ranks} ranks are wanted and cluster {r.cluster.name!r} has {r.cluster.num_devices} "
             "devices; change the number of ranks or the cluster description"
         )
-    if r.mini_batch > MOST_COUNT:
-        raise PlanError(f"mini_batch: {r.mini_batch} samples; give at most {MOST_COUNT}")
-    if r.mini_batch < 1 or r.loss_unit < 1 or r.mini_batch % r.loss_unit:
+    counts = {"mini_batch": r.mini_batch, "loss_unit": r.loss_unit, "stages": r.num_stages}
+    counts |= {"data_parallel": r.data_parallel, "virtual_stages": r.virtual_stages}
+    for key, count in counts.items():
+        if count is not None and not 1 <= count <= MOST_COUNT:
+            raise PlanError(f"{place_of(key)}: {count} is not valid; give 1 to {MOST_COUNT}")
+    if r.mini_batch % r.loss_unit:
         raise PlanError(
             f"the loss unit of {r.loss_unit} samples does not divide the mini-batch of {r.mini_batch}; "
-            "train_batch_size must be a multiple of train_micro_batch_size_per_gpu"
+            f"{name_of('mini_batch')} must be a multiple of {name_of('loss_unit')}"
         )
     if r.schedule not in ("1f1b", "gpipe"):
         raise PlanError(f"no schedule {r.schedule!r}; choose 1f1b or gpipe")
     if r.mode not in ("sync", "async"):
         raise PlanError(f"no mode {r.mode!r}; choose sync or async")
-    if not 0 <= r.zero_stage <= 3 or (r.zero_stage == 3 and r.mode == "async"):
-        raise PlanError(
-            f"ZeRO stage {r.zero_stage} in mode {r.mode}: choose 0 to 3, and in mode async, which needs several "
-            "versions of the weights at a time, at most 2"
-        )
+    most = 2 if r.mode == "async" else 3
+    if not 0 <= r.zero_stage <= most:
+        why = " in mode async, which needs several versions of the weights at a time" if most == 2 else ""
+        raise PlanError(f"{place_of('zero_stage')}: {r.zero_stage} is not valid{why}; give 0 to {most}")
     if r.vertical_sync and r.mode == "sync":
         raise PlanError(
-            "vertical sync has no meaning in mode sync, where all stages step at once; choose async"
+            f"{place_of('vertical_sync')}: has no meaning in mode sync, where all stages step at once; write "
+            f"{setting_of('mode', 'async')} or remove it"
         )
     if r.mode == "async" and r.tensor_parallel not in (1, None):
         raise PlanError(
-            f"tensor_parallel {r.tensor_parallel}: mode async is planned without tensor ranks; set it to 1, or mode to "
-            "sync"
+            f"{place_of('tensor_parallel')}: {r.tensor_parallel} is not possible in mode async, which is planned "
+            f"without tensor ranks; write {setting_of('tensor_parallel', 1)}, or {setting_of('mode', 'sync')}"
         )
     unknown = set(r.memory_optimization) - {"recompute", "swap"}
     if unknown:
@@ -172,24 +176,23 @@ def check_request(request: PlanRequest) -> None:
     for key, size in (r.micro_batch_sizes or {}).items():
         if size < 1 or r.mini_batch % size:
             raise PlanError(
-                f"micro_batch_sizes[{key!r}] is {size}, which does not divide the mini-batch of {r.mini_batch}; "
-                f"the nearest sizes that do are {' and '.join(map(str, nearest_divisors(r.mini_batch, size)))}"
+                f"{place_of('micro_batch_sizes', *([] if key == '*' else [key]))}: {size} does not divide "
+                f"{name_of('mini_batch')} {r.mini_batch}; give "
+                f"{' or '.join(map(str, nearest_divisors(r.mini_batch, size)))}"
             )
 
 
 def _check_counts(r: PlanRequest, num_blocks: int) -> None:
     """Refuse numbers of stages and degrees that ranks and blocks cannot have."""
-    if r.num_stages is not None:
-        if r.num_stages < 1:
-            raise PlanError(f"stages is {r.num_stages}; it must be at least 1")
-        if r.num_stages > num_blocks:
-            raise PlanInfeasible(
-                f"{r.num_stages} stages are asked for and the model has {num_blocks} blocks; "
-                f"lower stages to {num_blocks}{finer_advice(r, r.num_stages)}"
-            )
-    if r.data_parallel is not None and (r.data_parallel < 1 or r.num_ranks % r.data_parallel):
+    if r.num_stages is not None and r.num_stages > num_blocks:
         raise PlanInfeasible(
-            f"data_parallel {r.data_parallel} does not divide {r.num_ranks} ranks; choose a divisor"
+            f"{place_of('stages')}: {r.num_stages} is more than the {num_blocks} blocks of the model; "
+            f"write {setting_of('stages', num_blocks)}{finer_advice(r, r.num_stages)}"
+        )
+    if r.data_parallel is not None and r.num_ranks % r.data_parallel:
+        raise PlanInfeasible(
+            f"{place_of('data_parallel')}: {r.data_parallel} does not divide {r.num_ranks} ranks; give "
+            f"{' or '.join(map(str, nearest_divisors(r.num_ranks, r.data_parallel)))}"
         )
     if (
         r.data_parallel is not None
@@ -200,37 +203,39 @@ def _check_counts(r: PlanRequest, num_blocks: int) -> None:
     ):
         raise PlanInfeasible(
             f"{r.num_stages} stages of {r.data_parallel} ranks are {r.num_stages * r.data_parallel} ranks, "
-            f"not {r.num_ranks}; change stages, data_parallel or the number of ranks"
+            f"not {r.num_ranks}; change {name_of('stages')}, {name_of('data_parallel')} or the number of ranks"
         )
 
 
 def finer_advice(r: PlanRequest, num_stages: int) -> str:
     """Return advice to cut the model finer, where that can make so many blocks; "" where it cannot."""
     finer = GRANULARITIES[GRANULARITIES.index(r.granularity) + 1 :]
-    # graphs that are only described have no operators: nobody knows what a finer one would have
+    # graphs that are only described have no operators: what a finer one has is unknown
     most = sum(len(block.nodes) for block in r.graph.blocks) or num_stages
-    return f", or set granularity to {' or '.join(finer)}" if finer and most >= num_stages else ""
+    if not finer or most < num_stages:
+        return ""
+    return "".join(f", or {setting_of('granularity', one)}" for one in finer)
 
 
 def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
     """Refuse virtual stages that ranks, blocks or the mode cannot have."""
     # With v stages on each of p groups of d ranks, N = p d, there are v p stages: at most all blocks, and as many as
-    # are asked for. Without d any divisor of N may be meant; the fewest stages of a pipeline are then 2 v.
+    # are wanted. Without d any divisor of N may be meant; the fewest stages of a pipeline are then 2 v.
     virtual = r.virtual_stages
-    if virtual is not None and virtual < 1:
-        raise PlanError(f"virtual_stages is {virtual}; it must be at least 1")
     if not r.may_share_ranks:
         return
     if r.must_share_ranks and r.tensor_parallel not in (1, None):
         raise PlanError(
-            f"tensor_parallel {r.tensor_parallel}: ranks that hold several stages are planned without tensor ranks; "
-            f"set virtual_stages to 1 and stages to at most {r.num_ranks}, or tensor_parallel to 1"
+            f"{place_of('tensor_parallel')}: {r.tensor_parallel} is not possible where ranks hold several stages; "
+            f"write {setting_of('virtual_stages', 1)} and {setting_of('stages', r.num_ranks)} or less, or "
+            f"{setting_of('tensor_parallel', 1)}"
         )
     if r.mode == "async":
-        asked = "virtual_stages" if virtual != 1 else "colocate" if r.colocate else f"{r.num_stages} stages"
+        wrong = "virtual_stages" if virtual != 1 else "colocate" if r.colocate else "stages"
         raise PlanError(
-            f"{asked}: mode async searches no ranks of several stages; set virtual_stages to 1, colocate to "
-            f'"off" and stages to at most {r.num_ranks}, or mode to sync'
+            f"{place_of(wrong)}: mode async has one stage a rank; write {setting_of('virtual_stages', 1)}, "
+            f"{setting_of('colocate', 'off')} and {setting_of('stages', r.num_ranks)} or less, or "
+            f"{setting_of('mode', 'sync')}"
         )
     if virtual is None or virtual == 1:
         return
@@ -240,14 +245,15 @@ def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
     if r.num_stages is not None and r.num_stages not in counts:
         possible = " or ".join(str(count) for count in sorted(counts))
         raise PlanInfeasible(
-            f"{r.num_stages} stages are asked for and virtual_stages {virtual} on {r.num_ranks} ranks makes "
-            f"{possible}; change stages, virtual_stages or data_parallel"
+            f"{place_of('stages')}: {r.num_stages} is not possible with {setting_of('virtual_stages', virtual)}, "
+            f"which makes {possible} stages on {r.num_ranks} ranks; change {name_of('stages')}, "
+            f"{name_of('virtual_stages')} or {name_of('data_parallel')}"
         )
     fewest = min(counts) if r.num_stages is None else r.num_stages
     if fewest > num_blocks:
+        degree = "" if r.data_parallel is None else f" with {setting_of('data_parallel', r.data_parallel)}"
         raise PlanInfeasible(
-            f"virtual_stages {virtual} on {r.num_ranks} ranks"
-            f"{'' if r.data_parallel is None else f' with data_parallel {r.data_parallel}'} makes at least {fewest} "
-            f"stages and the model has {num_blocks} blocks; lower virtual_stages to "
-            f"{max(num_blocks * virtual // fewest, 1)}{finer_advice(r, fewest)}"
+            f"{place_of('virtual_stages')}: {virtual} on {r.num_ranks} ranks{degree} makes at least "
+            f"{fewest} stages and the model has {num_blocks} blocks; write "
+            f"{setting_of('virtual_stages', max(num_blocks * virtual // fewest, 1))}{finer_advice(r, fewest)}"
         )

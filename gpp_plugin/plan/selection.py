@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
+from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
@@ -213,15 +214,15 @@ def _memory_knob(request: PlanRequest, costs: CostModel, stage: Stage, limit: in
         if alone > limit:
             return (
                 f"its block {block!r} alone needs {alone} on every rank: coarsen less, recompute or swap, or raise "
-                f"memory.limit_gb by {alone - limit} bytes or more"
+                f"{name_of('memory.limit_gb')} by {alone - limit} bytes or more"
             )
     rows = costs.indices(stage.blocks)
     smallest = costs.stage_memory(rows, degree=stage.degree, local=1, in_flight=stage.in_flight)
     if smallest <= limit and stage.local_batch_size > 1 and stage.in_flight * stage.local_batch_size > 1:
-        return "lower micro_batch_sizes"
+        return f"lower {name_of('micro_batch_sizes')}"
     if request.zero_stage < 1 and stage.degree > 1:
-        return "turn on ZeRO stage 1, add ranks, or raise memory.limit_gb"
-    return f"add ranks (now {request.num_ranks}) or stages, or raise memory.limit_gb"
+        return f"write {setting_of('zero_stage', 1)}, add ranks, or raise {name_of('memory.limit_gb')}"
+    return f"add ranks (now {request.num_ranks}) or stages, or raise {name_of('memory.limit_gb')}"
 
 
 def _rank_problem(
@@ -258,8 +259,14 @@ def _rank_problem(
     works = "can be shared out" if has_plan is None else "would work"
     nearest = f"; {' or '.join(map(str, sorted(workable)))} ranks {works}" if workable else ""
     stages = "" if request.num_stages is None else f" in {request.num_stages} stages"
-    fixed = f" and micro_batch_sizes {request.micro_batch_sizes}" if request.micro_batch_sizes else ""
-    degree = "" if request.data_parallel is None else f" with data_parallel {request.data_parallel}"
+    fixed = (
+        f" and {setting_of('micro_batch_sizes', request.micro_batch_sizes)}"
+        if request.micro_batch_sizes
+        else ""
+    )
+    degree = (
+        "" if request.data_parallel is None else f" with {setting_of('data_parallel', request.data_parallel)}"
+    )
     return (
         f"{request.num_ranks} ranks{stages}{degree} cannot share out a mini-batch of {request.mini_batch} with "
         f"loss units of {request.loss_unit}{fixed}: each stage's degree must divide its micro-batch, and a stage "

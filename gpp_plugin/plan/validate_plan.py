@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import networkx as nx
 
+from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -111,7 +112,7 @@ def _check_tensor_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
         if not own:
             raise PlanError(
                 f"stage {stage.name!r} has a tensor size of {stage.tensor} and none of its blocks can be divided; plan "
-                "again with tensor_parallel 1 for it"
+                f"again with {setting_of('tensor_parallel', 1)} for it"
             )
         if not any(stage.tensor in degrees[name] for name in own):
             raise PlanError(
@@ -203,8 +204,8 @@ def _too_much(plan: PipelinePlan, rank: int, needs: Sequence[tuple[int, float]],
         )
         return (
             f"rank {rank} holds {len(needs)} stages that need {total / 1e9:.3f} GB together ({each}) and may use "
-            f"{limit / 1e9:.3f} GB: {total - limit:.0f} bytes too many; lower micro_batch_sizes or virtual_stages, "
-            "add ranks, or raise memory.limit_gb"
+            f"{limit / 1e9:.3f} GB: {total - limit:.0f} bytes too many; lower {name_of('micro_batch_sizes')} or "
+            f"{name_of('virtual_stages')}, add ranks, or raise {name_of('memory.limit_gb')}"
         )
     index = needs[0][0]
     stage = plan.stages[index]
@@ -213,7 +214,7 @@ def _too_much(plan: PipelinePlan, rank: int, needs: Sequence[tuple[int, float]],
         f"{limit / 1e9:.3f} GB: {total - limit:.0f} bytes too many with "
         f"{stage.in_flight} micro-batches of {stage.local_batch_size} samples in flight"
         f"{_versions(plan, index)}; "
-        "lower micro_batch_sizes, add ranks or stages, or raise memory.limit_gb"
+        f"lower {name_of('micro_batch_sizes')}, add ranks or stages, or raise {name_of('memory.limit_gb')}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks a plan against the request it is for; `validate_plan` itself knows nothing of requests or planners."""
+"""Checks a plan against the request it is for; `validate_plan` itself needs no request and no planner."""
 
 from __future__ import annotations
 

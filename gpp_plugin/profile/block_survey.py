@@ -25,6 +25,7 @@ from gpp_plugin.capture.eager.keep_whole import hooks_at_rest
 from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.capture.tracing.shadow import dtype_name
+from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, ProfileError, first_line
 from gpp_plugin.ir.block_graph import Block, BlockGraph, Parameter, is_carried
 from gpp_plugin.profile.held_storages import HeldStorages
@@ -415,7 +416,7 @@ class BlockSurvey:
     def _remedy(self, code: BlockCode, error: Exception) -> str:
         """Return what may be changed where a block cannot be run."""
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(error):
-            return "lower train_micro_batch_size_per_gpu or graph_pipeline.micro_batch_sizes: memory is short"
+            return f"lower {name_of('loss_unit')} or {name_of('micro_batch_sizes')}: memory is short"
         for name in code.function.tensors:
             parameter = self._parameters[name]
             given = next(

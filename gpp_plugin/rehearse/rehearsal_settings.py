@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpp_plugin.config.key_names import place_of, setting_of
 from gpp_plugin.errors import ConfigError, GppError, PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
@@ -36,13 +37,15 @@ class RehearsalSettings:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ConfigError(f"steps: {self.steps} is not valid; give at least 1")
+            raise ConfigError(f"{place_of('steps')}: {self.steps} is not valid; give at least 1")
         for name in ("scale_time", "scale_bytes"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}: {value:g} is not valid; give a number above 0")
+                raise ConfigError(f"{place_of(name)}: {value:g} is not valid; give a number above 0")
         if self.comm_timeout_s is not None and not self.comm_timeout_s > 0:
-            raise ConfigError(f"comm_timeout_s: {self.comm_timeout_s:g} is not valid; give seconds above 0")
+            raise ConfigError(
+                f"{place_of('timeout_s')}: {self.comm_timeout_s:g} is not valid; give seconds above 0"
+            )
 
 
 def load_rehearsable(path: Path) -> PipelinePlan:
@@ -167,5 +170,6 @@ def check_memory(plan: PipelinePlan, settings: RehearsalSettings, free_bytes: fl
         fitting = math.floor(fitting / digit) * digit  # one digit, rounded down
         raise ConfigError(
             f"the messages and gradients of {plan.num_ranks} ranks take about {needed / 2**30:.1f} GiB, this "
-            f"machine has {free_bytes / 2**30:.1f} GiB free; add --scale-bytes {fitting:g}"
+            f"machine has {free_bytes / 2**30:.1f} GiB free; write "
+            f"{setting_of('scale_bytes', fitting)}"
         )

@@ -84,7 +84,7 @@ def test_emulated_pipelines_take_at_least_their_bound(capsys):
         ),
         (["--steps", "0"], "steps: 0 is not valid; give at least 1"),
         (["--size", "layers=2"], "--size: is for library models"),
-        (["--mini-batch", "6"], "does not divide train_batch_size 6"),
+        (["--mini-batch", "6"], "--loss-unit: 4 does not divide --mini-batch 6"),
         (["--scale-time", "2"], "--scale-time: is for --emulate"),
         (["--emulate", "--modes", "single"], "give --modes stock,chain,graph"),
         (["--config", "absent.json"], "absent.json: cannot be read"),

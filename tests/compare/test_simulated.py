@@ -1,5 +1,6 @@
 """Modes by simulation: what each plan is, and who may not run."""
 
+import argparse
 import dataclasses
 
 import pytest
@@ -72,10 +73,6 @@ def test_compare_on_a_cluster_needs_no_ranks(capsys):
         (["--cluster", "summit", "--emulate"], "--cluster: simulates, without --config and --emulate"),
         (["--cluster", "sumit"], "did you mean 'summit'?"),
         (["--dtype", "bf16"], "--dtype: is for --cluster"),
-        (
-            ["--cluster", "summit", "--planner", "grahpipe"],
-            "--planner: no planner 'grahpipe'; did you mean 'graphpipe'?",
-        ),
         (["--modes", "chain"], "modes: chain is never trained; add graph, or give --emulate or --cluster"),
         (
             ["--cluster", "summit", "--devices", "3", "--stages", "2", "--modes", "stock"],
@@ -110,29 +107,31 @@ def test_options_that_would_change_nothing_are_refused(arguments, message, capsy
     assert error.startswith(f"gpp compare: {message}") and error.count("\n") == 1
 
 
-class Args:
-    model, devices, cluster, mini_batch, emulate, size = "llava-7b", 64, "dgx_h100", None, False, ()
+def arguments(model="llava-7b", *, emulate=False, **keys):
+    keys = {"num_devices": 64, **keys}
+    return argparse.Namespace(
+        model=model, keys=keys, emulate=emulate, size=[], config=None, modes=",".join(MODES)
+    )
 
 
-def test_what_is_advised_keeps_the_options_that_were_given(monkeypatch):
-    monkeypatch.setattr(Args, "length", 2048, raising=False)
-    monkeypatch.setattr(Args, "dtype", "fp16", raising=False)
-    monkeypatch.setattr(Args, "stages", 8, raising=False)
+def test_what_is_advised_keeps_the_options_that_the_user_wrote():
     ratios = {"stock": 1.4, "chain": 1.2}
-    (line,) = what_next(Args, ratios)
-    assert "--cluster dgx_h100 --dtype fp16 --stages 8 --length 2048 --out plan.json" in line
-    monkeypatch.setattr(Args, "model", "clip_tiny")
-    (line,) = what_next(Args, ratios)
-    assert line.startswith("next: gpp compare clip_tiny --devices 64 --stages 8 --length 2048 --emulate runs")
-    monkeypatch.setattr(Args, "cluster", None)
-    monkeypatch.setattr(Args, "emulate", True)
-    (line,) = what_next(Args, ratios)
-    assert line.startswith("next: gpp compare clip_tiny --devices 64 --stages 8 --length 2048 trains it")
+    keys = {"dtype": "fp16", "stages": 8, "lengths.typical": 2048, "memory.limit_gb": 8}
+    (line,) = what_next(arguments(cluster="dgx_h100", **keys), ratios)
+    assert (
+        "--cluster dgx_h100 --dtype fp16 --stages 8 --length 2048 --memory-limit-gb 8 --out plan.json" in line
+    )
+    (line,) = what_next(arguments("clip_tiny", cluster="dgx_h100", **keys), ratios)
+    again = "--devices 64 --stages 8 --length 2048 --set memory.limit_gb=8"
+    assert line.startswith(f"next: gpp compare clip_tiny {again} --emulate runs")
+    (line,) = what_next(arguments("clip_tiny", emulate=True, stages=8), ratios)
+    assert line.startswith("next: gpp compare clip_tiny --devices 64 --stages 8 trains it")
 
 
 def test_what_to_do_next_depends_on_what_was_found():
-    (line,) = what_next(Args, {"single": 9.0, "stock": 1.4, "chain": 1.2})
+    args = arguments(cluster="dgx_h100")
+    (line,) = what_next(args, {"single": 9.0, "stock": 1.4, "chain": 1.2})
     assert line.startswith("next: gpp plan llava-7b --devices 64 --cluster dgx_h100 --out plan.json")
-    (line,) = what_next(Args, {"single": 9.0, "stock": 1.4, "chain": 1.0})
+    (line,) = what_next(args, {"single": 9.0, "stock": 1.4, "chain": 1.0})
     assert "gains little or nothing over chain" in line
-    assert what_next(Args, {"single": 2.0}) == []
+    assert what_next(args, {"single": 2.0}) == []

@@ -83,7 +83,7 @@ def test_a_saved_plan_runs_with_the_versions_it_was_made_for():
     assert explicit_plan(saved, request).vertical_sync is False
     with pytest.raises(PlanError, match="made without vertical sync, and the run is with"):
         explicit_plan(saved, dataclasses.replace(request, vertical_sync=True))
-    with pytest.raises(PlanError, match="vertical sync has no meaning in mode sync"):
+    with pytest.raises(PlanError, match="vertical_sync: has no meaning in mode sync"):
         make_plan("uniform", dataclasses.replace(request, mode="sync", vertical_sync=True))
 
 

@@ -103,7 +103,7 @@ def tight_request(*, parameters: int = 20, **changes: object) -> PlanRequest:
 @pytest.mark.parametrize("ways", [("recompute",), ("swap",), BOTH])
 def test_plans_carry_what_makes_them_fit_and_pass_the_evaluator(mode, ways):
     """`make_plan` validates: bytes recomputed from the plan's own lists."""
-    with pytest.raises(PlanInfeasible, match="it fits with recompute"):
+    with pytest.raises(PlanInfeasible, match="it fits with memory.recompute"):
         make_plan("dawnpiper", tight_request(mode=mode))
     plan = make_plan("dawnpiper", tight_request(mode=mode, memory_optimization=ways))
     assert plan.mode == mode and len(plan.stages) == 4

@@ -186,7 +186,7 @@ def test_advice_is_on_the_fullest_stage_and_what_fills_it() -> None:
     (line,) = memory_advice(plan, zero_stage=0, allowed=())
     assert line == (
         "fullest is stage 'h.0-1': 800 of 1000 bytes (80 %), most of it activations (800 bytes); to fit more: smaller "
-        'micro_batch_sizes, memory.recompute "auto" or "full", memory.swap "auto", more stages'
+        'micro_batch_sizes, memory.recompute "auto", memory.swap "auto", more stages'
     )
     assert "memory." not in memory_advice(plan, zero_stage=0, allowed=("recompute", "swap"))[0]
     assert memory_advice(dataclasses.replace(plan, memory=()), zero_stage=0, allowed=()) == ()

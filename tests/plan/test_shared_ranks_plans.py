@@ -380,20 +380,20 @@ def test_unlike_tensor_grids_are_not(placed, tensor):
 def test_mode_async_may_share_ranks():
     plan, request = plan_of((0,), (0, 1))
     validate_plan(dataclasses.replace(plan, mode="async"), request.graph)
-    with pytest.raises(PlanError, match='p2p "megatron": the plan puts several stages on a rank'):
+    with pytest.raises(PlanError, match="p2p: P2PCommunicator runs one stage a rank"):
         note_edge_transports(plan, "megatron")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"virtual_stages": 0}, "virtual_stages is 0; it must be at least 1"),
+        ({"virtual_stages": 0}, "virtual_stages: 0 is not valid; give 1 to 2147483647"),
         (
             {"virtual_stages": 4, "data_parallel": 1},
-            "virtual_stages 4 on 4 ranks with data_parallel 1 makes at least 16 stages and the model has 8 blocks; "
-            "lower virtual_stages to 2",
+            "virtual_stages: 4 on 4 ranks with data_parallel 1 makes at least 16 stages and the model has 8 blocks; "
+            "write virtual_stages 2",
         ),
-        ({"colocate": True, "mode": "async"}, "colocate: mode async searches no ranks of several stages"),
+        ({"colocate": True, "mode": "async"}, "colocate: mode async has one stage a rank"),
     ],
 )
 def test_impossible_requests(changes, message):
@@ -406,9 +406,12 @@ def test_impossible_requests(changes, message):
     [
         (
             {"virtual_stages": 2, "mode": "async"},
-            'and mode "async" has none; set virtual_stages to 1, mode to "sync", or say in plan.stages which ranks',
+            'and mode "async" has none; say in a plan which ranks each stage has; write mode "sync" or remove it',
         ),
-        ({"colocate": "auto", "p2p": "megatron"}, 'which p2p "megatron" cannot run; set colocate to "off"'),
+        (
+            {"colocate": "auto", "p2p": "megatron"},
+            'which p2p "megatron" cannot run; write p2p "native" or remove it',
+        ),
     ],
 )
 def test_wrong_keys(block, message):

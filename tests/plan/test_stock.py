@@ -43,9 +43,9 @@ def test_ranks_are_shared_out_evenly():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ranks": 4, "num_stages": 3}, "3 stages do not divide 4 ranks; set stages to 2"),
+        ({"ranks": 4, "num_stages": 3}, "3 stages do not divide 4 ranks; write stages 2"),
         ({"ranks": 4, "num_stages": 2, "mini_batch": 9, "loss_unit": 3}, "does not divide the mini-batch of 9"),
-        ({"ranks": 8}, "8 stages and the model has 6 blocks; set stages to 4"),
+        ({"ranks": 8}, "8 stages and the model has 6 blocks; write stages 4"),
         ({"ranks": 2, "schedule": "gpipe"}, "runs 1F1B only"),
     ],
 )  # fmt: skip

@@ -65,16 +65,16 @@ def test_impossible_requests_get_one_line(planner, changes, error, message):
 @pytest.mark.parametrize(
     ("granularity", "advice"),
     [
-        ("layer", "lower stages to 8, or set granularity to sub_layer or node"),
-        ("sub_layer", "lower stages to 8, or set granularity to node"),
-        ("node", "lower stages to 8"),
+        ("layer", 'write stages 8, or granularity "sub_layer", or granularity "node"'),
+        ("sub_layer", 'write stages 8, or granularity "node"'),
+        ("node", "write stages 8"),
     ],
 )
 def test_blocks_are_advised_that_are_finer_than_those_there_are(granularity, advice):
     request = make_request(chain(8), ranks=16, num_stages=9, granularity=granularity)
     with pytest.raises(PlanInfeasible) as caught:
         make_plan("uniform", request)
-    assert str(caught.value).endswith(f"the model has 8 blocks; {advice}")
+    assert str(caught.value).endswith(f"9 is more than the 8 blocks of the model; {advice}")
 
 
 def test_a_model_that_fits_in_no_way_is_told_by_its_bytes_where_degrees_are_shared_out():

@@ -32,10 +32,8 @@ def test_the_cluster_says_what_is_trained_in(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dtype", "fp8"], "dtype 'fp8': is not known; give one of bf16, fp16, fp32"),
         (["--cluster", "laptop_cpu", "--dtype", "bf16"], "has a speed in fp32 and none in bf16"),
         (["--length", "256"], "--length: is for HuggingFace models; mmt has sizes: --size NAME=VALUE"),
-        (["--loss-unit", "0"], "--loss-unit 0: give at least 1 sample"),
         (["--on-paper"], "--on-paper: is for HuggingFace models; mmt is a library model"),
     ],
 )

@@ -38,7 +38,7 @@ def with_stage(plan, index, **changes):
         ({"steps": 0}, "steps: 0 is not valid; give at least 1"),
         ({"scale_time": 0.0}, "scale_time: 0 is not valid; give a number above 0"),
         ({"scale_bytes": float("nan")}, "scale_bytes: nan is not valid; give a number above 0"),
-        ({"comm_timeout_s": 0.0}, "comm_timeout_s: 0 is not valid; give seconds above 0"),
+        ({"comm_timeout_s": 0.0}, "timeout_s: 0 is not valid; give seconds above 0"),
     ],
 )
 def test_settings_are_checked(options, message):
@@ -126,9 +126,9 @@ def test_messages_that_do_not_fit_are_refused_with_what_would(plan):
     assert message_memory_bytes(plan, settings) == needed
     check_memory(plan, settings, needed / 0.8)
     for free, advice in ((needed / 0.8 / 1.9, "0.5"), (needed / 0.8 / 300, "0.003")):
-        with pytest.raises(ConfigError, match=f"0.0 GiB free; add --scale-bytes {advice}$"):
+        with pytest.raises(ConfigError, match=f"0.0 GiB free; write scale_bytes {advice}$"):
             check_memory(plan, settings, free)
-    with pytest.raises(ConfigError, match="add --scale-bytes 40$"):
+    with pytest.raises(ConfigError, match="write scale_bytes 40.0$"):
         check_memory(
             plan, RehearsalSettings(scale_bytes=1000.0), message_memory_bytes(plan, RehearsalSettings()) * 61
         )

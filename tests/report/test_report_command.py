@@ -48,7 +48,7 @@ def test_a_plan_of_timelines_only_is_on_the_page_and_not_in_the_text(files, tmp_
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--trace", "t.json"], "--trace: writes one timeline and 2 are given; give one"),
+        (["--trace", "t.json"], "--trace: writes one timeline and 2 are there; give one"),
         (["--html", "plan.json/out.html"], "cannot be written"),
     ],
 )

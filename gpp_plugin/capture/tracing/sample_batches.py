@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpp_plugin.config.key_names import name_of, place_of
 from gpp_plugin.errors import CaptureError, ConfigError
 
 # How long the sequences of a batch are, and the same batch with longer or shorter ones.
@@ -45,7 +46,7 @@ def length_entries(batch: Mapping[str, Any], asked: LengthOf) -> dict[str, tuple
         missing = sorted(asked.keys() - named.keys())
         if missing:
             raise ConfigError(
-                f"graph_pipeline.lengths: {missing[0]!r} is no entry of the batch with a length; give some of "
+                f"{place_of('lengths')}: {missing[0]!r} is no entry of the batch with a length; give some of "
                 f"{', '.join(sorted(named))}"
             )
         anchors = {key: named[key] for key in asked}
@@ -57,7 +58,7 @@ def length_entries(batch: Mapping[str, Any], asked: LengthOf) -> dict[str, tuple
             anchors = {longest: texts[longest]}
     if not anchors:
         raise ConfigError(
-            f"graph_pipeline.lengths: no entry of the batch ({', '.join(sorted(batch))}) holds texts; name those that "
+            f"{place_of('lengths')}: no entry of the batch ({', '.join(sorted(batch))}) holds texts; name those that "
             'have a length, as {"max": {"input_values": 16000}}, or remove the key'
         )
     found: dict[str, tuple[str, ...]] = {}
@@ -223,7 +224,7 @@ def resize_batch(batch: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         if num_samples != samples:
             raise CaptureError(
                 f"a model that takes whole loss units of {samples} samples cannot be run on {num_samples}; keep "
-                "train_micro_batch_size_per_gpu as it is"
+                f"{name_of('loss_unit')} as it is"
             )
         return batch
     rows = rows_per_sample(batch)

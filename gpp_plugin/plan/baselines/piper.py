@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
@@ -143,8 +144,8 @@ def piper_plan(request: PlanRequest) -> PipelinePlan:
     rules = batch_rules(request)
     if request.num_stages is not None:
         raise PlanInfeasible(
-            f"piper chooses the number of stages itself and {request.num_stages} are asked for; "
-            "set stages to auto or take another planner"
+            f"piper chooses the number of stages itself and {request.num_stages} are wanted; "
+            f"write {setting_of('stages', 'auto')} or take another planner"
         )
     downsets = list_downsets(costs, MAX_DOWNSETS)
     if downsets is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
@@ -96,7 +97,8 @@ def stock_plan(request: PlanRequest) -> PipelinePlan:
     if request.mini_batch % size:
         raise PlanInfeasible(
             f"{STOCK}: {degree} ranks a stage take {size} samples at a time ({request.loss_unit} each), which does "
-            f"not divide the mini-batch of {request.mini_batch}; change data_parallel or train_batch_size"
+            f"not divide the mini-batch of {request.mini_batch}; change "
+            f"{name_of('data_parallel')} or {name_of('mini_batch')}"
         )
     if request.schedule != "1f1b":
         raise PlanInfeasible(f"{STOCK}: DeepSpeed's engine runs 1F1B only, not {request.schedule}; remove it")
@@ -122,14 +124,14 @@ def _shape(request: PlanRequest) -> tuple[int, int]:
     if wanted > blocks:
         possible = max(p for p in range(1, blocks + 1) if ranks % p == 0)
         raise PlanInfeasible(
-            f"{STOCK}: {wanted} stages and the model has {blocks} blocks; set stages to "
-            f"{possible}{finer_advice(request, wanted)}"
+            f"{STOCK}: {wanted} stages and the model has {blocks} blocks; write "
+            f"{setting_of('stages', possible)}{finer_advice(request, wanted)}"
         )
     if ranks % wanted:
         below = max(p for p in range(1, wanted) if ranks % p == 0)
         raise PlanInfeasible(
             f"{STOCK}: DeepSpeed gives every stage the same number of ranks, and {wanted} stages do not divide "
-            f"{ranks} ranks; set stages to {below}"
+            f"{ranks} ranks; write {setting_of('stages', below)}"
         )
     return wanted, ranks // wanted
 

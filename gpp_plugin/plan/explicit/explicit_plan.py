@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, is_envelope
@@ -123,7 +124,8 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     ):  # a user's modules know their sizes
         raise PlanError(
             f"plan: stage {shared_out[0].name!r} has a tensor size of {shared_out[0].tensor} and nothing of model "
-            f"{request.graph.model!r} can be divided among tensor ranks; plan again with tensor_parallel 1"
+            f"{request.graph.model!r} can be divided among tensor ranks; plan again with "
+            f"{setting_of('tensor_parallel', 1)}"
         )
     validate_for(plan, request)
     return plan

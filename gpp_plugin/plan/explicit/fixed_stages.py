@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gpp_plugin.config.key_names import place_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
@@ -129,8 +130,8 @@ def to_asynchronous(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
         why = (
             "is DeepSpeed's synchronous pipeline; choose another planner"
             if plan.planner == STOCK
-            else "swaps or recomputes, which mode async chooses anew and is not allowed to; set memory.recompute or "
-            'memory.swap to "auto"'
+            else "swaps or recomputes, which mode async chooses anew and is not allowed to; write "
+            f"{setting_of('memory.recompute', 'auto')} or {setting_of('memory.swap', 'auto')}"
         )
         raise PlanError(f"mode async: the plan of {plan.planner!r} {why}")
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
@@ -241,7 +242,7 @@ def _rules(stages: Sequence[FixedStage], request: PlanRequest) -> BatchRules:
         if asked:
             raise PlanError(
                 f"stage {stage.name!r}: micro_batch_size {size} is given with the stage and {asked.pop()} in "
-                "graph_pipeline.micro_batch_sizes; remove one of them"
+                f"{place_of('micro_batch_sizes')}; remove one of them"
             )
         if rules.mini_batch % size:
             raise PlanError(

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
@@ -68,7 +69,7 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
         changes.insert(0, _zero(zero_stage, stage.degree))
     if largest == "weights" and stage.degree > 1 and zero_stage < 3 and plan.shares_ranks:
         changes.insert(
-            0, "zero_optimization.stage 3: ranks of several stages then hold one of them whole at a time"
+            0, f"{setting_of('zero_stage', 3)}: ranks of several stages then hold one of them whole at a time"
         )
     return (
         f"fullest is stage {stage.name!r}: {part.total} of {part.limit} bytes "
@@ -79,21 +80,21 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
 
 def _changes(largest: str, allowed: Sequence[str]) -> list[str]:
     if largest == "the mini-batch":
-        return ["a smaller train_batch_size", "more ranks for this stage"]
+        return [f"a smaller {name_of('mini_batch')}", "more ranks for this stage"]
     if largest != "activations":
         return ["more stages (or fewer blocks in this one)"]
-    changes = ["smaller micro_batch_sizes"]
+    changes = [f"smaller {name_of('micro_batch_sizes')}"]
     if "recompute" not in allowed:
-        changes.append('memory.recompute "auto" or "full"')
+        changes.append(setting_of("memory.recompute", "auto"))
     if "swap" not in allowed:
-        changes.append('memory.swap "auto"')
+        changes.append(setting_of("memory.swap", "auto"))
     return [*changes, "more stages"]
 
 
 def _zero(zero_stage: int, degree: int) -> str:
     if degree == 1 or zero_stage >= 2:  # stage 3 shares out parameters, on ranks of several stages
         return ""
-    return f"zero_optimization.stage {zero_stage + 1}: this stage has {degree} ranks to share them out"
+    return f"{setting_of('zero_stage', zero_stage + 1)}: this stage has {degree} ranks to share them out"
 
 
 FEW = 8

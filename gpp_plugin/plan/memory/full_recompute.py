@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -44,8 +45,8 @@ def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     modules = request.profile.modules
     if not everything.names and not modules:
         raise PlanError(
-            f"full recompute needs the operators of {plan.model!r}, which is not captured; set memory.recompute to "
-            '"auto" and let its modules checkpoint themselves'
+            f"full recompute needs the operators of {plan.model!r}, which is not captured; write "
+            f"{setting_of('memory.recompute', 'auto')} and let its modules checkpoint themselves"
         )
     stages = tuple(
         stage
@@ -108,5 +109,6 @@ def _explain(stage: Stage, choice: StageChoice, stash: int, limit: int, request:
     return (
         f"stage {stage.name!r} needs {choice.memory_bytes + stash:.0f} bytes with every layer recomputed{also}, a rank "
         f"of it may use {limit}: {choice.excess_bytes:.0f} too many with {stage.in_flight} micro-batches of "
-        f"{stage.local_batch_size} samples in flight; lower micro_batch_sizes, or add ranks or stages"
+        f"{stage.local_batch_size} samples in flight; lower {name_of('micro_batch_sizes')}, or add ranks or "
+        "stages"
     )

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
@@ -294,7 +295,8 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     if nearest is None:
         raise PlanInfeasible(
             f"{planner}: {degree} ranks a stage share no micro-batch of {request.mini_batch} samples with loss units "
-            f"of {request.loss_unit}; change micro_batch_sizes, data_parallel or train_micro_batch_size_per_gpu"
+            f"of {request.loss_unit}; change {name_of('micro_batch_sizes')}, "
+            f"{name_of('data_parallel')} or {name_of('loss_unit')}"
         )
     _explain(request, costs, partition, nearest[0], nearest[1], limits, degree)
 
@@ -408,10 +410,11 @@ def _what_fits(
     enough = round(max(stage.memory_bytes for stage in found.stages)) + 1
     while not has_plan(ways, len(limits), enough):
         enough = round(enough * LIMIT_STEP)
-    memory = f"with {enough} bytes a rank (memory.limit_gb {limit_gb(enough)})"
+    memory = f"with {enough} bytes a rank ({setting_of('memory.limit_gb', float(limit_gb(enough)))})"
     for more in (("recompute",), ("swap",), BOTH):
         if set(more) > set(ways) and has_plan(more, len(limits), least):
-            return f"it fits with {' and '.join(more)}, or {memory}"
+            ways_text = " and ".join(setting_of(f"memory.{way}", "auto") for way in more)
+            return f"it fits with {ways_text}, or {memory}"
     low, high = len(limits), min(MOST_STAGES_TRIED * len(limits), len(request.graph.blocks))
     if not has_plan(ways, high, least):
         return f"it does not fit in {high} stages either; it does {memory}"

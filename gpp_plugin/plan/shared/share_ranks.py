@@ -31,6 +31,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.plan import PipelinePlan
@@ -92,7 +93,8 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
     if plan.planner == STOCK:
         raise PlanInfeasible(
             f"planner {STOCK!r} makes stages for DeepSpeed's own PipelineEngine, which holds one a rank; use another "
-            'planner, or set virtual_stages to 1, colocate to "off" and stages to at most the ranks'
+            f"planner, or write {setting_of('virtual_stages', 1)}, {setting_of('colocate', 'off')} and "
+            f"{setting_of('stages', request.num_ranks)} or less"
         )
     report = SearchReport()
     setting = _Setting(request, schedule, report)
@@ -208,26 +210,29 @@ def _requests(request: PlanRequest) -> list[PlanRequest]:
 
 def _why_none(request: PlanRequest, num_starts: int, report: SearchReport) -> str:
     asked = (
-        f"virtual_stages {request.virtual_stages}"
+        setting_of("virtual_stages", request.virtual_stages)
         if (request.virtual_stages or 1) > 1
         else f"{request.num_stages} stages on {request.num_ranks} ranks"
     )
     if num_starts == 0:
-        degree = "" if request.data_parallel is None else f", data_parallel {request.data_parallel}"
+        degree = (
+            "" if request.data_parallel is None else f", {setting_of('data_parallel', request.data_parallel)}"
+        )
         return (
             f"{asked}: no way to put them on {request.num_ranks} ranks{degree} divides the mini-batch of "
-            f"{request.mini_batch} in loss units of {request.loss_unit}; change stages, virtual_stages, data_parallel "
-            "or micro_batch_sizes"
+            f"{request.mini_batch} in loss units of {request.loss_unit}; change {name_of('stages')}, "
+            f"{name_of('virtual_stages')}, {name_of('data_parallel')} or {name_of('micro_batch_sizes')}"
         )
     if report.has_left_out(LEFT_OUT):
         return (
             f"{asked}: none was found that fits, and not all of {num_starts} ways to put them on {request.num_ranks} "
-            f"ranks were searched, for want of time: {BUDGET} simulated tasks; raise micro_batch_sizes, lower "
-            "virtual_stages, or add ranks"
+            f"ranks were searched, for want of time: {BUDGET} simulated tasks; raise "
+            f"{name_of('micro_batch_sizes')}, lower {name_of('virtual_stages')}, or add ranks"
         )
     return (
         f"{asked}: none of {num_starts} ways to put them on {request.num_ranks} ranks fits their memory; lower "
-        "virtual_stages or micro_batch_sizes, add ranks, or raise memory.limit_gb"
+        f"{name_of('virtual_stages')} or {name_of('micro_batch_sizes')}, add ranks, or raise "
+        f"{name_of('memory.limit_gb')}"
     )
 
 

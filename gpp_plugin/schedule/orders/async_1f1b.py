@@ -145,7 +145,7 @@ def check_asynchronous(plan: PipelinePlan) -> None:
         listed = ", ".join(f"{stage.name!r} {stage.micro_batch_size}" for stage in plan.stages)
         raise PlanError(
             "mode async: each micro-batch is one optimizer step of every stage, so all stages take the same number of "
-            f"samples, and here they take {listed}; set micro_batch_sizes to one number that every degree divides "
+            f"samples, and here they take {listed}; give all one size that every degree divides "
             f"(stages that mix samples compute {plan.loss_unit} a rank)"
         )
     for stage in plan.stages:

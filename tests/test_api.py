@@ -76,7 +76,7 @@ def test_a_plan_that_cannot_run_is_refused(made: api.PipelinePlan) -> None:
     with pytest.raises(ScheduleError, match="too few"):
         api.validate(dataclasses.replace(made, stages=stages))
     assert made.edges
-    with pytest.raises(PlanError, match="data goes to a later stage of the plan"):
+    with pytest.raises(PlanError, match="data flows to a later stage of the plan"):
         api.validate(dataclasses.replace(made, stages=made.stages[:1]))
 
 

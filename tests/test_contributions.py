@@ -92,7 +92,7 @@ def proud(request: PlanRequest) -> PipelinePlan:
 @pytest.mark.parametrize(
     ("planner", "words"),
     [
-        (idle, "plain chain on two ranks: .*asked for 2 ranks and made a plan of 1"),
+        (idle, "plain chain on two ranks: .*made a plan of 1 ranks where 2 are requested"),
         (forgetful, "plain chain on one rank: .*1 blocks are in no stage"),
         (timid, "plain chain on one rank: finds no plan where there is one: no plan; try again"),
         (broken, "plain chain on one rank: IndexError"),

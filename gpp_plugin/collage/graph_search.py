@@ -32,7 +32,7 @@ WholeMeasurer = Callable[[Placement], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """How long an evolutionary search goes on.
+    """How long an evolutionary search runs.
 
     Args:
         population: placements of a generation; ``parents`` of them make the next.
@@ -66,11 +66,11 @@ def search_placements(
     can_run: Callable[[OperatorGroup], bool] = lambda group: True,
     settings: SearchSettings | None = None,
 ) -> Searched:
-    """Return the fastest placement that the search meets, by end-to-end measurements.
+    """Return the fastest placement that the search visits, by end-to-end measurements.
 
     Args:
         singles: backends that may run the whole graph, the first one the fallback.
-        libraries: backends that operators may be given to.
+        libraries: backends that operators may run on.
         can_run: whether a library takes a group.
 
     Raises:
@@ -98,8 +98,8 @@ def search_placements(
     places = [i for i in range(len(graph.operators)) if i not in fixed]
 
     def time_of(digits: tuple[int, ...]) -> float:
-        given = dict(zip(places, digits, strict=True))
-        return try_placement(decode(graph, op_level, given, libraries, can_run))
+        libraries_of = dict(zip(places, digits, strict=True))
+        return try_placement(decode(graph, op_level, libraries_of, libraries, can_run))
 
     if places and libraries:
         _evolve(len(places), len(libraries), time_of, numbers, settings)
@@ -180,7 +180,7 @@ def _merged(
 ) -> list[OperatorGroup]:
     """Join groups of one library that touch, in the graph's order, where what comes of it can run."""
     # Greedy, in the graph's order: each group joins the first earlier one of its library that it reads from. Whether
-    # all groups still have an order is asked each time, as two joins that are right alone may wait for each other.
+    # all groups still have an order is checked each time, as two joins that are right alone may wait for each other.
     groups = sorted(groups, key=lambda group: group.operators & -group.operators)
     merged: list[OperatorGroup] = []
     for index, group in enumerate(groups):

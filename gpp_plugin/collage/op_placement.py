@@ -13,7 +13,7 @@ in s, so that every state can run, and:
     one of them must wait for others                 any group may be next
 
 which reaches every placement that can run (the group of its frontier is next, or waits for some group that is ready).
-Deviation: at most ``most_states`` states of each size are kept, the cheapest; `is_exact` says whether any was dropped.
+Deviation: at most ``most_states`` states of each size stay, the cheapest; `is_exact` says whether any was dropped.
 
 Source: Collage (PACT 2022, arXiv 2111.00655; here by the thesis, section 2.4.2, Algorithm 1)
 Tests: tests/collage/test_op_placement.py
@@ -62,7 +62,7 @@ def place_operators(
     """Return the cheapest placement by the sum of its groups' costs.
 
     Args:
-        measure: asked once for each candidate, and only for those that a state can be followed by.
+        measure: called once for each candidate, and only for those that a state can be followed by.
         epsilon_us: what each group costs beside its own time.
 
     Raises:
@@ -80,15 +80,15 @@ def place_operators(
             holding[i].append(group)
     needs = {group: graph.needs(group.operators) for group in candidates}
     states = {0: _State(0.0, 0, None)}
-    kept: dict[int, int] = defaultdict(int)  # states followed so far, by their size
+    followed: dict[int, int] = defaultdict(int)  # states followed so far, by their size
     queue: list[tuple[int, float, int]] = [(0, 0.0, 0)]
     is_exact = True
     while queue:
         size, cost, placed = heapq.heappop(queue)
         if cost > states[placed].cost or placed == graph.everything:
             continue  # reached more cheaply since it was put there
-        kept[size] += 1
-        if kept[size] > most_states:
+        followed[size] += 1
+        if followed[size] > most_states:
             is_exact = False
             continue
         for group in _next_groups(graph, candidates, holding, needs, placed):

@@ -17,7 +17,7 @@ class Operator:
     Args:
         key: unique in its graph.
         name: what is called, without namespace and overload: ``linear`` for ``aten.linear.default``.
-        inputs: what it reads, in the order of its arguments: keys of operators, or names of what the graph is given.
+        inputs: what it reads, in the order of its arguments: keys of operators, or names of the graph's inputs.
         attr: its other arguments by name, such as ``stride``.
     """
 
@@ -34,7 +34,7 @@ class OperatorGraph:
 
     Args:
         operators: each behind those that it reads.
-        outputs: keys of operators whose results leave the graph; those that nobody reads leave it anyway.
+        outputs: keys of operators whose results leave the graph; those that no operator reads leave it anyway.
     """
 
     def __init__(self, operators: Sequence[Operator], outputs: Iterable[str] = ()) -> None:
@@ -71,9 +71,9 @@ class OperatorGraph:
     def is_convex(self, mask: int) -> bool:
         """Return whether no path leaves the set and comes back: only then can it run as one."""
         # a -> b -> c: {a, c} is not, since b reads from it and it reads from b
-        behind = functools.reduce(int.__or__, (self.after[i] for i in bits(mask)), 0)
-        ahead = functools.reduce(int.__or__, (self.before[i] for i in bits(mask)), 0)
-        return not behind & ahead & ~mask
+        predecessors = functools.reduce(int.__or__, (self.after[i] for i in bits(mask)), 0)
+        successors = functools.reduce(int.__or__, (self.before[i] for i in bits(mask)), 0)
+        return not predecessors & successors & ~mask
 
     def needs(self, mask: int) -> int:
         """Return the operators outside of a set that it reads from."""
@@ -85,7 +85,7 @@ class OperatorGraph:
 
     @functools.cached_property
     def post_dominators(self) -> tuple[int | None, ...]:
-        """Return by position the next operator that everything made of its result goes through; None: the end."""
+        """Return by position the next operator that everything made of its result passes; None: the end."""
         # dominators of the reversed graph, from one end behind all results that leave
         end = len(self.operators)
         graph = nx.DiGraph()

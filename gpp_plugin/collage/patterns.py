@@ -22,8 +22,8 @@ from gpp_plugin.errors import ExtensionError, first_line
 # Rules of what a backend can fuse, and the generator that grows every set of operators that a rule allows.
 #
 # A rule says of one operator whether the backend runs it (`op_rule`), and of a set whether it runs it as one
-# (`fusion_rule`). From each operator that it runs, the seed, the generator goes on to the seed's post-dominator, to
-# that one's, and so on: all that lies between belongs together, since whatever is made of the seed's result goes
+# (`fusion_rule`). From each operator that it runs, the seed, the generator continues to the seed's post-dominator, to
+# that one's, and so on: all that lies between belongs together, since whatever is made of the seed's result passes
 # through.
 #
 #     conv -> relu -> add -> out       seed conv: {conv}, {conv, relu}, {conv, relu, add}
@@ -116,15 +116,15 @@ def generate_groups(rule: BasePatternRule, graph: OperatorGraph, *, backend: str
 
 
 def _grown(rule: BasePatternRule, graph: OperatorGraph) -> Iterator[int]:
-    # Types are asked for first, since rules look at those of other operators (`check_path`); an operator that is
-    # asked for its own type sees none yet.
+    # Types are read first, since rules read those of other operators (`check_path`); an operator that is
+    # tested for its own type sees none yet.
     plain = [RuleOperator(graph, i) for i in range(len(graph.operators))]
     types = tuple(rule.type_of(op) for op in plain)
     operators = [RuleOperator(graph, i, types) for i in range(len(graph.operators))]
     runs = graph.mask(op.key for op in operators if rule.op_rule(op))
     for seed in bits(runs):
         # conv -> relu -> add, with relu's other reader between: the post-dominators of conv are relu's and the other
-        # one's meeting, then what follows it; all between the seed and such an operator is taken at once.
+        # one's join, then what follows it; all between the seed and such an operator is taken at once.
         group = 1 << seed
         yield group
         sink = graph.post_dominators[seed]
@@ -219,7 +219,8 @@ def match_pattern(pattern: OperatorPattern, graph: OperatorGraph, key: str) -> i
     found: dict[int, str] = {}  # id of a pattern -> what it stands for: one used twice is the same operator
     if not _matches(pattern, graph, key, found):
         return None
-    # What the pattern's inside makes is gone when it runs as one: nobody else may want it, nor the graph's caller.
+    # What the pattern's inside makes is gone when it runs as one: no other operator may read it, nor the graph's
+    # caller.
     mask = graph.mask(set(found.values()))
     inner = mask & ~graph.mask([key])
     if inner & graph.outputs or not graph.is_convex(mask):

@@ -10,7 +10,7 @@ What tensor ranks may share out of it are regions of operators between whole ten
 
 A region begins with linear operators whose weights are cut by columns (their results' features) and ends with those
 whose weights are cut by rows, whose results are summed over the ranks. Between the two every operator computes on a
-part of one axis of its result, and as many parts as ranks are the whole. Nothing outside a region knows of it.
+part of one axis of its result, and as many parts as ranks are the whole. Nothing outside a region depends on it.
 
 A vocabulary is shared out likewise: of an embedding each rank has some rows, and zeros for other tokens are summed; of
 logits each rank has some columns, and a cross entropy needs the largest one, a sum and the label's of each row.
@@ -134,23 +134,23 @@ def regions_in(regions: Iterable[ShardedRegion], operators: Iterable[str]) -> tu
 
 
 def without_half_cut(
-    regions: Iterable[ShardedRegion], kept: Iterable[ShardedRegion]
+    regions: Iterable[ShardedRegion], chosen: Iterable[ShardedRegion]
 ) -> tuple[ShardedRegion, ...]:
-    """Return those of the kept regions whose parameters no other region cuts that is not kept too.
+    """Return those of the chosen regions whose parameters no other region cuts that is not chosen too.
 
     Args:
-        regions: all of a capture; whoever reads a parameter that one of them cuts is in one that cuts it.
+        regions: all of a capture; each reader of a parameter that one of them cuts is in one that cuts it.
     """
     # A weight is that of an embedding (region 0) and a head (1), which has a bias that region 2 reads too. Where 0 is
-    # not kept, its embedding reads the weight whole: so 1 cannot cut it, thus not the bias either, thus 2 cannot.
-    everything, kept = tuple(regions), tuple(kept)
+    # not chosen, its embedding reads the weight whole: so 1 cannot cut it, thus not the bias either, thus 2 cannot.
+    everything, chosen = tuple(regions), tuple(chosen)
     while True:
-        own = frozenset(kept)
+        own = frozenset(chosen)
         whole = {shard.name for region in everything if region not in own for shard in region.parameters}
-        fewer = tuple(r for r in kept if whole.isdisjoint(shard.name for shard in r.parameters))
-        if len(fewer) == len(kept):
-            return kept
-        kept = fewer
+        fewer = tuple(r for r in chosen if whole.isdisjoint(shard.name for shard in r.parameters))
+        if len(fewer) == len(chosen):
+            return chosen
+        chosen = fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +197,9 @@ class Analysis:
             with several results and their parts, tensors that no batch axis can cut.
         unpadded: inputs that held ones only in the first capture's batch; costs are of attention without the masks
             that eager models leave out then.
-        eager: modules (and loss functions) that are kept whole and run as they are, by path.
-        means: what tracing it took beyond an export: "prepared" where entries of the batch are made ahead on the host,
-            "recorded" where Python reads values of the batch, "whole units"
+        eager: modules (and loss functions) that stay whole and run as they are, by path.
+        means: what tracing it took beyond an export: "prepared" where entries of the batch are made beforehand on the
+            host, "recorded" where Python reads values of the batch, "whole units"
             where no axis is known to hold samples, so that all operators compute on whole loss units.
         sharding: what of it tensor ranks can share out.
         carried: what the forward leaves behind for the next one.

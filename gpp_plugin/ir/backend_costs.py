@@ -1,4 +1,4 @@
-"""What a forward costs on a backend, which backend each stage was given, and what blocks that train cost compiled."""
+"""What a forward costs on a backend, the backend of each stage, and what blocks that train cost compiled."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CompiledCost:
 
     Args:
         forward_us, both_us: medians of a forward, and of a forward with its backward.
-        saved_bytes: kept from forward to backward.
+        saved_bytes: held from forward to backward.
         build_s: seconds that compiling took, and the first forward and backward.
         error: largest difference of an output or a gradient, by the norm of the tensor.
         refused: why it cannot be used, in one line; the rest means nothing then.

@@ -56,7 +56,7 @@ class OpNode:
         module: HuggingFace path of the innermost module that called it ("" is the model itself).
         output: its tensor, or None for an operator that returns several (read by getitem nodes).
         flops: floating-point operations of the forward at the captured number of samples.
-        saved_bytes: bytes kept for backward that no earlier node keeps already.
+        saved_bytes: bytes saved for backward that no earlier node keeps already.
         keeps: nodes, perhaps itself, whose results it keeps for backward, with the bytes of the storage (of
             results that share one: the first); model inputs and parameters, held anyway, are left out.
         storage: the node whose result its own is a view of; "" where it has a storage of its own.
@@ -91,7 +91,7 @@ class OpGraph:
         received: those of them that other stages make (of a captured part of a stage graph): they are not there
             anyway, and may take a gradient.
         loss: name of the node that yields the loss; None in an evaluation graph without labels.
-        outputs: named outputs asked for beside the loss, output name -> node name.
+        outputs: named outputs requested beside the loss, output name -> node name.
         couplings: one line of text for each place that mixes samples (for the user).
     """
 
@@ -120,7 +120,7 @@ class Block:
         parameters: names of the parameters and buffers it reads (a tied one under its first name).
         inputs: model inputs it reads, directly or through replicated nodes.
         flops: forward floating-point operations at ``BlockGraph.num_samples`` samples.
-        saved_bytes: bytes kept for backward at that number of samples.
+        saved_bytes: bytes saved for backward at that number of samples.
         is_coupled: computes on whole loss units only.
         is_trainable: has a parameter with ``requires_grad``.
     """
@@ -211,7 +211,7 @@ class BlockGraph:
         sharding: of the blocks that tensor ranks can divide; empty where that is not known.
         undivided: of blocks with linear operators that tensor ranks cannot divide, why: names the operator in the way.
         tied: groups of blocks that share a parameter, parameter name -> block names.
-        saved: what is kept for backward, tensor by tensor; empty in analytic graphs of layers.
+        saved: what is saved for backward, tensor by tensor; empty in analytic graphs of layers.
     """
 
     model: str

@@ -28,13 +28,13 @@ class SwappedTensor:
 class RecomputedSegment:
     """Consecutive blocks that run again before their backward, as one checkpointed segment.
 
-    What was made outside and is read inside is kept; random state is restored.
+    What was made outside and is read inside stays; random state is restored.
 
     Args:
         blocks: in execution order.
         tensors: names of the `SavedTensor`s that are dropped after the forward.
         bytes: of them, for one micro-batch on one rank.
-        held_bytes: results of earlier blocks that are kept for this segment only.
+        held_bytes: results of earlier blocks that are held for this segment only.
         recompute_us: time of the second forward.
     """
 
@@ -50,7 +50,7 @@ class MemoryPlan:
     """What one stage swaps and recomputes for every micro-batch.
 
     Args:
-        working_bytes: what is back in device memory beside what is kept: the largest segment made again,
+        working_bytes: what is back in device memory beside what is saved: the largest segment made again,
             and two swapped tensors, one in use and one on its way.
         swap_us: transfer time of one micro-batch that does not hide behind compute.
     """
@@ -67,7 +67,7 @@ class MemoryPlan:
 
     @property
     def recomputed_bytes(self) -> int:
-        """Return bytes not kept for one micro-batch, less what is kept instead."""
+        """Return bytes not saved for one micro-batch, less what is saved instead."""
         return sum(segment.bytes - segment.held_bytes for segment in self.recomputed)
 
     @property
@@ -88,7 +88,7 @@ class MemoryBreakdown:
     Args:
         weights: the current ones, under ZeRO 3 the rank's part; ``stashed_weights``: older versions (mode async).
         gathered: the rest of them while one of the stage's tasks runs (ZeRO 3).
-        activations: kept for backward by all micro-batches in flight, after swap and recompute.
+        activations: saved for backward by all micro-batches in flight, after swap and recompute.
         working: tensors back in use, or on their way to or from the host.
         transient: most that one block holds while it runs, and the gradients that wait for weight gradients.
         inputs: its part of the mini-batch, held while a step runs.
@@ -119,7 +119,7 @@ class MemoryBreakdown:
 def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
     """Return what fills a rank that holds several stages: the sum of what each of them does; one stage's as it is.
 
-    Of gathered weights it holds one stage's at a time, the largest, or two where there is room (`schedule.gathers`).
+    Of gathered weights it holds one stage's at a time, the largest, or two where they fit (`schedule.gathers`).
     """
     if len(parts) == 1:
         return parts[0]
@@ -132,19 +132,19 @@ def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
     joined = MemoryBreakdown(
         stage=", ".join(part.stage for part in parts), limit=min(limits, default=0), **sums
     )
-    room = joined.limit - joined.total - joined.messages
-    return replace(joined, gathered=gathered_together([part.gathered for part in parts], room))
+    free_bytes = joined.limit - joined.total - joined.messages
+    return replace(joined, gathered=gathered_together([part.gathered for part in parts], free_bytes))
 
 
-def gathered_together(gathered: Sequence[int], room: int) -> int:
+def gathered_together(gathered: Sequence[int], free_bytes: int) -> int:
     """Return the bytes of gathered weights that a rank holds at a time: of two stages, where that fits, or of one.
 
     Args:
         gathered: of each of its stages.
-        room: bytes for them; 0 or less where no limit is known.
+        free_bytes: bytes for them; 0 or less where no limit is known.
 
     >>> gathered_together([40, 60, 30], 100), gathered_together([40, 60, 30], 99), gathered_together([40], 0)
     (100, 60, 40)
     """
     *_, second, first = sorted((0, *gathered))
-    return first + second if first + second <= room else first
+    return first + second if first + second <= free_bytes else first

@@ -46,22 +46,22 @@ class CacheReport:
 
 
 ALLOCATOR = "CUDA allocator"
-COUNTED = "counted: known tensors and what autograd kept"
+COUNTED = "counted: known tensors and what autograd saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCounts:
-    """Bytes that autograd kept from forward to backward, counted while a mini-batch ran.
+    """Bytes that autograd saved from forward to backward, counted while a mini-batch ran.
 
     Every storage counts once for each micro-batch, whole, however many operators keep it or a part of it.
 
     In: what the stage's operators keep - their own results and what they read, received tensors and masks
     included, and what they keep beside (dropout masks, statistics) - and, in a stage that recomputes,
     results held for a segment only. Out: parameters, buffers and constants of the model, the model's inputs
-    (cut, but as they came) and whatever is a view of these; results nobody keeps; random states.
+    (cut, but as they came) and whatever is a view of these; results that no operator saves; random states.
 
     Args:
-        held_bytes: of one micro-batch, kept on the device between its forward and its backward.
+        held_bytes: of one micro-batch, held on the device between its forward and its backward.
         swapped_bytes: of one micro-batch, moved to host memory in between.
         recomputed_bytes: of one micro-batch, dropped after the forward and made again.
         peak_held_bytes: most that all micro-batches in flight held at once, each as of ``held_bytes``.
@@ -144,7 +144,7 @@ class RankMemory:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Return the plan's figure, messages, and what comes ahead; 0 where nothing is predicted."""
+        """Return the plan's figure, messages, and what comes early; 0 where nothing is predicted."""
         # the sum of the parts: all are there at once at the end of the last forward of a full stage
         part = self.predicted
         return 0 if part is None else part.total + part.messages + self.ahead_bytes

@@ -6,8 +6,9 @@ Tests: tests/plan/test_asynchronous.py, tests/plan/test_memory_breakdown.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import networkx as nx
 
@@ -137,7 +138,7 @@ class Stage:
 
 
 ORDER_ONLY = "(order)"
-"""What tensors are called that nobody makes or sends: their edge says that one stage runs after another."""
+"""The name of tensors that no stage makes or sends: their edge says that one stage runs after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,11 +241,23 @@ class PipelinePlan:
         """Return how many micro-batches of a mini-batch ``stage`` runs."""
         return self.mini_batch // self.stages[stage].micro_batch_size
 
+    @property
+    def num_rank_tasks(self) -> int:
+        """Return how many forwards and backwards all data positions run in a mini-batch."""
+        return sum(2 * self.num_micro_batches(i) * stage.degree for i, stage in enumerate(self.stages))
+
+    def with_each(self, **values: Iterable[Any]) -> PipelinePlan:
+        """Return the plan with fields of its stages changed, by field a value for each stage."""
+        rows = zip(*values.values(), strict=True)
+        changes = (dict(zip(values, row, strict=True)) for row in rows)
+        stages = (replace(stage, **own) for stage, own in zip(self.stages, changes, strict=True))
+        return replace(self, stages=tuple(stages))
+
     def num_versions(self, stage: int) -> int:
         """Return how many sets of its weights ``stage`` holds at most, the present one among them.
 
         In mode ``async`` as many as it holds micro-batches, and with vertical sync as many as the stage that holds
-        most: it goes on with weights as old as that one's (PipeDream, section 3.3).
+        most: it continues with weights as old as that one's (PipeDream, section 3.3).
         """
         if self.mode == "sync":
             return 1

@@ -22,13 +22,13 @@ class BlockCost:
     """Measured or derived cost of one block on one device.
 
     Args:
-        samples: increasing numbers of samples at which times are given.
+        samples: increasing numbers of samples at which times are known.
         forward_us, backward_us: median microseconds at those numbers of samples.
         saved_bytes_per_sample: activation bytes held from forward to backward, for each sample.
         saved_bytes_fixed: held for each micro-batch whatever its size.
         parameter_bytes, gradient_bytes, optimizer_bytes: held all the time.
         transient_bytes_per_sample: peak above what is held while the block runs.
-        split_factor: input and weight gradient made apart over the whole backward; 1 where not measured.
+        split_factor: input and weight gradient made separately over the whole backward; 1 where not measured.
         input_share: share of the input gradient in both.
         pending_bytes_per_sample: of a split backward, gradients that wait from the input gradient for the weight
             gradient, beside what is saved; 0 where not known.
@@ -125,9 +125,9 @@ class KeptStorage:
     """One storage that a user's module keeps from forward to backward.
 
     Args:
-        last_use: share of the forward's time after which it is kept for the last time.
+        last_use: share of the forward's time after which it is saved for the last time.
         is_made: whether the module made it, so that running it again makes it again; else it was received.
-        is_movable: plain bytes that nobody but autograd holds, which free memory where they leave.
+        is_movable: plain bytes that autograd alone holds, which free memory where they leave.
     """
 
     bytes_per_sample: MeanBytes
@@ -190,8 +190,8 @@ class Profile:
         inputs: of the mini-batch that is planned for; empty where that is not known.
         backends: blocks that no gradient passes -> how many times what it takes on torch their forward takes on the
             backend it was measured on; a stage of such blocks alone takes that, one that trains does not.
-        growth: tensors kept for backward, and results on edges -> how many times larger than in the BlockGraph they are
-            at the lengths that memory is planned for; those of one size are missing.
+        growth: tensors saved for backward, and results on edges -> how many times larger than in the BlockGraph they
+            are at the lengths that memory is planned for; those of one size are missing.
     """
 
     graph: str
@@ -252,9 +252,10 @@ class Profile:
 
     def kept_with_others(self, blocks: Iterable[str]) -> tuple[float, float]:
         """Return bytes a sample, and fixed bytes, that ``blocks`` keep and blocks elsewhere are charged with."""
-        # An encoder's output is kept by itself and by decoder layers 0 to 5: ``blocks`` (encoder, d0, ..., d5), charged
-        # to the encoder. Stage {d2, d3} receives it and holds it too: its bytes are here. Stage {encoder, d0} has the
-        # encoder, so that its costs contain it. Each storage once, however many of its later keepers a stage has.
+        # An encoder's output is saved by itself and by decoder layers 0 to 5: ``blocks`` (encoder, d0, ..., d5),
+        # charged to the encoder. Stage {d2, d3} receives it and holds it too: its bytes are here. Stage {encoder, d0}
+        # has the encoder, so that its costs contain it. Each storage once, however many later blocks of a stage save
+        # it.
         own = frozenset(blocks)
         per_sample = fixed = 0.0
         for storage in self.shared:

@@ -1,8 +1,8 @@
 """What one rank does, in order: compute, send, receive, gather, reduce, step. The only input of a runtime.
 
 A rank may hold several stages. Its program is one list all the same; every instruction but the step is of one of the
-stages (`RankProgram.stage_of`), and a tensor that passes between two of them is handed over: a message whose two ranks
-are one, sent by the producer's part and received by the consumer's, that no transport ever sees.
+stages (`RankProgram.stage_of`), and a tensor that passes between two of them is a local transfer: a message whose two
+ranks are one, sent by the producer's part and received by the consumer's, that no transport ever sees.
 
     rank 0, stages 0 and 2   0F0  send 0>1  receive 1>2  2F0  2B0  send  receive  0B0  reduce(0)  reduce(2)  step
     rank 1, stage 1          receive 0>1  1F0  send 1>2 ...
@@ -83,7 +83,7 @@ class InstructionKind(enum.Enum):
     GATHER = "gather"
     """Make a stage's parameters whole, of which each of its data-parallel ranks holds a part (ZeRO 3)."""
     FREE = "free"
-    """Let go of them again, but for the rank's part; nobody is waited for."""
+    """Free them again, but for the rank's part; no rank is waited for."""
     REDUCE_DATA = "reduce_data"
     """Sum gradients over the stage's data-parallel group."""
     REDUCE_TIED = "reduce_tied"
@@ -122,7 +122,7 @@ class RankProgram:
 
     Args:
         stages: those the rank holds, in the plan's order.
-        edges: (src, dst) stages of the plan's edges by index; what tells whose a message is where there are several
+        edges: (src, dst) stages of the plan's edges by index; they identify a message where there are several
             stages, and empty where there is one.
     """
 
@@ -165,6 +165,11 @@ class RankProgram:
             return self
         own = (i for i in self.instructions if self.stage_of(i) in (stage, None))
         return RankProgram(rank=self.rank, stages=(stage,), instructions=tuple(own))
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Return its tasks, in order."""
+        return tuple(i.task for i in self.instructions if i.task is not None)
 
     def messages(self, kind: InstructionKind) -> tuple[Message, ...]:
         """Return what its SENDs, or its RECEIVEs, post, in order."""

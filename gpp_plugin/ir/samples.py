@@ -64,12 +64,16 @@ def nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
     >>> nearest_divisors(64, 10), nearest_divisors(64, 100)
     ((8, 16), (64,))
     """
-    # divisors come in pairs d, number / d, of which one is at most the root
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
+    below = [d for d in divisors(number) if d < wanted][-1:]
+    above = [d for d in divisors(number) if d > wanted][:1]
     return (*below, *above)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, increasing."""
+    # they come in pairs d, number / d, of which one is at most the root
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def merged_ranges(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:

@@ -313,7 +313,7 @@ def _replace_file(temporary: str, target: Path) -> None:
 def _umask() -> int:
     try:
         fields = dict(line.partition(":")[::2] for line in Path("/proc/self/status").read_text().splitlines())
-        return int(fields["Umask"], 8)  # os.umask can only be asked by setting it, for other threads too
+        return int(fields["Umask"], 8)  # os.umask can only be read by setting it, for other threads too
     except (OSError, KeyError, ValueError):
         return 0o022
 

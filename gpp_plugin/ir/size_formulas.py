@@ -42,7 +42,7 @@ def compile_formulas(symbols: Sequence[str], texts: Sequence[str]) -> Evaluate:
     (12, 5, 7)
 
     Raises:
-        ValueError: a text is no formula, or has a symbol that is not given.
+        ValueError: a text is no formula, or has a symbol without a value.
     """
     for text in texts:
         _check(text, symbols)
@@ -71,7 +71,7 @@ def _check(text: str, symbols: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """In which way a batch is another one: its ``str``, which is put into words only where somebody asks."""
+    """In which way a batch is another one: its ``str``, which is put into words only when it is needed."""
 
     reason: Callable[[], str]
 
@@ -141,7 +141,7 @@ class SizeConditions:
 # What blocks cost at any lengths: polynomials in the lengths of a batch, which every rank evaluates alike.
 #
 # A *length* is a symbol of `SizeConditions`: ``s0`` the columns of ``input_ids``. Each cost has a coefficient for each
-# *term*, a product of lengths given by its exponents:
+# *term*, a product of lengths, as its exponents:
 #
 #     lengths (s0, s1)      terms (0, 0) (1, 0) (0, 1) (2, 0) (1, 1) (0, 2)      1, s0, s1, s0 s0, s0 s1, s1 s1
 #
@@ -205,7 +205,7 @@ class LengthCosts:
         fitted: lengths at which blocks were measured, and ``checked`` where what is predicted was held against it.
         time_error, byte_error: predicted over measured there, less 1, of all blocks together.
         shared: of `Profile.shared`, in its order.
-        tensors: bytes of what is kept for backward and of results on edges, by name.
+        tensors: bytes of what is saved for backward and of results on edges, by name.
     """
 
     sizes: SizeConditions

@@ -1,6 +1,6 @@
 """What may stand at each place of a file: made from a dataclass's own types, with the place in every error.
 
-A type says what is asked for, and `Range` in it how large it may be, once for readers and for what is made in memory::
+A type says what is expected, and `Range` in it how large it may be, once for readers and for what is made in memory::
 
     samples: Annotated[int, Range(low=1)]      [4, -1]  ->  samples[1]: -1 is not valid; give a whole number of ...
 
@@ -15,11 +15,12 @@ import dataclasses
 import difflib
 import enum
 import functools
+import itertools
 import json
 import math
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -163,19 +164,19 @@ def _listed(plain: Any) -> list[Any]:
     return typing.cast("list[Any]", plain)
 
 
-def _sequence(read: Reader) -> Reader:
-    def read_sequence(plain: Any) -> tuple[Any, ...]:
-        made: list[Any] = []
-        items = _listed(plain)
-        try:
-            for item in items:
-                made.append(read(item))  # noqa: PERF401 - how many there are is where the error lies
-        except WrongLeaf as error:
-            error.keys.append(len(made))
-            raise
-        return tuple(made)
+def _read_each(pairs: Iterable[tuple[Reader, Any]]) -> tuple[Any, ...]:
+    made: list[Any] = []
+    try:
+        for read, item in pairs:
+            made.append(read(item))  # noqa: PERF401 - how many there are is where the error lies
+    except WrongLeaf as error:
+        error.keys.append(len(made))
+        raise
+    return tuple(made)
 
-    return read_sequence
+
+def _sequence(read: Reader) -> Reader:
+    return lambda plain: _read_each(zip(itertools.repeat(read), _listed(plain), strict=False))
 
 
 def _fixed(readers: Sequence[Reader]) -> Reader:
@@ -183,14 +184,7 @@ def _fixed(readers: Sequence[Reader]) -> Reader:
         items = _listed(plain)
         if len(items) != len(readers):
             raise WrongLeaf(f"has {len(items)} entries; give {len(readers)}")
-        made: list[Any] = []
-        try:
-            for read, item in zip(readers, items, strict=True):
-                made.append(read(item))
-        except WrongLeaf as error:
-            error.keys.append(len(made))
-            raise
-        return tuple(made)
+        return _read_each(zip(readers, items, strict=True))
 
     return read_fixed
 
@@ -239,7 +233,7 @@ def _member(kind: type[enum.Enum]) -> Reader:
 
 @functools.cache
 def fields_of(kind: type) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the types of a dataclass's fields, and the fields that must be given."""
+    """Return the types of a dataclass's fields, and the required fields."""
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = dataclasses.fields(kind)
     required = frozenset(

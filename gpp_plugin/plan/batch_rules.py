@@ -10,6 +10,7 @@ from gpp_plugin.config.key_names import place_of
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import LOSS_KEY
+from gpp_plugin.ir.samples import divisors
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.request import PlanRequest
 
@@ -28,7 +29,7 @@ class TensorRules:
         sizes: increasing.
         refused: tensor size -> blocks that no stage of it may hold.
         divided: tensor size above 1 -> blocks of which its ranks hold a part each; a stage of it has one.
-        ways: to give sizes to all stages of a plan that is looked at: the largest each may have up to this one, or
+        ways: to give sizes to all stages of a plan that is considered: the largest each may have up to this one, or
             `ANY_SIZE`. What is mixed otherwise is a move away.
     """
 
@@ -38,7 +39,7 @@ class TensorRules:
     ways: tuple[int, ...] = (1,)
 
     @property
-    def are_given(self) -> bool:
+    def are_explicit(self) -> bool:
         """Return whether the user says which blocks have which size, so that not all may share a stage."""
         return bool(self.refused.get(1))
 
@@ -64,19 +65,19 @@ def tensor_rules(request: PlanRequest) -> TensorRules:
     """
     # Layers of 32 heads, a vision tower of 16, an embedding that is not divided:
     #
-    #     asked                        sizes     refused                    divided
+    #     requested                    sizes     refused                    divided
     #     None, 8 ranks                1 2 4 8   -                          all layers, for every size
     #     4                            1 4       1: all layers              4: all layers
     #     {"language_model": 4}        1 4       1: its layers              4: its layers
     #     {..., "vision": 1}           1 4       the same, and 4: vision    4: its layers
     #
-    # What the user does not list (an embedding, a head, a norm) goes with the stage that it lands in: divided there if
+    # What the user does not list (an embedding, a head, a norm) belongs to the stage that it lands in: divided there if
     # its sharding has that size, whole on every tensor rank otherwise, and of size 1 where nothing listed is beside it.
-    asked, graph = request.tensor_parallel, request.graph
-    if asked == 1:
+    requested, graph = request.tensor_parallel, request.graph
+    if requested == 1:
         return TensorRules()
     degrees = {each.block: each.degrees for each in graph.sharding}
-    if asked is None:
+    if requested is None:
         sizes = [
             n for n in TENSOR_SIZES if n <= request.num_ranks and any(n in own for own in degrees.values())
         ]
@@ -104,9 +105,9 @@ def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> 
     Args:
         degrees: by block that can be divided, the sizes it can be.
     """
-    asked, graph = request.tensor_parallel, request.graph
+    requested, graph = request.tensor_parallel, request.graph
     wanted: dict[str, int] = {}
-    by_name = asked if isinstance(asked, dict) else {"": asked or 1}
+    by_name = requested if isinstance(requested, dict) else {"": requested or 1}
     for key, size in sorted(by_name.items(), key=lambda item: len(item[0])):
         where = place_of("tensor_parallel", *([key] if key else []))
         if not 1 <= size <= request.num_ranks:
@@ -207,22 +208,16 @@ class BatchRules:
         """
         if self.universal is not None:
             return [self.universal]
-        divisors = _divisors(self.mini_batch)
-        if len(divisors) <= MAX_SWEEP:
-            return divisors
-        kept = [
+        every = divisors(self.mini_batch)
+        if len(every) <= MAX_SWEEP:
+            return every
+        return [
             d
-            for d in divisors
+            for d in every
             if d & (d - 1) == 0
             or d == self.mini_batch
             or (d % self.loss_unit == 0 and (d // self.loss_unit) & (d // self.loss_unit - 1) == 0)
         ]
-        return kept
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def batch_rules(request: PlanRequest) -> BatchRules:

@@ -2,7 +2,7 @@
 
 Candidates are the same for all stages: 1F1B, kFkB, GPipe, greedy, and 1F1B with a longer warm-up, which
 hides messages behind computation where links are slow (Table 2 assumes that they take no time). Zero bubble
-is tried only where the caller asks for it: with 1F1B's in-flight counts, and with the first stage's on every
+is tried only on request: with 1F1B's in-flight counts, and with the first stage's on every
 stage where memory allows. The warm-up of the best candidate is then sliced, if that is shorter.
 """
 
@@ -12,15 +12,13 @@ import dataclasses
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.batch_rules import coupled_blocks
 from gpp_plugin.plan.costs.cost_model import CostModel, with_link_times
@@ -29,10 +27,10 @@ from gpp_plugin.plan.memory.fitting import fitter_for
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plan.shared.shared_evaluator import BUDGET, SharedJudge, under
+from gpp_plugin.plan.shared.shared_evaluator import BUDGET, SharedEvaluator, under
 from gpp_plugin.plan.split_backwards import (
     fitted_split,
-    knows_split_times,
+    has_split_times,
     with_part_times,
     without_memory_plans,
 )
@@ -49,7 +47,7 @@ from gpp_plugin.simulate.predict import predict_iteration_us
 logger = logging.getLogger(__name__)
 
 USUAL_SCHEDULES = ("1f1b", "gpipe", "greedy")
-"""What ``schedule: "auto"`` tries; ``zero_bubble`` must be asked for."""
+"""What ``schedule: "auto"`` tries; ``zero_bubble`` must be requested."""
 
 GAIN = 0.01
 """A later candidate must be faster by this fraction, or hold less in the same time: a simulation is not more exact."""
@@ -61,29 +59,8 @@ GREEDY_TASKS = 2048
 """Most tasks of all stages for which the greedy schedule is tried: it simulates the plan once a task."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Judge:
-    """Predicts candidates, all in the same surroundings."""
-
-    cluster: Cluster | None
-    durations: Durations | None
-    forward_only_stages: frozenset[int]
-    reduce_us: Mapping[int, float] | None
-
-    def predict_us(self, plan: PipelinePlan, schedules: Sequence[StageSchedule] | None = None) -> float:
-        """Return the predicted time of one mini-batch.
-
-        Raises:
-            ScheduleError: the plan cannot run.
-        """
-        return predict_iteration_us(
-            plan,
-            cluster=self.cluster,
-            durations=self.durations,
-            schedules=schedules,
-            forward_only_stages=self.forward_only_stages,
-            reduce_us=self.reduce_us,
-        )
+Context = dict[str, Any]
+"""What all candidates are predicted with: arguments of `predict_iteration_us`."""
 
 
 def choose_schedule(
@@ -115,18 +92,20 @@ def choose_schedule(
         ValueError: a schedule or ``slicing`` is unknown.
     """
     # Slices come last, on the winner alone: they change no in-flight count, and each one tried is a simulation more.
-    judge = _Judge(
+    context = Context(
         cluster=cluster, durations=durations, forward_only_stages=forward_only_stages, reduce_us=reduce_us
     )
     candidates = candidate_schedules(unsliced(plan), schedules, most_in_flight=most_in_flight)
-    name, chosen, time = _shortest(candidates, judge, most_in_flight)
-    chosen, time, slices = _choose_slicing(chosen, time, slicing, whole_stages, judge)
+    name, chosen, time = _shortest(candidates, context, most_in_flight)
+    chosen, time, slices = _choose_slicing(chosen, time, slicing, whole_stages, context)
     note = f"schedule {name}{slices}: {time:.0f} us predicted"
     return dataclasses.replace(chosen, notes=(*plan.notes, note), iteration_us=time)
 
 
 def _shortest(
-    candidates: Iterable[tuple[str, PipelinePlan]], judge: _Judge, most_in_flight: Sequence[int] | None
+    candidates: Iterable[tuple[str, PipelinePlan]],
+    context: Context,
+    most_in_flight: Sequence[int] | None,
 ) -> tuple[str, PipelinePlan, float]:
     """Return the best of some (name, plan), and its predicted time.
 
@@ -147,7 +126,7 @@ def _shortest(
             refused.append(f"{name} {counts}")
             continue
         try:
-            time = judge.predict_us(candidate)
+            time = predict_iteration_us(candidate, **context)
         except ScheduleError as error:
             # A longer warm-up of one stage can ask more of another than that one holds.
             logger.debug("schedule %s: %s", name, error)
@@ -189,36 +168,42 @@ def choose_slicing(
         ScheduleError: the plan cannot run.
         ValueError: ``slicing`` is unknown.
     """
-    judge = _Judge(
+    context = Context(
         cluster=cluster, durations=durations, forward_only_stages=forward_only_stages, reduce_us=reduce_us
     )
     plan = unsliced(plan)
-    chosen, time, slices = _choose_slicing(plan, judge.predict_us(plan), slicing, whole_stages, judge)
+    unsliced_us = predict_iteration_us(plan, **context)
+    chosen, time, slices = _choose_slicing(plan, unsliced_us, slicing, whole_stages, context)
     notes = (*plan.notes, f"warm-up{slices}: {time:.0f} us predicted") if slices else plan.notes
     return dataclasses.replace(chosen, notes=notes, iteration_us=time)
 
 
 def _choose_slicing(
-    plan: PipelinePlan, unsliced_us: float, slicing: str | int, whole_stages: Collection[int], judge: _Judge
+    plan: PipelinePlan,
+    unsliced_us: float,
+    slicing: str | int,
+    whole_stages: Collection[int],
+    context: Context,
 ) -> tuple[PipelinePlan, float, str]:
-    """Return the plan to run, its time, and what to tell of its slices."""
+    """Return the plan to run, its time, and what to report of its slices."""
     is_count = isinstance(slicing, int) and not isinstance(slicing, bool) and slicing >= 0
     if slicing not in ("auto", "on", "off") and not is_count:
         raise ValueError(f"slicing is {slicing!r}; give auto, on, off or a number of micro-batches")
     if slicing in ("off", 0):
         return plan, unsliced_us, ""
     variants = []
-    schedules = build_schedules(plan, forward_only_stages=judge.forward_only_stages)
+    schedules = build_schedules(plan, forward_only_stages=context["forward_only_stages"])
     for joins_last, how in ((False, "halves sent singly"), (True, "last send joined")):
         sliced = slice_warm_up(
             plan,
             num_sliced=slicing if isinstance(slicing, int) else None,
             joins_last=joins_last,
             whole_stages=whole_stages,
-            cluster=judge.cluster,
+            cluster=context["cluster"],
         )
         if any(stage.num_sliced for stage in sliced.stages):
-            variants.append((judge.predict_us(sliced, with_slices(sliced, schedules)), sliced, how))
+            us = predict_iteration_us(sliced, schedules=with_slices(sliced, schedules), **context)
+            variants.append((us, sliced, how))
     if not variants:
         why = "the longest warm-up has two stages or fewer, or none that can be halved"
         return plan, unsliced_us, "" if slicing == "auto" else f", nothing sliced ({why})"
@@ -260,8 +245,7 @@ def candidate_schedules(
         for k in (2, 4):
             if any(plan.num_micro_batches(i) > k for i in range(len(plan.stages))):
                 yield f"{k}f{k}b", _under(plan, "1f1b", k)
-    num_tasks = sum(2 * plan.num_micro_batches(i) * s.degree for i, s in enumerate(plan.stages))
-    if "greedy" in schedules and (num_tasks <= GREEDY_TASKS or len(schedules) == 1):
+    if "greedy" in schedules and (plan.num_rank_tasks <= GREEDY_TASKS or len(schedules) == 1):
         yield "greedy", _under(plan, "greedy", 1)
     if "gpipe" in schedules:
         yield "gpipe", _under(plan, "gpipe", 1)
@@ -276,14 +260,9 @@ def candidate_schedules(
 
 def _under(plan: PipelinePlan, schedule: str, k: int) -> PipelinePlan:
     """Return the plan with one schedule on all stages and its in-flight counts."""
-    stages = tuple(dataclasses.replace(stage, schedule=schedule, k=k) for stage in plan.stages)
-    changed = dataclasses.replace(plan, stages=stages)
-    return _with_counts(changed, plan_in_flight(changed))
-
-
-def _with_counts(plan: PipelinePlan, counts: Sequence[int]) -> PipelinePlan:
-    stages = (dataclasses.replace(s, in_flight=count) for s, count in zip(plan.stages, counts, strict=True))
-    return dataclasses.replace(plan, stages=tuple(stages))
+    count = len(plan.stages)
+    changed = plan.with_each(schedule=[schedule] * count, k=[k] * count)
+    return changed.with_each(in_flight=plan_in_flight(changed))
 
 
 def _with_longer_warm_up(plan: PipelinePlan, factor: float) -> PipelinePlan:
@@ -293,7 +272,7 @@ def _with_longer_warm_up(plan: PipelinePlan, factor: float) -> PipelinePlan:
         min(math.ceil(stage.in_flight * factor), plan.num_micro_batches(i)) if behind[i] else stage.in_flight
         for i, stage in enumerate(plan.stages)
     ]
-    return _with_counts(plan, counts)
+    return plan.with_each(in_flight=counts)
 
 
 def _with_even_limits(plan: PipelinePlan, most_in_flight: Sequence[int] | None) -> PipelinePlan:
@@ -305,7 +284,7 @@ def _with_even_limits(plan: PipelinePlan, most_in_flight: Sequence[int] | None) 
         if most_in_flight is not None:
             most = min(most, most_in_flight[index])
         counts.append(max(stage.in_flight, min(samples // stage.micro_batch_size, most)))
-    return _with_counts(plan, counts)
+    return plan.with_each(in_flight=counts)
 
 
 # The schedule of a plan whose ranks hold several stages: the one the user names, or the shortest in simulation.
@@ -329,13 +308,15 @@ def schedule_shared(
     A plan that swaps or recomputes stays, or runs zero bubble, fitted anew.
 
     Args:
-        budget: tasks of the simulations, after which no further schedule is tried; ``report`` is told.
+        budget: tasks of the simulations, after which no further schedule is tried; ``report`` notes that.
 
     Raises:
         PlanInfeasible: nothing that the name stands for fits the ranks' memory and can run.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    judge = SharedJudge(request, costs, schedule=first_schedule(schedule), budget=budget, report=report)
+    evaluator = SharedEvaluator(
+        request, costs, schedule=first_schedule(schedule), budget=budget, report=report
+    )
     is_fitted = any(stage.memory is not None for stage in plan.stages)
     # what swaps or recomputes does so for its order: that stays, or backwards are split and it is fitted anew
     best: PipelinePlan | None = plan if is_fitted and schedule == AUTO else None
@@ -343,9 +324,9 @@ def schedule_shared(
     for name, gain in _names(request, schedule):
         if is_fitted and name != SPLIT:
             continue
-        if best is not None and judge.is_spent():
+        if best is not None and evaluator.is_spent():
             break
-        found = judge.best_counts(under(with_part_times(plain, costs), name, costs))
+        found = evaluator.best_counts(under(with_part_times(plain, costs), name, costs))
         if found is not None and (best is None or found.iteration_us < best.iteration_us * (1.0 - gain)):
             best = found
     if best is None:
@@ -366,7 +347,7 @@ def _names(request: PlanRequest, schedule: str) -> Iterator[tuple[str, float]]:
         return
     yield "1f1b", 0.0
     yield "gpipe", GAIN
-    if knows_split_times(request.profile):
+    if has_split_times(request.profile):
         yield SPLIT, SPLIT_GAIN
 
 
@@ -377,7 +358,7 @@ def first_schedule(schedule: str) -> str:
 
 # The schedule a plan runs: the one the user names, for every stage, or the shortest in simulation.
 #
-# Planners choose stages under 1F1B (or GPipe, which holds more); here the finished plan's stages are given their
+# Planners choose stages under 1F1B (or GPipe, which holds more); here the finished plan's stages get their
 # schedule and in-flight counts, within the memory its ranks have. Stages that swap or recompute keep the planner's
 # order, which that was made for, or run zero bubble, for which it is made anew (`split_backwards`).
 
@@ -391,7 +372,7 @@ def schedule_plan(
     """Return ``plan`` under the schedule called ``schedule``, with its in-flight counts, slices and memory.
 
     Plans whose mode counts on their order and DeepSpeed's own stay as they are, and so do plans of too many tasks to
-    simulate one by one, unless another schedule is asked for. Of plans that swap or recompute only backwards may be
+    simulate one by one, unless another schedule is requested. Of plans that swap or recompute only backwards may be
     split.
 
     Args:
@@ -410,7 +391,7 @@ def schedule_plan(
     #     plan                 "auto"              "gpipe"
     #     1f1b, usual          the shortest        gpipe
     #     1f1b, with swaps     1f1b, zero bubble   PlanError: its swaps go by 1f1b's order
-    tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
+    tasks = plan.num_rank_tasks
     is_fitted = any(stage.memory is not None for stage in plan.stages)
     is_fixed = plan.planner == STOCK or plan.mode == "async" or (is_fitted and schedule != SPLIT)
     labels = {schedule_label(stage) for stage in plan.stages}
@@ -456,7 +437,7 @@ class _Chooser:
         self._plan = plan = with_part_times(plan, costs)
         self._slicing = slicing
         coupled = coupled_blocks(request.graph)
-        self._surroundings: dict[str, Any] = {
+        self._context: dict[str, Any] = {
             "cluster": request.cluster,
             "whole_stages": [
                 i
@@ -471,7 +452,7 @@ class _Chooser:
 
     def planned(self) -> PipelinePlan:
         """Return the plan with the counts its planner chose, perhaps more than Table 2's to hide messages."""
-        return choose_slicing(self._plan, slicing=self._slicing, **self._surroundings)
+        return choose_slicing(self._plan, slicing=self._slicing, **self._context)
 
     def among(self, schedules: Sequence[str]) -> PipelinePlan:
         """Return the plan under the quickest of ``schedules`` that fits."""
@@ -481,7 +462,7 @@ class _Chooser:
                 schedules=schedules,
                 slicing=self._slicing,
                 most_in_flight=self._most_in_flight,
-                **self._surroundings,
+                **self._context,
             )
         except PlanError as error:
             raise PlanInfeasible(str(error)) from error
@@ -503,7 +484,7 @@ class _Chooser:
 
     def with_split(self, best: PipelinePlan) -> PipelinePlan:
         """Return ``best``, or the plan under zero bubble where that is known to be shorter."""
-        if len(self._plan.stages) > 1 and knows_split_times(self._request.profile):
+        if len(self._plan.stages) > 1 and has_split_times(self._request.profile):
             chosen = self._split()
             if chosen is not None and chosen.iteration_us < best.iteration_us * (1.0 - SPLIT_GAIN):
                 return chosen
@@ -534,7 +515,7 @@ class _Chooser:
             fitted = fitted_split(candidate, self._request, self._costs, fitter)
             if fitted is None:
                 continue
-            found = choose_slicing(fitted, slicing=self._slicing, **self._surroundings)
+            found = choose_slicing(fitted, slicing=self._slicing, **self._context)
             if best is None or found.iteration_us < best.iteration_us * (1.0 - GAIN):
                 note = f"schedule {name}: {found.iteration_us:.0f} us predicted"
                 best = dataclasses.replace(found, notes=(*found.notes, note))
@@ -551,45 +532,26 @@ class _Chooser:
 
     def best_k(self, ks: Iterable[int]) -> PipelinePlan:
         """Return the plan under the kFkB of the shortest step among those that fit."""
-        candidates = [self._with_memory(_under_k(self._plan, k)) for k in ks]
+        candidates = [self._with_memory(_under(unsliced(self._plan), "1f1b", k)) for k in ks]
         fitting = [c for c in candidates if memory_excess(self._request, c)[0] <= 0]
         if not fitting:
-            self._explain(candidates[0])
-        timed = [choose_slicing(c, slicing=self._slicing, **self._surroundings) for c in fitting]
+            _, stage, rank = memory_excess(self._request, candidates[0])
+            raise PlanInfeasible(
+                f"stage {stage.name!r} holds {stage.in_flight} micro-batches under {schedule_label(stage)} and needs "
+                f"{stage.memory_bytes} bytes, rank {rank} has {rank_limit(self._request, rank)}; write "
+                f"{setting_of('schedule', '1f1b')}, or lower {name_of('micro_batch_sizes')}"
+            )
+        timed = [choose_slicing(c, slicing=self._slicing, **self._context) for c in fitting]
         return min(timed, key=lambda candidate: candidate.iteration_us)
 
     def _most(self, index: int) -> int:
         """Return how many micro-batches of a stage its ranks' memory holds, at most all of them."""
         stage = self._plan.stages[index]
         limit = min(rank_limit(self._request, rank) for rank in stage.ranks)
-        none, one = (self._memory(stage, in_flight) for in_flight in (0, 1))
+        none, one = (self._costs.memory_of(stage, in_flight) for in_flight in (0, 1))
         count = self._plan.num_micro_batches(index)
         return count if one <= none else min(count, max((limit - none) // (one - none), 0))
 
-    def _memory(self, stage: Stage, in_flight: int) -> int:
-        blocks = self._costs.indices(stage.blocks)
-        return self._costs.on(stage).stage_memory(
-            blocks, degree=stage.degree, local=stage.local_batch_size, in_flight=in_flight
-        )
-
     def _with_memory(self, plan: PipelinePlan) -> PipelinePlan:
-        stages = tuple(
-            dataclasses.replace(stage, memory_bytes=self._memory(stage, stage.in_flight))
-            for stage in plan.stages
-        )
-        return dataclasses.replace(plan, stages=stages)
-
-    def _explain(self, plan: PipelinePlan) -> NoReturn:
-        _, stage, rank = memory_excess(self._request, plan)
-        raise PlanInfeasible(
-            f"stage {stage.name!r} holds {stage.in_flight} micro-batches under {schedule_label(stage)} and needs "
-            f"{stage.memory_bytes} bytes, rank {rank} has {rank_limit(self._request, rank)}; write "
-            f"{setting_of('schedule', '1f1b')}, or lower {name_of('micro_batch_sizes')}"
-        )
-
-
-def _under_k(plan: PipelinePlan, k: int) -> PipelinePlan:
-    stages = tuple(dataclasses.replace(stage, schedule="1f1b", k=k, num_sliced=0) for stage in plan.stages)
-    counts = plan_in_flight(dataclasses.replace(plan, stages=stages))
-    stages = tuple(dataclasses.replace(s, in_flight=n) for s, n in zip(stages, counts, strict=True))
-    return dataclasses.replace(plan, stages=stages)
+        needs = [self._costs.memory_of(stage, stage.in_flight) for stage in plan.stages]
+        return plan.with_each(memory_bytes=needs)

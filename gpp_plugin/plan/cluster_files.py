@@ -8,7 +8,7 @@
 
 ``devices`` are those of one node, in rank order; several entries make a mixed node; ``tflops`` are the dense peaks by
 type, the usual one first, or one number, of whatever type is trained in; ``host_gb_per_s`` is
-the link to host memory (25, PCIe 4.0 x16, where not given). ``links`` go from the innermost level outwards;
+the link to host memory (25, PCIe 4.0 x16, the default). ``links`` run from the innermost level outwards;
 ``span`` is how many consecutive ranks a level joins, and the outermost, which joins all, needs none; ``gb_per_s`` is of
 each rank, or of each of the ``adapters`` of a group of the level inside, which its ranks share. GB are
 10^9 bytes.
@@ -34,7 +34,7 @@ _DEVICE_KEYS = {"name", "count", "memory_gb", "tflops", "memory_gb_per_s", "effi
 _LINK_KEYS = {"name", "span", "gb_per_s", "latency_us", "adapters"}
 _LONGEST_NAME = 200
 MOST_DEVICES = 16_384
-"""Planners look at each of them."""
+"""Planners work on each of them."""
 _MOST_COUNT = 2**20
 MOST_OF_A_UNIT = 1e9
 """GB, teraflops, microseconds: more is another unit's number."""
@@ -146,7 +146,7 @@ def _cluster_of(plain: Any, where: str, num_devices: int | None, dtype: str | No
     if num_devices is not None:
         if not 1 <= num_devices <= MOST_DEVICES:
             raise ConfigError(
-                f"{where}: {num_devices} devices are asked for; give at least 1 and at most {MOST_DEVICES}"
+                f"{where}: {num_devices} devices are requested; give at least 1 and at most {MOST_DEVICES}"
             )
         total = num_devices
     if total > MOST_DEVICES:
@@ -156,10 +156,10 @@ def _cluster_of(plain: Any, where: str, num_devices: int | None, dtype: str | No
 
 
 def _check_speeds(entry: Any, is_mixed: bool, where: str) -> None:
-    """Refuse a device without a speed, and say why it is needed where devices are unlike."""
+    """Refuse a device without a speed, and say why it is needed where devices differ."""
     missing = [key for key in ("tflops", "memory_gb_per_s") if isinstance(entry, dict) and key not in entry]
     if missing:
-        why = "; unlike devices get work by their speeds" if is_mixed else ""
+        why = "; heterogeneous devices get work by their speeds" if is_mixed else ""
         raise ConfigError(
             f"{where} ({entry.get('name', 'without a name')}): {missing[0]} is missing{why}: add it, or measure the "
             "machine: gpp doctor --gpus --output FILE"
@@ -178,23 +178,25 @@ def _peaks(entry: dict[str, Any], where: str) -> dict[str, float]:
 
 
 def _dtype_of(
-    entries: list[dict[str, Any]], peaks: list[dict[str, float]], where: str, asked: str | None
+    entries: list[dict[str, Any]], peaks: list[dict[str, float]], where: str, dtype_wanted: str | None
 ) -> str:
-    """Return the type whose speeds are taken: the one asked for, or the first that all devices know."""
+    """Return the type whose speeds are taken: the requested one, or the first that all devices have."""
     known = [found for found in peaks if found]
     common = [dtype for dtype in (known[0] if known else ()) if all(dtype in found for found in known)]
-    if asked is not None and asked not in TRAINING_DTYPES:
-        raise ConfigError(f"dtype {asked!r}: is not known; give one of {', '.join(TRAINING_DTYPES)}")
-    if not known or asked in common:
-        return asked or USUAL_DTYPE
-    if asked is None and common:
+    if dtype_wanted is not None and dtype_wanted not in TRAINING_DTYPES:
+        raise ConfigError(f"dtype {dtype_wanted!r}: is not known; give one of {', '.join(TRAINING_DTYPES)}")
+    if not known or dtype_wanted in common:
+        return dtype_wanted or USUAL_DTYPE
+    if dtype_wanted is None and common:
         return common[0]
     lacking = next(
-        i for i, found in enumerate(peaks) if found and (asked or next(iter(known[0]))) not in found
+        i for i, found in enumerate(peaks) if found and (dtype_wanted or next(iter(known[0]))) not in found
     )
     has = f"devices[{lacking}] ({entries[lacking]['name']}) has a speed in {', '.join(peaks[lacking])}"
-    if asked is not None:
-        raise ConfigError(f"{where}: {has} and none in {asked}; train in one of these, or add tflops.{asked}")
+    if dtype_wanted is not None:
+        raise ConfigError(
+            f"{where}: {has} and none in {dtype_wanted}; train in one of these, or add tflops.{dtype_wanted}"
+        )
     raise ConfigError(
         f"{where}: no type has a speed on all devices: {has}; add what the others have to its tflops"
     )

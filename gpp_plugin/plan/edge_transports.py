@@ -1,7 +1,7 @@
 """Which edges of a plan go over megatron-core's `P2PCommunicator`, and why the others do not.
 
 A communicator serves two ranks and moves one floating-point tensor a call, of a shape both ends know beforehand. An
-edge goes over it where all of its messages are such: one tensor, and every rank of either stage has one peer. What
+edge uses it where all of its messages are such: one tensor, and every rank of either stage has one peer. What
 an edge carries and between whom is the plan's, so the choice is the same on all ranks and before any of them runs.
 
 Source: this project
@@ -31,7 +31,7 @@ class EdgeTransport:
     Args:
         edge: index into `PipelinePlan.edges`.
         transport: ``native``, ``megatron`` or that of another package.
-        reason: why it is not ``megatron`` where that was asked for; else empty.
+        reason: why it is not ``megatron`` where that was requested; else empty.
     """
 
     edge: int
@@ -93,7 +93,7 @@ def note_edge_transports(plan: PipelinePlan, p2p: str) -> PipelinePlan:
     """Return the plan with a note on what carries its edges, where that is not our own transport for all.
 
     Raises:
-        PlanError: ranks hold several stages, and megatron-core's communicator, which knows one a rank, is asked for.
+        PlanError: ranks hold several stages, and megatron-core's communicator, which has one a rank, is requested.
     """
     if p2p == MEGATRON and plan.shares_ranks:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Clusters of unlike devices: the order in which stages take ranks, and partitions that suit it.
+"""Clusters of heterogeneous devices: the order in which stages take ranks, and partitions that suit it.
 
 Stages in their order take consecutive ranks in `PlanRequest.rank_order`. Devices of one kind stay together in it, so a
 plan for 4 H100 and 4 A100 gives a contiguous part of the model to either, in one of two orders:
@@ -6,7 +6,7 @@ plan for 4 H100 and 4 A100 gives a contiguous part of the model to either, in on
     rank order   0 1 2 3 | 4 5 6 7      H100 first            stages   [.....][.....][....]|[..][..]
                  4 5 6 7 | 0 1 2 3      A100 first                     [..][..]|[.....][.....][....]
 
-Where a partition should be cut then depends on the ranks, which GraphPipe's recursion does not look at: it counts
+Where a partition should be cut then depends on the ranks, which GraphPipe's recursion leaves out: it counts
 devices. So beside its partitions, this one is searched and refined too: the model's blocks in a linear order that
 finishes a branch before it begins the next, cut into S stages on consecutive ranks,
 
@@ -14,7 +14,7 @@ finishes a branch before it begins the next, cut into S stages on consecutive ra
                   = min over j, d of max(best[s - 1][u - d][j], us(blocks j..i on ranks u - d .. u))
 
 for every S, with times of the slowest of a stage's ranks. What is cut from a linear order is a graph of stages as any
-other partition: branches that are cut apart run beside each other.
+other partition: branches that are cut into separate stages run beside each other.
 
 Source: this project; the recurrence is PipeDream's (SOSP 2019, doi 10.1145/3341301.3359646), section 3.1, over ranks
     that differ
@@ -33,7 +33,15 @@ import numpy.typing as npt
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, distinct_devices, link_for_span, ring_us
+from gpp_plugin.plan.costs.cost_model import (
+    CostModel,
+    Floats,
+    distinct_devices,
+    interval_sums,
+    link_for_span,
+    prefix_sums,
+    ring_us,
+)
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, judge_us
 from gpp_plugin.plan.costs.time_formula import full_pipeline_us, us_per_sample
 from gpp_plugin.plan.linear_order import linear_order
@@ -46,12 +54,12 @@ from gpp_plugin.plan.request import PlanRequest, rank_limit
 # depends on where the borders fall: of four stages a -> b -> c -> d of one rank each, where only b -> c is large, on
 # nodes of two,
 #
-#     in order            | a  b | c  d |        b -> c goes between nodes
+#     in order            | a  b | c  d |        b -> c crosses nodes
 #     b and d exchanged   | a  d | c  b |        a -> b and c -> d do
 #
 # Two stages are exchanged in the order in which ranks are taken: a fixed number of pairs, those whose messages between
 # nodes are largest first, predicted quickly (`estimate`); the best of them is simulated, and taken where it is
-# quicker. That goes on until none is, or the exchanges are used up.
+# quicker. That continues until none is, or the exchanges are used up.
 
 NUM_EXCHANGES = 64
 """Exchanges that are predicted, in all."""
@@ -98,9 +106,8 @@ def exchange_stages(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
 
 def _has_places(plan: PipelinePlan, request: PlanRequest) -> bool:
     """Return whether it matters on which ranks a stage is, and few enough tasks are to be simulated."""
-    tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
     spans = [link.span for link in request.cluster.links]
-    return tasks <= MAX_RANK_TASKS and (min(spans) < plan.num_ranks or request.cluster.is_mixed)
+    return plan.num_rank_tasks <= MAX_RANK_TASKS and (min(spans) < plan.num_ranks or request.cluster.is_mixed)
 
 
 def _exchanged(plan: PipelinePlan, costs: CostModel) -> Iterator[list[tuple[int, ...]]]:
@@ -232,8 +239,8 @@ class _RankedChain:
         self.rows = costs.indices(self.names)
         order = request.rank_order or tuple(range(request.num_ranks))
         self.order = [rank for rank in order if rank < request.num_ranks]
-        self._is_coupled = _prefix(np.array([name in rules.coupled for name in self.names], dtype=float))
-        self._gradient = _prefix(costs.gradient_bytes[self.rows])
+        self._is_coupled = prefix_sums(np.array([name in rules.coupled for name in self.names], dtype=float))
+        self._gradient = prefix_sums(costs.gradient_bytes[self.rows])
         self._us: dict[tuple[int, int, int], Floats | None] = {}
 
     def partitions(self, wish: int) -> Iterator[tuple[int, float, Groups]]:
@@ -292,12 +299,12 @@ class _RankedChain:
         unit, mini_batch = self.rules.loss_unit * degree, self.rules.mini_batch
         num = len(self.names)
         us = np.full((num + 1, num + 1), np.inf)
-        mixes = _between(self._is_coupled) > 0.5
+        mixes = interval_sums(self._is_coupled) > 0.5
         for size, mask in ((wish, ~mixes), (unit, mixes)):
             if size % degree or mini_batch % size or size // degree < self.rules.smallest_local:
                 continue
             forward, backward = self.costs.block_times(size // degree, kind)
-            compute = _between(_prefix((forward + backward)[self.rows]))
+            compute = interval_sums(prefix_sums((forward + backward)[self.rows]))
             us = np.where(mask, us_per_sample(compute, size, reduce_us=self._reduce_us(degree, size)), us)
         # a stage has a block
         us[np.tril_indices(num + 1)] = np.inf
@@ -307,18 +314,8 @@ class _RankedChain:
         """Return [start, stop] us of one sample's share of the gradients' reduction."""
         link = link_for_span(self.request.cluster, degree)
         latency, whole = ring_us(0.0, degree, link), ring_us(1e9, degree, link)
-        gradient = _between(self._gradient)
+        gradient = interval_sums(self._gradient)
         once = np.where(gradient > 0, latency + gradient * (whole - latency) / 1e9, 0.0)
         count = self.costs.num_reductions(self.rules.mini_batch // size)
         shared: Floats = once * count / self.rules.mini_batch
         return shared
-
-
-def _prefix(values: Floats) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _between(prefix: Floats) -> Floats:
-    """Return [start, stop] the sums that prefix sums tell; below the diagonal they mean nothing."""
-    between: Floats = prefix[None, :] - prefix[:, None]
-    return between

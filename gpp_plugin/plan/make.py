@@ -33,9 +33,9 @@ class StageDraft:
     Args:
         blocks: names, in any order.
         degree: number of data-parallel ranks.
-        name: given by the user, or None.
-        ranks: given by the user or by whoever lets stages share ranks, or None: consecutive ranks in stage order.
-        extra_in_flight: micro-batches held beyond what Table 2 asks for, to hide communication.
+        name: from the user, or None.
+        ranks: from the user or from `share_ranks`, or None: consecutive ranks in stage order.
+        extra_in_flight: micro-batches held beyond what Table 2 needs, to hide communication.
         tensor: tensor-parallel size; the stage has ``degree`` x ``tensor`` ranks.
     """
 
@@ -47,6 +47,12 @@ class StageDraft:
     ranks: tuple[int, ...] | None = None
     extra_in_flight: int = 0
     tensor: int = 1
+
+    @classmethod
+    def of(cls, stage: Stage) -> StageDraft:
+        """Return the draft of a plan's stage, on ranks that are still to be chosen."""
+        size, k, tensor = stage.micro_batch_size, stage.k, stage.tensor
+        return cls(blocks=stage.blocks, degree=stage.degree, micro_batch_size=size, k=k, tensor=tensor)
 
 
 def build_plan(
@@ -134,7 +140,7 @@ def _stage_of(draft: StageDraft, name: str, ranks: tuple[int, ...], schedule: st
 def place_by_memory(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     """Return the plan with the stages that need most on the devices that have most, where ranks differ.
 
-    The consecutive placement is kept where it fits: neighbours stay neighbours.
+    The consecutive placement stays where it fits: neighbours stay neighbours.
     """
     devices = costs.cluster.devices
     fits = all(
@@ -188,12 +194,10 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
     for i, more in enumerate(extra):
         counts[i] = min(counts[i] + more, plan.num_micro_batches(i))
     if any(extra):
-        _meet_successors(plan, counts)
+        _raise_for_successors(plan, counts)
     stages = []
     for stage, count in zip(plan.stages, counts, strict=True):
-        memory = costs.on(stage).stage_memory(
-            costs.indices(stage.blocks), degree=stage.degree, local=stage.local_batch_size, in_flight=count
-        )
+        memory = costs.memory_of(stage, count)
         # Thousands of candidates pass here: `dataclasses.replace` would take several times as long.
         stages.append(
             Stage(
@@ -214,8 +218,8 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
-def _meet_successors(plan: PipelinePlan, counts: list[int]) -> None:
-    """Raise in-flight counts to what successors wait for that hold more than Table 2 asks them to (`least_samples`)."""
+def _raise_for_successors(plan: PipelinePlan, counts: list[int]) -> None:
+    """Raise in-flight counts to what successors wait for that hold more than Table 2 has them (`least_samples`)."""
     # Stage x of micro-batches of 2 before y of 4 with 15 in flight: 60 samples, so x holds 30; with one less its first
     # backward would wait for y's, y's for its forward 14, and that for x's forward 29, behind the backward. At equal
     # sizes more in flight towards the sources is enough, and nothing is raised.
@@ -359,7 +363,7 @@ def _stages_of_blocks(groups: Sequence[Sequence[str]], blocks: Mapping[str, int]
 def assign_ranks(
     drafts: Sequence[StageDraft], rank_order: Sequence[int] | None = None
 ) -> list[tuple[int, ...]]:
-    """Return each stage's ranks: the given ones, which stages may share, or the next free ones in stage order.
+    """Return each stage's ranks: the explicit ones, which stages may share, or the next free ones in stage order.
 
     Args:
         rank_order: in which ranks are taken; None: by their numbers.
@@ -398,11 +402,7 @@ def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> Pi
         tensor: sharded_profile(profile, graph, tensor).by_block()
         for tensor in {stage.tensor for stage in plan.stages}
     }
-    stages = tuple(
-        dataclasses.replace(
-            stage, gradient_bytes=sum(costs[stage.tensor][name].gradient_bytes for name in stage.blocks)
-        )
-        for stage in plan.stages
-    )
+    gradients = [sum(costs[s.tensor][name].gradient_bytes for name in s.blocks) for s in plan.stages]
     names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))
-    return dataclasses.replace(plan, stages=stages, tensors=tuple(graph.tensors[name] for name in names))
+    plan = plan.with_each(gradient_bytes=gradients)
+    return dataclasses.replace(plan, tensors=tuple(graph.tensors[name] for name in names))

@@ -1,7 +1,7 @@
 """The configuration nearest to a request that no plan fits: found by planning, not by rule of thumb.
 
 One thing is changed at a time, in the order in which it costs the user least: ways to save memory, the samples
-a rank computes at a time, ZeRO, stages and ranks, and last the memory of a rank. What is told has a plan.
+a rank computes at a time, ZeRO, stages and ranks, and last the memory of a rank. What is suggested has a plan.
 
 Source: this project
 Tests: tests/plan/test_joined.py
@@ -18,11 +18,11 @@ from gpp_plugin.plan.request import PlanRequest, rank_limit
 HasPlan = Callable[[PlanRequest], bool]
 
 MORE_RANKS = (2,)
-"""Times the ranks asked for, that are tried."""
+"""Times the requested ranks, that are tried."""
 LIMIT_STEP = 1.02
 MOST_STEPS = 4
 NUM_BISECTIONS = 2
-MOST_TOLD = 3
+MOST_SHOWN = 3
 LIMIT_DIGITS = 4
 
 
@@ -36,7 +36,7 @@ def nearest_that_fits(request: PlanRequest, has_plan: HasPlan, missing_bytes: in
     found: list[str] = []
     for change in _changes(request, has_plan):
         found.append(change)
-        if len(found) == MOST_TOLD - 1:
+        if len(found) == MOST_SHOWN - 1:
             break
     least = _least_limit(request, has_plan, missing_bytes)
     if least is not None:
@@ -61,7 +61,9 @@ def _changes(request: PlanRequest, has_plan: HasPlan) -> Iterator[str]:
             break
     sizes = request.micro_batch_sizes or {}
     if "*" in sizes:
-        size = _largest(sizes["*"], lambda n: has_plan(_with_size(request, n)))
+        size = _largest(
+            sizes["*"], lambda n: has_plan(dataclasses.replace(request, micro_batch_sizes={**sizes, "*": n}))
+        )
         if size is not None:
             yield setting_of("micro_batch_sizes", size)
     unit = request.loss_unit
@@ -93,10 +95,6 @@ def _largest(size: int, works: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if works(divisors[middle]) else (low, middle)
     return divisors[low]
-
-
-def _with_size(request: PlanRequest, size: int) -> PlanRequest:
-    return dataclasses.replace(request, micro_batch_sizes={**(request.micro_batch_sizes or {}), "*": size})
 
 
 def with_ranks(request: PlanRequest, num_ranks: int) -> PlanRequest:

@@ -203,8 +203,8 @@ def _check_edges(plan: PipelinePlan) -> None:
     for number, edge in enumerate(plan.edges):
         if not 0 <= edge.src < edge.dst < len(plan.stages):
             raise PlanError(
-                f"edges[{number}] goes from stage {edge.src} to stage {edge.dst} of {len(plan.stages)}; data goes to a "
-                "later stage of the plan"
+                f"edges[{number}] runs from stage {edge.src} to stage {edge.dst} of {len(plan.stages)}; data flows to "
+                "a later stage of the plan"
             )
         key = (edge.src, edge.dst, edge.src_shard_axis, edge.dst_shard_axis)
         if key in found:

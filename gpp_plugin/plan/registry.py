@@ -87,7 +87,7 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
 
     Raises:
         PlanError: there is no such planner, or the request contradicts itself.
-        PlanInfeasible: no plan meets the request; the message says what to change.
+        PlanInfeasible: no plan fulfils the request; the message says what to change.
     """
     if name not in PLANNERS:
         raise PlanError(
@@ -116,13 +116,13 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
 
 
 def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest, wanted: TensorRules) -> None:
-    """Refuse a plan, in itself sound, that is not what was asked for.
+    """Refuse a plan, in itself sound, that is not what was requested.
 
     Raises:
         PlanError: names the planner.
     """
     degrees = {stage.degree for stage in plan.stages}
-    for what, asked, has in (
+    for what, expected, has in (
         ("ranks", request.num_ranks, plan.num_ranks),
         ("stages", request.num_stages, len(plan.stages)),
         ("ranks a stage", request.data_parallel, max(degrees) if len(degrees) == 1 else sorted(degrees)),
@@ -130,9 +130,9 @@ def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest, wanted: T
         ("samples a loss", request.loss_unit, plan.loss_unit),
         ("as its mode", request.mode, plan.mode),
     ):
-        if asked not in (None, has):
+        if expected not in (None, has):
             raise PlanError(
-                f"planner {name!r} was asked for {asked} {what} and made a plan of {has}; use another planner"
+                f"planner {name!r} made a plan of {has} {what} where {expected} are requested; use another planner"
             )
     for stage in plan.stages if request.graph.sharding else ():
         if stage.tensor not in wanted.allowed(stage.blocks):
@@ -160,12 +160,12 @@ def _tensor_note(name: str, plan: PipelinePlan, request: PlanRequest) -> str:
         )
         return f"tensor_parallel auto: 1, as none of the blocks can be divided among ranks: {why}"
     if name not in KNOW_TENSOR_SIZES:
-        return f"tensor_parallel auto: 1, as planner {name} knows no tensor ranks"
+        return f"tensor_parallel auto: 1, as planner {name} supports no tensor ranks"
     return f"tensor_parallel auto: 1 for all stages, as nothing larger is quicker and fits; {some}"
 
 
 def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:
-    """Run a planner; where it knows synchronous pipelines only, its stages are made asynchronous afterwards.
+    """Run a planner; where it supports synchronous pipelines only, its stages are made asynchronous afterwards.
 
     Blocks that share a parameter are then one block to it (`tied_blocks`).
     """

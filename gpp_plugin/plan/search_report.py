@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 REJECTED, LEFT_OUT = "rejected: ", "not searched, for want of time: "
-"""What notes of a plan begin with: stages that were judged and not taken, and what was not searched."""
+"""What notes of a plan begin with: stages that were evaluated and not taken, and what was not searched."""
 
 
 class SearchReport:
@@ -28,7 +28,7 @@ class SearchReport:
         self._rejected: dict[str, None] = {}
 
     def begin(self, phase: str) -> None:
-        """Tell who listens (`searching`) what is searched now."""
+        """Publish what is searched now (`searching`)."""
         logger.debug("%s", phase)
 
     def leave_out(self, what: str) -> None:
@@ -36,7 +36,7 @@ class SearchReport:
         self._left_out[what] = None
 
     def reject(self, what: str, why: str) -> None:
-        """Take down what was judged and not taken, and why."""
+        """Note what was evaluated and not taken, and why."""
         self._rejected[f"{REJECTED}{what}: {why}"] = None
 
     def has_left_out(self, what: str) -> bool:
@@ -53,20 +53,20 @@ class SearchReport:
 class _Listener(logging.Handler):
     """Passes phases on."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell the phase that a search has come to."""
-        self._tell(record.getMessage())
+        """Show the phase that a search has come to."""
+        self._show(record.getMessage())
 
 
 @contextlib.contextmanager
-def searching(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell what is searched at each moment of the block; of the rank on which the search is."""
-    handler, level, propagates = _Listener(tell), logger.level, logger.propagate
-    # who has turned these messages on goes on reading them; nobody else is shown any
+def searching(show: Callable[[str], None]) -> Iterator[None]:
+    """Show what is searched at each moment of the block, on the rank that searches."""
+    handler, level, propagates = _Listener(show), logger.level, logger.propagate
+    # these messages stay on where they were turned on, and appear nowhere else
     logger.propagate = propagates and logger.isEnabledFor(logging.DEBUG)
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)

@@ -1,4 +1,4 @@
-"""Which of many candidate plans is taken, and what to tell the user where none can be."""
+"""Which of many candidate plans is taken, and the error message where none can be."""
 
 from __future__ import annotations
 
@@ -171,11 +171,11 @@ def explain_infeasible(
     # Three answers: the ranks cannot be shared out at all (`_rank_problem`); else, of all stages that were tried, those
     # that lack fewest bytes, with what the user may change; or, where another request can be planned, the nearest
     # that fits. Degrees are chosen as if memory were no matter, since with it there would be none to name.
-    kept = list(groupings)
+    found = list(groupings)
     closest: tuple[tuple[int, Stage, int], PipelinePlan] | None = None
     shared_out = (
         choose_degrees(request, costs, rules, groups, wish, ignore_memory=True)
-        for groups in kept
+        for groups in found
         for wish in rules.wishes()
     )
     for drafts in itertools.chain(tried, shared_out):
@@ -186,7 +186,7 @@ def explain_infeasible(
         if closest is None or worst[0] < closest[0][0]:
             closest = worst, plan
     if closest is None or closest[0][0] <= 0:
-        raise PlanInfeasible(_rank_problem(request, costs, kept, has_plan))
+        raise PlanInfeasible(_rank_problem(request, costs, found, has_plan))
     (excess, stage, rank), plan = closest
     if fitter is not None:
         plan = fitter.fitted(plan)
@@ -233,8 +233,8 @@ def _rank_problem(
 ) -> str:
     """Say that the ranks cannot be shared out, and which numbers near theirs can; what was planned "would work"."""
     workable, tried = [], 0
-    asked = request.tensor_parallel
-    least = max([*asked.values(), 1]) if isinstance(asked, dict) else asked or 1  # fewer ranks are refused
+    sizes = request.tensor_parallel
+    least = max([*sizes.values(), 1]) if isinstance(sizes, dict) else sizes or 1  # fewer ranks are refused
     for count in sorted(range(1, 2 * request.num_ranks + 1), key=lambda n: (abs(n - request.num_ranks), n)):
         if count == request.num_ranks or max(request.num_stages or 1, least) > count:
             continue

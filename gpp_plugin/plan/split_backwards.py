@@ -35,17 +35,17 @@ from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 # What parts of a stage's tasks take: half a forward, and a backward in two parts.
 #
-# Where a stage swaps or recomputes, each part of its backward asks for what was saved, so segments run again in both,
-# and what is on the host comes back twice: for the input gradient ahead, as for a whole backward, and for the weight
+# Where a stage swaps or recomputes, each part of its backward needs what was saved, so segments run again in both,
+# and what is on the host comes back twice: for the input gradient early, as for a whole backward, and for the weight
 # gradient when it is read, with nothing to hide behind.
 #
 #     whole    B      = backward + again + what of the transfers does not hide
 #     parts    I, W   = input + again + the same,  weight + again + the transfer back
 
 
-def knows_split_times(profile: Profile) -> bool:
+def has_split_times(profile: Profile) -> bool:
     """Return whether the profile says what input and weight gradients take, each by itself."""
-    # derived costs always do; measured and given ones where the two parts were timed
+    # derived costs always do; measured ones where the two parts were timed
     return profile.source == "analytic" or any(
         (cost.split_factor, cost.input_share) != (1.0, 0.5) for cost in profile.costs
     )
@@ -149,8 +149,7 @@ def without_memory_plans(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
 
 
 def _plain(stage: Stage, costs: CostModel) -> Stage:
-    rows, local = costs.indices(stage.blocks), stage.local_batch_size
-    need = costs.on(stage).stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
+    need = costs.memory_of(stage, stage.in_flight)
     backward = stage.backward_us - (stage.memory.added_us if stage.memory is not None else 0.0)
     return dataclasses.replace(stage, memory=None, pending=0, memory_bytes=need, backward_us=backward)
 

@@ -13,11 +13,11 @@ A name is made of the modules a stage holds, in the order in which they run, joi
 
 How a block's path becomes a part of a name. A *unit* is the outermost module that holds at most one list of
 layers: ``vision_model`` of a CLIP, ``model.language_model`` of a LLaVA (``model`` holds two lists: it is no unit),
-``transformer`` of a GPT-2, ``lm_head``. Of each unit of which a stage holds something its name tells
+``transformer`` of a GPT-2, ``lm_head``. Of each unit of which a stage holds something its name says
 
 - all of it: the unit;
 - layers of it: the unit and their numbers, without the list's own name (``vision_model.0-1`` for layers 0 and 1 of
-  ``vision_model.encoder.layers``); what stands beside them goes unsaid: embeddings before the first, a norm behind
+  ``vision_model.encoder.layers``); what stands beside them is left out: embeddings before the first, a norm behind
   the last. Where a cut lies inside layer 2, one name ends with 2 and the next one begins with it;
 - none of its layers: the modules directly in it (``vision_model.embeddings``), ``forward`` for its own code.
 
@@ -134,7 +134,7 @@ class StageNamer:
         return any(unit in called for called in self._called.values()) or bool(self.blocks_of(part))
 
     def _parts(self, unit: Path, held: Sequence[str]) -> list[str]:
-        """Return what a name tells of one unit: all of it, its layers, or the modules directly in it."""
+        """Return what a name says of one unit: all of it, its layers, or the modules directly in it."""
         label = self._label[unit]
         is_whole = len(held) == len(self._members[unit])
         if label and (is_whole or label.rpartition(".")[2] == OWN_CODE):
@@ -169,37 +169,37 @@ _namer = functools.lru_cache(maxsize=4)(StageNamer)
 
 
 def name_stages(
-    graph: BlockGraph, groups: Sequence[Sequence[str]], given: Sequence[str | None] = ()
+    graph: BlockGraph, groups: Sequence[Sequence[str]], explicit: Sequence[str | None] = ()
 ) -> list[str]:
-    """Return unique names for all stages of a plan: the given ones as they are, the others by what they hold.
+    """Return unique names for all stages of a plan: explicit ones as they are, the others by what they hold.
 
     Args:
         groups: by stage, its blocks.
-        given: by stage, what the user calls it, or None.
+        explicit: by stage, what the user calls it, or None.
     """
     namer = namer_of(graph)
-    wanted = [name for name in given if name is not None]
+    wanted = [name for name in explicit if name is not None]
     result: list[str] = []
     for index, blocks in enumerate(groups):
-        asked = given[index] if given else None
-        name = namer.name(blocks) if asked is None else asked
+        own_name = explicit[index] if explicit else None
+        name = namer.name(blocks) if own_name is None else own_name
         unique, number = name, 2
-        while unique in result or (asked is None and unique in wanted):
+        while unique in result or (own_name is None and unique in wanted):
             unique, number = f"{name}#{number}", number + 1
         result.append(unique)
     return result
 
 
 def find_stage(plan: PipelinePlan, graph: BlockGraph, key: str) -> int:
-    """Return the index of the stage that a key means: its name, ``loss``, or the one that holds what the key tells.
+    """Return the index of the stage that a key means: its name, ``loss``, or the one that holds what the key names.
 
     Raises:
         PlanError: no stage is meant, or several are.
     """
     names = [stage.name for stage in plan.stages]
     if key not in names:
-        told = namer_of(graph).blocks_of(key)
-        holding = [i for i, stage in enumerate(plan.stages) if not told.isdisjoint(stage.blocks)]
+        meant = namer_of(graph).blocks_of(key)
+        holding = [i for i, stage in enumerate(plan.stages) if not meant.isdisjoint(stage.blocks)]
         if len(holding) == 1:
             return holding[0]
         if holding:
@@ -209,7 +209,7 @@ def find_stage(plan: PipelinePlan, graph: BlockGraph, key: str) -> int:
 
 
 def _paths(blocks: Sequence[str]) -> dict[str, Path]:
-    """Return the module path of each block, without what tells blocks of one module apart.
+    """Return the module path of each block, without what distinguishes blocks of one module.
 
     ``encoder.layers.0#2`` lies in encoder, layers, 0; a block of one operator is called ``module:operator``, or
     ``operator`` alone where no module but the model itself calls it.
@@ -255,7 +255,7 @@ def _labels(units: Iterable[Path], lists: Collection[Path]) -> dict[Path, str]:
 
 
 def _around_all(paths: Iterable[Path]) -> Path:
-    """Return the modules around everything, which tell nothing where there are several modules in them.
+    """Return the modules around everything, which say nothing where there are several modules in them.
 
     (net,) of (net, layers, 0), (net, layers, 1), (net, head); () of (net, layers, 0), (net, layers, 1), which are
     better called net.0 and net.1. The model's own code is left aside.

@@ -7,10 +7,10 @@ wait that run beside it, and heavy units on one rank make its stage wait for tha
     costs of units 0..5      8 1 7 1 2 5       two ranks run 8 7 2 = 17 and 1 1 5 = 7
     places                   0 5 4 2 1 3       two ranks run 8 2 1 = 11 and 5 7 1 = 13
 
-A few orders are tried first: the given one, and units dealt out to ranks, the costliest first and each to the rank that
-has least (LPT), which every rank then runs from the costliest on, or the other way round, or with the costliest in the
-middle. From the shortest of them on, the exchange of two units that shortens the mini-batch most is made, some times.
-What is shortest is said by the longest path through all tasks in the order in which ranks run them, that of
+A few orders are tried first: the batch's own, and units dealt out to ranks, the costliest first and each to the rank
+that has least (LPT), which every rank then runs from the costliest on, or the other way round, or with the costliest in
+the middle. From the shortest of them on, the exchange of two units that shortens the mini-batch most is made, some
+times. What is shortest is said by the longest path through all tasks in the order in which ranks run them, that of
 `schedule.event_loop` without links. It is computed for all exchanges at once.
 
 No clock is read and nothing is drawn: the same sizes give the same order on every rank.
@@ -110,7 +110,7 @@ def _drivers(graph: BlockGraph, known: frozenset[str]) -> dict[str, tuple[str, .
 MOST_EXCHANGES = 8
 """Exchanges of two units that are made at most."""
 PAIRS_TRIED = 256
-"""Exchanges that are looked at for each that is made; all of 23 units."""
+"""Exchanges that are tried for each that is made; all of 23 units."""
 LEAST_GAIN = 1e-6
 """Share of a mini-batch's time below which an exchange is none."""
 
@@ -118,7 +118,7 @@ _Floats = NDArray[np.float64]
 
 
 class UnitOrder:
-    """The order of any mini-batch's units under one plan; a plain object that worker processes may be given.
+    """The order of any mini-batch's units under one plan; a plain object that worker processes may receive.
 
     Args:
         plan: of units: a sample of it is a unit.
@@ -198,15 +198,15 @@ def order_units(times: MiniBatchTimes, factors: _Floats) -> tuple[int, ...]:
     Args:
         factors: [units, stages], what a unit takes there over what a typical one does.
     """
-    given = tuple(range(times.num_units))
-    assert len(given) == len(factors), f"{len(factors)} units for a plan of {len(given)}"
+    as_listed = tuple(range(times.num_units))
+    assert len(as_listed) == len(factors), f"{len(factors)} units for a plan of {len(as_listed)}"
     if (factors == factors[0]).all():
-        return given
+        return as_listed
     starts = _starts(times, factors)
     found = times.of(starts, factors)
-    at = int(found.argmin())  # of equals the first: the given order, where nothing is shorter
+    at = int(found.argmin())  # of equals the first: the batch's order, where nothing is shorter
     best, shortest = starts[at], float(found[at])
-    pairs = _pairs(len(given))
+    pairs = _pairs(len(as_listed))
     for number in range(MOST_EXCHANGES):
         # 100 units have 4,950 pairs: the 256 of this time, then the next ones
         tried = np.take(
@@ -231,12 +231,12 @@ def order_units(times: MiniBatchTimes, factors: _Floats) -> tuple[int, ...]:
 def _pairs(count: int) -> NDArray[np.int64]:
     """Return all pairs of places, neighbours first."""
     return np.array(
-        [(i, i + apart) for apart in range(1, count) for i in range(count - apart)], dtype=np.int64
+        [(i, i + distance) for distance in range(1, count) for i in range(count - distance)], dtype=np.int64
     ).reshape(-1, 2)
 
 
 def _starts(times: MiniBatchTimes, factors: _Floats) -> NDArray[np.int64]:
-    """Return the orders that are tried first, [orders, places]; the given one is the first."""
+    """Return the orders that are tried first, [orders, places]; the batch's own is the first."""
     # stage by stage: a matrix product may round otherwise on another machine, and all ranks must choose alike
     weights = np.zeros(len(factors))
     for stage, us in enumerate(times.stage_us):
@@ -252,18 +252,18 @@ def _starts(times: MiniBatchTimes, factors: _Floats) -> NDArray[np.int64]:
 
 def _deal(weights: _Floats, degree: int) -> list[list[int]]:
     """Return the units of each rank, as many for each: the costliest first, each to the rank that has least yet."""
-    room = len(weights) // degree
+    most = len(weights) // degree
     dealt: list[list[int]] = [[] for _ in range(degree)]
     loads = [0.0] * degree
     for unit in np.argsort(-weights, kind="stable"):
-        rank = min((r for r in range(degree) if len(dealt[r]) < room), key=lambda r: (loads[r], r))
+        rank = min((r for r in range(degree) if len(dealt[r]) < most), key=lambda r: (loads[r], r))
         dealt[rank].append(int(unit))
         loads[rank] += float(weights[unit])
     return dealt
 
 
 def _peak(units: Sequence[int]) -> list[int]:
-    """Return units that are given from the costliest on with the costliest in the middle: 9 7 4 2 -> 4 9 7 2 or so."""
+    """Return units that come from the costliest on with the costliest in the middle: 9 7 4 2 -> 4 9 7 2 or so."""
     # a pipeline fills and drains at its ends: what is short there is waited for least
     return [*reversed(units[2::2]), *units[:1], *units[1::2]]
 

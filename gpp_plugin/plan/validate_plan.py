@@ -34,7 +34,7 @@ def validate_plan(
     that go together; micro-batches divide the mini-batch and ranks divide micro-batches; coupled stages
     compute whole loss units; tensors with one value a loss unit join stages that compute the same units;
     tensor ranks divide at least one block of their stage (what their size does not divide is whole on all
-    of them); every stage may hold enough micro-batches to run and (given costs) its ranks have the memory
+    of them); every stage may hold enough micro-batches to run and (with costs) its ranks have the memory
     for all they hold.
 
     Raises:
@@ -208,19 +208,15 @@ def _too_much(plan: PipelinePlan, rank: int, needs: Sequence[tuple[int, float]],
             f"{name_of('virtual_stages')}, add ranks, or raise {name_of('memory.limit_gb')}"
         )
     index = needs[0][0]
-    stage = plan.stages[index]
+    stage, count = plan.stages[index], plan.num_versions(index)
+    versions = f" and {count} versions of its weights" if count > 1 else ""
     return (
         f"stage {stage.name!r} needs {total / 1e9:.3f} GB on rank {rank} and may use "
         f"{limit / 1e9:.3f} GB: {total - limit:.0f} bytes too many with "
         f"{stage.in_flight} micro-batches of {stage.local_batch_size} samples in flight"
-        f"{_versions(plan, index)}; "
+        f"{versions}; "
         f"lower {name_of('micro_batch_sizes')}, add ranks or stages, or raise {name_of('memory.limit_gb')}"
     )
-
-
-def _versions(plan: PipelinePlan, stage: int) -> str:
-    count = plan.num_versions(stage)
-    return f" and {count} versions of its weights" if count > 1 else ""
 
 
 def _gathered_bytes(stage: Stage, graph: BlockGraph, profile: Profile, zero_stage: int) -> float:
@@ -245,7 +241,7 @@ def _stage_bytes(
     """Return what one rank of a stage needs: `memory_formula` and `tensor_costs` written a second time, on purpose."""
     costs = profile.by_block()
     own = [costs[block] for block in stage.blocks]
-    weights, trained, kept = _tensor_shares(stage, graph)
+    weights, trained, saved_factor = _tensor_shares(stage, graph)
     parameter = sum(c.parameter_bytes * weights[c.block] for c in own)
     gradients = sum(c.gradient_bytes * trained[c.block] for c in own)
     states = sum(c.optimizer_bytes * trained[c.block] for c in own)
@@ -259,17 +255,17 @@ def _stage_bytes(
     optimizer = states / (stage.degree if zero_stage >= 1 else 1)
     gradient = gradients / (stage.degree if zero_stage >= 2 else 1)
     local = stage.local_batch_size
-    saved = sum((c.saved_bytes_per_sample * local + c.saved_bytes_fixed) * kept[c.block] for c in own)
+    saved = sum((c.saved_bytes_per_sample * local + c.saved_bytes_fixed) * saved_factor[c.block] for c in own)
     for storage in profile.shared:
         first, *others = storage.blocks
         if first not in stage.blocks and not set(others).isdisjoint(stage.blocks):
-            saved += (storage.bytes_per_sample * local + storage.bytes_fixed) * kept.get(first, 1.0)
-    transient = max(c.transient_bytes_per_sample * local * kept[c.block] for c in own)
+            saved += (storage.bytes_per_sample * local + storage.bytes_fixed) * saved_factor.get(first, 1.0)
+    transient = max(c.transient_bytes_per_sample * local * saved_factor[c.block] for c in own)
     if stage.memory is not None:
         saved -= sum(t.bytes for t in stage.memory.swapped)
         saved -= sum(s.bytes - s.held_bytes for s in stage.memory.recomputed)
         transient += stage.memory.working_bytes
-    transient += stage.pending * sum(c.pending_bytes_per_sample * local * kept[c.block] for c in own)
+    transient += stage.pending * sum(c.pending_bytes_per_sample * local * saved_factor[c.block] for c in own)
     if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
         transient += max(gradients - saved, 0.0)
     stashed = (num_versions - 1) * gradients  # older versions of what is trained
@@ -296,16 +292,16 @@ def _tensor_shares(
 
 
 def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> None:
-    """Every tensor swapped or dropped is kept by the stage, once; segments are consecutive blocks of it."""
-    # Why a segment is consecutive blocks, and why whoever uses a dropped tensor is in it: backward runs the segment's
+    """Every tensor swapped or dropped is saved by the stage, once; segments are consecutive blocks of it."""
+    # Why a segment is consecutive blocks, and why the users of a dropped tensor are in it: backward runs the segment's
     # forward again from its first block's inputs, all at once, and throws what it makes away after the segment's
     # backward. In a stage of blocks 0 to 3 with segment (1, 2):
     #
-    #     made by 1, kept by 2           may be dropped: there again when 2 and 1 run backward
-    #     made by 1, kept by 3           may not: 3 runs backward before the segment is there again
+    #     made by 1, saved by 2          may be dropped: there again when 2 and 1 run backward
+    #     made by 1, saved by 3          may not: 3 runs backward before the segment is there again
     #     made by 2, sent to a stage     may not: it is read while it is not there
     #
-    # A user's module has no such tensors in the graph; what of it is swapped goes by the profile's storages.
+    # A user's module has no such tensors in the graph; what of it is swapped follows the profile's storages.
     tensors = {tensor.name: tensor for tensor in graph.saved}
     for stage in plan.stages:
         if stage.memory is None:

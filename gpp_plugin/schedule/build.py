@@ -35,7 +35,8 @@ def build_schedules(
     built: dict[int, StageSchedule] = {}
     for index in sinks_first(plan):
         if index in forward_only_stages:
-            built[index] = _forward_only(plan, index)
+            held = _checked_stage(plan, index).in_flight
+            built[index] = forward_only_schedule(index, plan.num_micro_batches(index), num_in_flight=held)
         else:
             built[index] = build_stage_schedule(plan, index, built)
     trained = [index for index in range(len(plan.stages)) if index not in forward_only_stages]
@@ -74,16 +75,13 @@ def _sliced(stage: Stage, schedule: StageSchedule) -> StageSchedule:
 def build_stage_schedule(
     plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]
 ) -> StageSchedule:
-    """Return the order of one stage without halves, given the schedules of at least all stages behind it.
+    """Return the order of one stage without halves, from the schedules of at least all stages behind it.
 
     Raises:
         ScheduleError: its schedule is unknown, or does not fit its ``in_flight``.
         PlanError: micro-batches do not divide the mini-batch, or ranks a micro-batch.
     """
-    check_divisibility(plan, index)
-    stage = plan.stages[index]
-    if stage.in_flight < 1:
-        raise ScheduleError(f"stage {stage.name!r}: in_flight is {stage.in_flight}; at least 1 is needed")
+    stage = _checked_stage(plan, index)
     if stage.schedule not in SCHEDULES:
         raise ScheduleError(
             f"stage {stage.name!r}: no schedule {stage.schedule!r}; the schedules are {sorted(SCHEDULES.names())}"
@@ -94,18 +92,18 @@ def build_stage_schedule(
         raise ScheduleError(f"stage {stage.name!r}: {error}") from error
 
 
-def _forward_only(plan: PipelinePlan, index: int) -> StageSchedule:
+def _checked_stage(plan: PipelinePlan, index: int) -> Stage:
     check_divisibility(plan, index)
     stage = plan.stages[index]
     if stage.in_flight < 1:
         raise ScheduleError(f"stage {stage.name!r}: in_flight is {stage.in_flight}; at least 1 is needed")
-    return forward_only_schedule(index, plan.num_micro_batches(index), num_in_flight=stage.in_flight)
+    return stage
 
 
 def forward_schedules(plan: PipelinePlan) -> tuple[StageSchedule, ...]:
     """Return the order of every stage in evaluation: forwards only.
 
-    Nothing is kept for a backward there, so `Stage.in_flight` has no meaning; a stage runs ahead of
+    Nothing is saved for a backward there, so `Stage.in_flight` has no meaning; a stage runs in front of
     its consumers as far as 1F1B would if gradients came back over every edge, which cannot stop.
 
     Raises:
@@ -116,14 +114,14 @@ def forward_schedules(plan: PipelinePlan) -> tuple[StageSchedule, ...]:
     for index in sinks_first(plan):
         check_divisibility(plan, index)
         size = plan.stages[index].micro_batch_size
-        asked = [
+        wanted = [
             compute_in_flight(
                 k_x=1, b_x=size, k_y=1, b_y=plan.stages[edge.dst].micro_batch_size, i_y=samples[edge.dst]
             )
             for edge in plan.edges
             if edge.src == index
         ]
-        samples[index] = min(max([size, *asked]), plan.mini_batch)
+        samples[index] = min(max([size, *wanted]), plan.mini_batch)
         schedules[index] = forward_only_schedule(
             index, plan.num_micro_batches(index), num_in_flight=samples[index] // size
         )

@@ -39,7 +39,7 @@ from gpp_plugin.schedule.task_graph import NodeGroup, TaskGraph
 #     stage text     F0     F1    F2     F3   B3  B1  B2  B0
 #
 # Each stage's order is that of the whole schedule without the tasks of absent units. A part of an order that finishes
-# finishes too: whoever waited for an absent task waits for nothing now. `validate_programs` proves the programs anew.
+# finishes too: what waited for an absent task waits for nothing now. `validate_programs` proves the programs anew.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +104,8 @@ def build_task_graph(
 
     Raises:
         ScheduleError: the schedules are incomplete or do not fit the plan's gradients.
-        PlanError: micro-batches do not divide evenly, an edge names no tensors, or stages of unlike tensor rows share
-            a rank.
+        PlanError: micro-batches do not divide evenly, an edge names no tensors, or stages of different tensor rows
+            share a rank.
     """
     check_shared_rows(plan)
     for index in range(len(plan.stages)):
@@ -300,7 +300,7 @@ class _Builder:
 
     def _add_unlocks(self, graph: TaskGraph, chains: Sequence[Chain]) -> None:
         # A stage without backwards would run all its forwards at once, and its consumers would hold what it sent.
-        # With ``num_in_flight`` of 2, its F2 waits until whoever reads F0's results has run on them:
+        # With ``num_in_flight`` of 2, its F2 waits until the readers of F0's results have run on them:
         #
         #     frozen     F0  F1          F2          F3
         #     consumer       F0 ─────────┘ F1 ───────┘ ...
@@ -332,12 +332,12 @@ def _present_part(
     plan = graph.plan
     positions = [{rank: s.position(rank)[0] for rank in s.data_ranks(0)} for s in plan.stages]
     number = [-1] * len(graph.stage)
-    kept: list[int] = []
+    present_nodes: list[int] = []
     for node, index in enumerate(graph.stage):
         unit = graph.micro_batch[node] * plan.stages[index].degree + positions[index][graph.rank[node]]
         if index in presence.stages[unit]:
-            number[node] = len(kept)
-            kept.append(node)
+            number[node] = len(present_nodes)
+            present_nodes.append(node)
     groups = []
     for group in graph.groups:
         found = [number[n] for n in range(group.first, group.first + group.count) if number[n] >= 0]
@@ -350,14 +350,14 @@ def _present_part(
         orders={},
         members=graph.members,
         groups=tuple(groups),
-        stage=[graph.stage[n] for n in kept],
-        rank=[graph.rank[n] for n in kept],
-        micro_batch=[graph.micro_batch[n] for n in kept],
-        kind=[graph.kind[n] for n in kept],
-        half=[graph.half[n] for n in kept],
-        num_waits=[0] * len(kept),
-        next_on_rank=[-1] * len(kept),
-        first_message=[-1] * len(kept),
+        stage=[graph.stage[n] for n in present_nodes],
+        rank=[graph.rank[n] for n in present_nodes],
+        micro_batch=[graph.micro_batch[n] for n in present_nodes],
+        kind=[graph.kind[n] for n in present_nodes],
+        half=[graph.half[n] for n in present_nodes],
+        num_waits=[0] * len(present_nodes),
+        next_on_rank=[-1] * len(present_nodes),
+        first_message=[-1] * len(present_nodes),
         num_activations=sum(m < graph.num_activations for m in messages),
     )
     present = [(rank, [number[n] for n in nodes if number[n] >= 0]) for rank, nodes in chains]

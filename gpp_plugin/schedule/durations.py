@@ -7,7 +7,6 @@ of the same size each; what more a split costs is `with_split_costs`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ Durations = Callable[[int, TaskKind, int, int], float] | Mapping[tuple[Any, ...]
 """Microseconds by (stage, kind, micro-batch, rank).
 
 A mapping may leave out the rank, and name half a forward by one more entry, its half. Where it lacks a part
-of a task, that takes half of the whole task's time; a function is asked for I and W, and for whole forwards.
+of a task, that takes half of the whole task's time; a function is called for I and W, and for whole forwards.
 """
 
 
@@ -29,7 +28,7 @@ def stage_task_us(stage: Stage, kind: TaskKind, half: int | None = None) -> floa
     if kind is TaskKind.FORWARD:
         if half is None:
             return stage.forward_us
-        # 0 means that nobody measured halves: a kernel's start-up cost is then not counted twice.
+        # 0 means that halves were not measured: a kernel's start-up cost is then not counted twice.
         return stage.half_forward_us or stage.forward_us / 2.0
     if kind is TaskKind.BACKWARD:
         return stage.backward_us
@@ -60,16 +59,11 @@ def with_split_costs(
         )
     # Worked example: forward 10 us, backward 20 us, half_overhead_us=1, split_factor=1.1, input_share=0.6
     # give half a forward 6 us, an input gradient of 20 * 1.1 * 0.6 = 13.2 us and a weight gradient of 8.8 us.
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            half_forward_us=stage.forward_us / 2.0 + half_overhead_us,
-            input_gradient_us=stage.backward_us * split_factor * input_share,
-            weight_gradient_us=stage.backward_us * split_factor * (1.0 - input_share),
-        )
-        for stage in plan.stages
+    return plan.with_each(
+        half_forward_us=[stage.forward_us / 2.0 + half_overhead_us for stage in plan.stages],
+        input_gradient_us=[s.backward_us * split_factor * input_share for s in plan.stages],
+        weight_gradient_us=[s.backward_us * split_factor * (1.0 - input_share) for s in plan.stages],
     )
-    return dataclasses.replace(plan, stages=stages)
 
 
 def duration_reader(plan: PipelinePlan, durations: Durations | None) -> Callable[[Task, int], float]:
@@ -90,13 +84,9 @@ def task_durations(graph: TaskGraph, durations: Durations | None) -> list[float]
     Raises:
         PlanError: a mapping lacks a task, or a time is negative.
     """
-    result: list[float] = []
-    # A group is all tasks of a stage, kind and half, numbered consecutively: one look-up a group instead of
-    # one a node, for planners that simulate thousands of candidates.
     if durations is None:
-        for group in graph.groups:
-            result += [stage_task_us(graph.plan.stages[group.stage], group.kind, group.half)] * group.count
-        return result
+        return _planned(graph, graph.plan)
+    result = []
     read = duration_reader(graph.plan, durations)
     for node in range(len(graph.stage)):
         task = graph.task(node)
@@ -117,21 +107,21 @@ def nominal_times(plan: PipelinePlan) -> PipelinePlan:
     # Plans without a profile (written by hand, in tests) still need *an* order: a sample's
     # forward takes 1 us, its backward 2 us, the usual ratio. What is lowered from it is correct
     # at any times; only its speed is a guess.
-    stages = tuple(
-        dataclasses.replace(
-            stage, forward_us=float(stage.local_batch_size), backward_us=2.0 * stage.local_batch_size
-        )
-        for stage in plan.stages
-    )
-    return dataclasses.replace(plan, stages=stages)
+    samples = [float(stage.local_batch_size) for stage in plan.stages]
+    return plan.with_each(forward_us=samples, backward_us=[2.0 * count for count in samples])
 
 
 def nominal_durations(graph: TaskGraph) -> list[float]:
     """Return the plan's times, or times by the number of samples where the plan has none."""
-    stages = nominal_times(graph.plan).stages
+    return _planned(graph, nominal_times(graph.plan))
+
+
+def _planned(graph: TaskGraph, plan: PipelinePlan) -> list[float]:
+    # A group is all tasks of a stage, kind and half, numbered consecutively: one look-up a group instead of
+    # one a node, for planners that simulate thousands of candidates.
     result: list[float] = []
     for group in graph.groups:
-        result += [stage_task_us(stages[group.stage], group.kind, group.half)] * group.count
+        result += [stage_task_us(plan.stages[group.stage], group.kind, group.half)] * group.count
     return result
 
 

@@ -1,6 +1,6 @@
 """Times of a task graph: longest paths where links are free, an event loop where they are shared.
 
-Both give the same times where no two messages meet on a link. The first needs no events in the order of time: a node's
+Both give the same times where no two messages share a link. The first needs no events in the order of time: a node's
 start is the largest of what it waits for, whatever order nodes are visited in, so it costs a fraction of the second.
 
 What a task takes is `durations.stage_task_us`, what a message takes `MessageCosts`; `simulate.program_times` plays

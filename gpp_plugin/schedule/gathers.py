@@ -1,26 +1,27 @@
 """Where a stage's parameters are made whole for its tasks, if each of its data-parallel ranks holds a part (ZeRO 3).
 
-A stage is gathered before a task, and let go of behind it where another stage's task comes next on a rank; between
+A stage is gathered before a task, and freed behind it where another stage's task comes next on a rank; between
 neighbouring tasks of one stage letting go would only mean to gather again, as its own tasks are what needs most:
 
     rank 0, stages 0 and 1   gather(0) 0F0 free(0)  gather(1) 1F0 1B0 free(1)  gather(0) 0F1 0B0 free(0)  gather(1) ...
 
 So a rank of several stages holds one of them whole at a time; a rank of one stage gathers it once a mini-batch, which
-is what ZeRO 1 and 2 send behind their step. Where the plan says that its ranks have room for two (`plan.memory`), a
-stage is gathered a task ahead, and its gather travels beside that task; what would be let go of for that task alone
+is what ZeRO 1 and 2 send behind their step. Where the plan says that its ranks have free memory for two
+(`plan.memory`), a stage is gathered a task early, and its gather travels beside that task; what would be released for
+that task alone
 stays:
 
     rank 0, stages 0, 1, 2   gather(0) gather(1) 0F0 free(0)  gather(2) 1F0 free(1)  2F0 ...
 
 A gather is begun where it stands and waited for by the stage's next task. It is a rendezvous of the stage's ranks,
 which come to it between the same two tasks of the stage. Where ranks would have other orders of a stage's gathers and
-reductions, or would hold more than two stages, none is ahead: it is tried right before the task, wherever on any of its
-ranks another stage comes between. All programs are executed serially (`checks.rendezvous`); a gather at which they stop
-is moved, on all ranks of its stage, from ahead to right before its task, then before the receives that stand there, and
-then before the sends. One at which they still stop is taken out, with the free before it, so that the stage stays whole
-between those two tasks; a first one stands at the programs' beginnings instead, where all ranks have those of their
-stages in the order of stages, so that nobody waits there for a rank that waits elsewhere. Then programs finish as they
-did without any.
+reductions, or would hold more than two stages, none is prefetched: it is tried right before the task, wherever on any
+of its ranks another stage comes between. All programs are executed serially (`checks.rendezvous`); a gather at which
+they stop is moved, on all ranks of its stage, from early to right before its task, then before the receives that stand
+there, and then before the sends. One at which they still stop is taken out, with the free before it, so that the stage
+stays whole between those two tasks; a first one stands at the programs' beginnings instead, where all ranks have those
+of their stages in the order of stages, so that no rank waits there for one that waits elsewhere. Then programs finish
+as they did without any.
 
 Source: FSDP (Zhao et al., VLDB 2023; arXiv 2304.11277), sections 3.2 and 3.3, with a stage for a unit; its place in
     programs: this project
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
@@ -39,7 +40,7 @@ from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.checks.order_check import OF_STAGE, execute_serially
 
-# Which stages may begin to sum their gradients in the last backward, ahead of the program's reduction.
+# Which stages may begin to sum their gradients in the last backward, before the program's reduction.
 #
 # A program ends with ``REDUCE_DATA``, behind the messages that follow the last backward. The ranks of a stage may send
 # gradients to each other as that backward makes them, and only wait at ``REDUCE_DATA``:
@@ -52,7 +53,7 @@ from gpp_plugin.schedule.checks.order_check import OF_STAGE, execute_serially
 # begun. Then a rank stands in its last backward until the others of its stage have begun too. At its worst that is a
 # program whose reduction comes right before the last backward, as that one needs nothing further of others once it
 # runs. So that program is executed serially (`checks.rendezvous`), of all ranks together: where it finishes, so does
-# every execution in which some ranks wait there and others later, for waiting later only lets more happen before.
+# every execution in which some ranks wait there and others later, as more can only happen before a later wait.
 #
 # Three conditions keep the claim true. All sums have begun on every rank when its last backward has ended (the
 # engine's part, `engine.gradients.gradient_store.EarlySends`). The backward holds no collectives of tensor ranks,
@@ -92,7 +93,7 @@ def stages_that_reduce_early(plan: PipelinePlan, programs: Sequence[RankProgram]
 
 def last_backward(program: RankProgram) -> int | None:
     """Return the micro-batch of the last task of one stage's program if that is a whole backward."""
-    tasks = [instruction.task for instruction in program.instructions if instruction.task is not None]
+    tasks = program.tasks
     return tasks[-1].micro_batch if tasks and tasks[-1].kind is TaskKind.BACKWARD else None
 
 
@@ -125,7 +126,7 @@ def _begun_early(program: RankProgram, early: Set[int]) -> RankProgram:
 
 _Place = tuple[int, int]
 """A stage, and the number of its task that it is gathered before."""
-_AHEAD, _BEFORE_TASK, _BEHIND_SENDS, _BEHIND_TASK = range(4)
+_PREFETCHED, _BEFORE_TASK, _BEHIND_SENDS, _BEHIND_TASK = range(4)
 """Before the task in front of that task, or where in the gap between the two; in the order in which it is tried."""
 
 
@@ -138,33 +139,33 @@ def gather_around_tasks(plan: PipelinePlan, programs: Sequence[RankProgram]) -> 
     sharded = {index for index in range(len(plan.stages)) if is_gathered(plan, index)}
     if not sharded:
         return tuple(programs)
-    # Stages leave ``ahead`` and never come back: at last none is left, and gathers are where they always were. With
-    # stages 0 to 2 allowed and stage 1's ranks disagreeing on an order, the next round has 0 and 2.
-    ahead = _may_be_ahead(plan, sharded)
-    while ahead:
-        changed, late = _gathered(plan, programs, sharded, ahead)
-        if changed is not None and not (late := _stages_in_the_way(plan, changed)) & ahead:
+    # Stages leave ``prefetched`` and never come back: at last none is left, and gathers are where they always were.
+    # With stages 0 to 2 allowed and stage 1's ranks disagreeing on an order, the next round has 0 and 2.
+    prefetched = _may_prefetch(plan, sharded)
+    while prefetched:
+        changed, late = _gathered(plan, programs, sharded, prefetched)
+        if changed is not None and not (late := _stages_in_the_way(plan, changed)) & prefetched:
             return changed
-        ahead -= late
-    placed, _ = _gathered(plan, programs, sharded, ahead)
-    assert placed is not None, "without gathers ahead there is always an order"
+        prefetched -= late
+    placed, _ = _gathered(plan, programs, sharded, prefetched)
+    assert placed is not None, "without prefetched gathers there is always an order"
     return placed
 
 
 def _gathered(
-    plan: PipelinePlan, programs: Sequence[RankProgram], sharded: Collection[int], ahead: Collection[int]
+    plan: PipelinePlan, programs: Sequence[RankProgram], sharded: Collection[int], prefetched: Collection[int]
 ) -> tuple[tuple[RankProgram, ...] | None, set[int]]:
-    """Return programs with gathers at which nothing stops; or None, and the stages that must not be gathered ahead."""
-    attempts, at_start = _first_attempts(programs, sharded, ahead)
+    """Return programs with gathers at which nothing stops; or None, and the stages that must not be prefetched."""
+    attempts, at_start = _first_attempts(programs, sharded, prefetched)
     while True:
         changed = tuple(_with_gathers(program, attempts, at_start) for program in programs)
         stuck = _stuck_gathers(plan, changed)
         if not stuck:
             return changed, set()
-        # A place at which a stage was to stay whole has no gather to move; then nothing of that stage is ahead.
+        # A place at which a stage was to stay whole has no gather to move; then nothing of that stage is prefetched.
         held = {stage for stage, _ in stuck - attempts.keys()}
         if held:
-            return None, held & set(ahead) or set(ahead)
+            return None, held & set(prefetched) or set(prefetched)
         # every round takes a place one attempt further, and after the last one there is none: it ends
         for place in stuck:
             attempts[place] += 1
@@ -174,19 +175,19 @@ def _gathered(
                     at_start.add(place[0])
 
 
-def _may_be_ahead(plan: PipelinePlan, sharded: Collection[int]) -> set[int]:
-    """Return the stages whose ranks all have room for another one whole beside the largest."""
+def _may_prefetch(plan: PipelinePlan, sharded: Collection[int]) -> set[int]:
+    """Return the stages whose ranks all have free memory for another one whole beside the largest."""
     if not plan.memory:
         return set()
-    # One crowded rank is enough: a stage's ranks gather it together, so all of them would hold it ahead. Ranks of one
+    # One crowded rank is enough: a stage's ranks gather it together, so all of them would hold it early. Ranks of one
     # stage say nothing, as they have it whole from their first task to their last.
     together: set[int] = set()
     crowded: set[int] = set()
     for rank in {rank for stage in plan.stages for rank in stage.ranks}:
         own = plan.stages_of_rank(rank)
         if len(own) > 1:
-            has_room = _most_at_once(plan, own) > max(plan.stages[stage].gathered_bytes for stage in own)
-            (together if has_room else crowded).update(own)
+            fits = _most_at_once(plan, own) > max(plan.stages[stage].gathered_bytes for stage in own)
+            (together if fits else crowded).update(own)
     return together.intersection(sharded) - crowded
 
 
@@ -236,7 +237,7 @@ def is_gathered(plan: PipelinePlan, stage: int) -> bool:
 
 
 def _first_attempts(
-    programs: Sequence[RankProgram], sharded: Collection[int], ahead: Collection[int]
+    programs: Sequence[RankProgram], sharded: Collection[int], prefetched: Collection[int]
 ) -> tuple[dict[_Place, int], set[int]]:
     """Return where stages are to be gathered, and which of them at the beginning of the programs."""
     # Between tasks k - 1 and k of a stage it is freed if on any rank of it another stage comes between. With stage 0 on
@@ -250,7 +251,7 @@ def _first_attempts(
     for program in programs:
         done: dict[int, list[Task]] = {stage: [] for stage in program.stages}
         last: dict[int, int] = {}
-        for number, task in enumerate(_tasks(program)):
+        for number, task in enumerate(program.tasks):
             own = done[task.stage]
             others = number - last.get(task.stage, number) - 1
             if task.stage in sharded and own and others:
@@ -260,19 +261,16 @@ def _first_attempts(
             last[task.stage] = number
         for stage, own in done.items():
             tasks[stage].add(tuple(own))
-    # Ranks of a stage that run unlike tasks, as their units lack other branches, have no place in common but that one.
-    unlike = {stage for stage in sharded if len(tasks[stage]) > 1}
+    # Ranks of a stage that run different tasks, as their units lack other branches, have no place in common but that
+    # one.
+    mixed = {stage for stage in sharded if len(tasks[stage]) > 1}
     attempts = {}
     for place in places:
-        is_ahead = place[0] in ahead
-        if place[0] in unlike or (is_ahead and place[1] and between[place] == 1):
-            continue  # gathered ahead it would be let go of and gathered again at once: it stays
-        attempts[place] = _AHEAD if is_ahead else _BEFORE_TASK
-    return attempts, unlike
-
-
-def _tasks(program: RankProgram) -> Iterator[Task]:
-    return (instruction.task for instruction in program.instructions if instruction.task is not None)
+        is_prefetched = place[0] in prefetched
+        if place[0] in mixed or (is_prefetched and place[1] and between[place] == 1):
+            continue  # prefetched it would be released and gathered again at once: it stays
+        attempts[place] = _PREFETCHED if is_prefetched else _BEFORE_TASK
+    return attempts, mixed
 
 
 def _with_gathers(
@@ -284,7 +282,7 @@ def _with_gathers(
         at_start: stages whose first gather is at the program's beginning, in the order of stages.
     """
     totals = dict.fromkeys(program.stages, 0)
-    for each in _tasks(program):
+    for each in program.tasks:
         totals[each.stage] += 1
     body: list[Instruction] = []
     for stage in program.stages:
@@ -306,13 +304,13 @@ def _with_gathers(
             gather = program.instruction(InstructionKind.GATHER, task.stage)
             # the stage's own task in front is not behind a gather of it: the next place is right behind that task
             if (
-                attempt == _AHEAD
+                attempt == _PREFETCHED
                 and previous is not None
-                and _stage_at(program, body, previous) != task.stage
+                and program.stage_of(body[previous]) != task.stage
             ):
                 body.insert(previous, gather)
             else:
-                gap.insert(_in_gap(gap, _BEHIND_TASK if attempt == _AHEAD else attempt), gather)
+                gap.insert(_in_gap(gap, _BEHIND_TASK if attempt == _PREFETCHED else attempt), gather)
         body += [*gap, instruction]
         previous = len(body) - 1
         gap = []
@@ -323,12 +321,8 @@ def _with_gathers(
     return dataclasses.replace(program, instructions=(*body, *gap))
 
 
-def _stage_at(program: RankProgram, body: Sequence[Instruction], at: int) -> int | None:
-    return program.stage_of(body[at])
-
-
 def _in_gap(gap: Sequence[Instruction], attempt: int) -> int:
-    """Return where a gather goes among what stands between two tasks; both halves of a hand-over stay together."""
+    """Return the place of a gather among what stands between two tasks; a local transfer stays in one piece."""
     # gap: send x, receive y, gather before the task: [send x, receive y, .], behind sends: [send x, ., receive y],
     # behind the task before: [., send x, receive y]
     if attempt == _BEFORE_TASK:
@@ -350,9 +344,6 @@ def _stuck_gathers(plan: PipelinePlan, programs: Sequence[RankProgram]) -> set[_
         if program.instructions[at].kind is InstructionKind.GATHER:
             stage = program.stage_of(program.instructions[at])
             assert stage is not None, "a gather is of one stage"
-            found.add((stage, sum(task.stage == stage for task in _tasks_before(program, at))))
+            before = (i.task for i in program.instructions[:at] if i.task is not None)
+            found.add((stage, sum(task.stage == stage for task in before)))
     return found
-
-
-def _tasks_before(program: RankProgram, position: int) -> Iterator[Task]:
-    return (i.task for i in program.instructions[:position] if i.task is not None)

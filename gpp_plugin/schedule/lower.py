@@ -51,10 +51,10 @@ from gpp_plugin.schedule.task_graph import TaskGraph
 #
 # Why nothing can stop that runs in this order, whatever waits for what on the way:
 #
-# - A host that launches its program in order is kept from the next launch by launches before it at most: by a wait for
+# - A host that launches its program in order waits before the next launch for earlier launches at most: by a wait for
 #   the device (an allocator that frees memory, a kernel that is loaded at its first use, a synchronise), or not at
 #   all.
-# - On the device a launch is kept from starting by launches before it of the same rank at most, as streams and
+# - On the device a launch waits for earlier launches of the same rank at most, as streams and
 #   hardware queues are first in, first out; and a message by its other end, as transfers are rendezvous.
 # - So take the first item of the global order that has not happened. All before it has, on every rank: it is launched
 #   on its ranks, nothing before it is left in their queues, both ends of a message stand there. It happens. The tensor
@@ -62,8 +62,8 @@ from gpp_plugin.schedule.task_graph import TaskGraph
 #
 # That needs one order for all ranks (two ranks that restrict different orders may each wait for the other's later
 # item) and each message to be a launch of its own, or a part of one with its neighbours. It does not need a number of
-# hardware queues, streams that do not share one, or a device that nobody waits for: a receive that stood any earlier,
-# ahead of its send in the order, would.
+# hardware queues, streams that do not share one, or a device that nothing waits for: a receive that stood any earlier,
+# before its send in the order, would.
 #
 #     rank 0   F0  send x            F1  ...                a wait at * holds rank 1 until x came: rank 0 needs nothing
 #     rank 1       receive x *  F0       ...                of rank 1 to send it
@@ -194,8 +194,8 @@ def lower_graph(
     known: dict[Task, Instruction] = {}
     bodies: dict[int, list[Instruction]] = {rank: [] for row in graph.members.values() for rank in row}
     stages_of = {rank: graph.plan.stages_of_rank(rank) for rank in bodies}
-    # Each item of the one order goes to the end of its ranks' programs: a message to its two, a task to all ranks that
-    # run it together.
+    # Each item of the one order is appended to the end of its ranks' programs: a message to its two, a task to all
+    # ranks that run it together.
     for item in global_order(graph, times):
         if item < 0:
             message = graph.message(~item)
@@ -259,11 +259,11 @@ def reduce_after_backwards(
         programs: of all ranks; they finish under serial rendezvous execution and end with a reduction.
         stages: those to change; a stage of one rank has nothing to reduce.
     """
-    # Ranks of a stage that run unlike tasks, as their units lack other branches, reduce once, at the end.
+    # Ranks of a stage that run different tasks, as their units lack other branches, reduce once, at the end.
     tasks: dict[int, set[tuple[Task, ...]]] = defaultdict(set)
     for program in programs:
         for stage in program.stages:
-            tasks[stage].add(tuple(task for task in _tasks(program) if task.stage == stage))
+            tasks[stage].add(tuple(task for task in program.tasks if task.stage == stage))
     wanted = {index for index in stages if plan.stages[index].degree > 1 and len(tasks[index]) == 1}
     attempts: dict[_Place, int] = defaultdict(int)
     while True:
@@ -279,10 +279,6 @@ _Place = tuple[int, int]
 """A stage, and how many of its tasks are over."""
 
 
-def _tasks(program: RankProgram) -> Iterator[Task]:
-    return (instruction.task for instruction in program.instructions if instruction.task is not None)
-
-
 def _with_reductions(
     program: RankProgram, stages: Collection[int], attempts: Mapping[_Place, int]
 ) -> RankProgram:
@@ -293,12 +289,12 @@ def _with_reductions(
         attempts: how often a reduction stopped the programs; twice leaves it out.
     """
     # ``due`` are stages whose backward is over and whose reduction is still to come. "Before the next task" is before
-    # that of any stage of the rank, and a hand-over's two halves stay together. A stage's last one is in the tail.
+    # that of any stage of the rank, and a local transfer's two halves stay together. A stage's last one is in the tail.
     if not any(stage in stages for stage in program.stages):
         return program
     body: list[Instruction] = []
     num_tasks = dict.fromkeys(program.stages, 0)
-    totals = Counter(task.stage for task in _tasks(program))
+    totals = Counter(task.stage for task in program.tasks)
     due: list[int] = []
     for instruction in program.instructions:
         message = instruction.message
@@ -333,6 +329,6 @@ def _stuck_reductions(plan: PipelinePlan, programs: Sequence[RankProgram]) -> se
                 sum(i.task is not None and i.task.stage == stage for i in part)
                 for part in (instructions[:at], instructions[at:])
             )
-            if left:  # the last reduction stays; who stands there waits for one that goes
+            if left:  # the last reduction stays; ranks that stand there wait for one that moves
                 places.add((stage, over))
     return places

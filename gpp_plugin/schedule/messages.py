@@ -7,7 +7,7 @@ that runs in halves cuts the activations there too; gradients are of whole micro
 
 ``rank`` here is a data position of the stage's grid: a row of tensor ranks, which all have those samples. Which
 of the two rows' ranks send to which, and how much, `tensor_pairs` says: a rank that holds the whole tensor can
-serve anyone, so each receiver asks one; of shards it asks all that hold something of what it needs.
+serve anyone, so each receiver has one; of shards it has all that hold something of what it needs.
 
     whole 2 -> whole 3      0>0 1>1 0>2         whole 2 -> shards 2     0>0 1>1, half each
     whole 3 -> whole 2      0>0 1>1             shards 2 -> whole 1     0>0 1>0, half each
@@ -101,7 +101,7 @@ def edge_overlaps(
     #     consumer   |0 1 2 3|4 5 6 7|8 9 . .|       part p is micro-batch p
     #     messages   |0 1 2|3|4 5|6 7|8|9 . .|       (0, 0, 0, 3), (1, 0, 3, 1), (1, 1, 4, 2), (2, 1, 6, 2), ...
     #
-    # A tensor without a batch axis goes with the messages whose first sample is the consumer part's: 0, 4 and 8.
+    # A tensor without a batch axis travels with the messages whose first sample is the consumer part's: 0, 4 and 8.
     edge = plan.edges[edge_index]
     has_batch, has_whole = bool(edge.batch_tensors), bool(edge.whole_tensors)
     if not has_batch and not has_whole:
@@ -148,7 +148,7 @@ def gradient_bytes(edge: StageEdge, num_samples: int, has_whole_tensors: bool) -
 
 
 BUFFERS_AHEAD = 2
-"""How many receives ahead of their place a CUDA device has buffers for (`runtime.messages.receive_buffers`)."""
+"""How many receives before their place a CUDA device has buffers for (`runtime.messages.receive_buffers`)."""
 
 
 def sends_under_way(in_flight: int) -> int:
@@ -164,11 +164,11 @@ def under_way_bytes(plan: PipelinePlan, index: int, *, more_samples: float = 1.0
     """Return the most that messages of one rank of a stage hold beside what its tasks keep.
 
     Sent, of so many micro-batches as may be under way, activations and gradients, and one message more while an older
-    one is waited for. To be received, all that one task reads, and the buffers that are made ahead (`BUFFERS_AHEAD`). A
+    one is waited for. To be received, all that one task reads, and the buffers that are made early (`BUFFERS_AHEAD`). A
     stage of 2 micro-batches in flight that receives 10 MB and sends 30 MB, with gradients as large:
     2 x (30 + 10) + 30 + 30 + 2 x 30 = 200 MB.
 
-    Of stages that run ahead of those they send to, or in other micro-batches, ranks may have more to receive than one
+    Of stages that run before those they send to, or in other micro-batches, ranks may have more to receive than one
     task reads (at most twice of all this, in random plans).
 
     Args:
@@ -185,7 +185,7 @@ def under_way_bytes(plan: PipelinePlan, index: int, *, more_samples: float = 1.0
     for edge in plan.edges:
         other = plan.stages[edge.dst if edge.src == index else edge.src]
         if index not in (edge.src, edge.dst) or edge.is_order_only or other.ranks == stage.ranks:
-            continue  # no message, or handed over
+            continue  # no message, or a local transfer
         kinds = (activation_bytes, gradient_bytes)
         for direction, count in enumerate(kinds):
             is_sent = (edge.src == index) == (direction == 0)
@@ -230,7 +230,7 @@ ALONE = (TensorPair(),)
 def tensor_pairs(plan: PipelinePlan, edge_index: int, direction: Direction) -> tuple[TensorPair, ...]:
     """Return who sends to whom between the tensor ranks of two data positions of an edge, receivers in order.
 
-    Of ranks that hold the same whole tensor, receiver ``l`` of ``t`` senders asks number ``l mod t``: it gets
+    Of ranks that hold the same whole tensor, receiver ``l`` of ``t`` senders has number ``l mod t``: it gets
     nothing twice, and the senders share the work.
     """
     edge = plan.edges[edge_index]
@@ -238,17 +238,18 @@ def tensor_pairs(plan: PipelinePlan, edge_index: int, direction: Direction) -> t
     if producers == consumers == 1:
         return ALONE
     ends = [(producers, edge.src_shard_axis), (consumers, edge.dst_shard_axis)]
-    (senders, sent_axis), (receivers, kept_axis) = (
+    (senders, sent_axis), (receivers, received_axis) = (
         ends if direction is Direction.ACTIVATION else reversed(ends)
     )
-    is_cut, is_kept_cut = sent_axis is not None and senders > 1, kept_axis is not None and receivers > 1
+    is_cut = sent_axis is not None and senders > 1
+    is_received_cut = received_axis is not None and receivers > 1
     pairs = []
     for receiver in range(receivers):
         for sender in range(senders) if is_cut else (receiver % senders,):
             # Shards along two axes cross, so each pair shares 1/senders x 1/receivers; along the same axis they are
             # ranges of one line of senders x receivers cells: of 2 and 3, receiver 1 has cells 2..3, so one of each.
-            share = (1.0 / senders if is_cut else 1.0) * (1.0 / receivers if is_kept_cut else 1.0)
-            if is_cut and is_kept_cut and sent_axis == kept_axis:
+            share = (1.0 / senders if is_cut else 1.0) * (1.0 / receivers if is_received_cut else 1.0)
+            if is_cut and is_received_cut and sent_axis == received_axis:
                 first = max(sender * receivers, receiver * senders)
                 end = min((sender + 1) * receivers, (receiver + 1) * senders)
                 share = (end - first) / (senders * receivers)

@@ -16,7 +16,7 @@ KFKB = "kfkb"
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Return what a user may write; ``2f2b`` stands for any k, ``kfkb`` lets the simulation choose k."""
+    """Return what a user may write; ``2f2b`` stands for any k, with ``kfkb`` the simulation chooses k."""
     first, *others = SCHEDULES.names()
     return (AUTO, first, "2f2b", KFKB, *others)
 

@@ -59,7 +59,7 @@ SLACK = 1e-9
 
 
 def check_shared_rows(plan: PipelinePlan) -> None:
-    """Refuse a plan that puts a rank into unlike tensor rows: all of a row's ranks must run the same tasks together.
+    """Refuse a plan that puts a rank into different tensor rows: all of a row's ranks must run the same tasks together.
 
     Raises:
         PlanError: names two stages and the rank.
@@ -85,12 +85,12 @@ def merge_chains(
     *,
     durations: Sequence[float] | None = None,
 ) -> dict[int, list[int]]:
-    """Return the order of every rank that holds these chains, each kept.
+    """Return the order of every rank that holds these chains, each in its order.
 
     Args:
         graph: its nodes wait for those before them in their chains, and for messages and unlocks.
-        turns: of every node, where the schedules were made for shared ranks: the first order that is tried. With unlike
-            micro-batches the ranks of a stage may come to a task at different times, and that order may stop.
+        turns: of every node, where the schedules were made for shared ranks: the first order that is tried. With
+            different micro-batches the ranks of a stage may come to a task at different times, and that order may stop.
         durations: of every node; None: the plan's.
 
     Raises:
@@ -287,7 +287,8 @@ def _rules(graph: TaskGraph, network: Network, alone: Sequence[float]) -> Iterat
 
 
 def _updates_first(graph: TaskGraph, rule: list[float]) -> list[float]:
-    # An update is a meeting of its stage's ranks, which can all come to it from the same time on. So each comes to it
+    # An update is a collective of its stage's ranks, which can all come to it from the same time on. So each comes to
+    # it
     # before any task that starts later, and of two updates to the one that could be first: no two ranks wait for
     # each other.
     return [FIRST] * graph.num_updates + rule[graph.num_updates :]

@@ -3,7 +3,7 @@
 A node is one task on one rank, or on the tensor ranks of one data position: collectives inside the task keep
 those together, so they run it as one, and the first of them stands for all. It waits for the task before it on
 its rank and for every message that one of its ranks needs. A forward-only stage also waits until its consumers
-have run on the micro-batch that its ``num_in_flight`` lets go of, so that it does not run ahead without bound.
+have run on the micro-batch that its ``num_in_flight`` frees, so that it does not advance without bound.
 
 Two stages of one rank each, two micro-batches, 1F1B with two and one in flight; nodes are numbered by stage and kind,
 in the order of micro-batches:
@@ -109,7 +109,7 @@ class TaskGraph:
         return make(self.plan, self.edge[number], self.overlaps[number], self.pairs[number])
 
     def delay_us(self, number: int) -> float:
-        """Return what a message takes that orders reckon with; what is handed over on a rank takes nothing."""
+        """Return what a message takes that orders reckon with; a local transfer takes nothing."""
         if self.sender[number] == self.receiver[number]:
             return 0.0
         edge = self.plan.edges[self.edge[number]]
@@ -122,7 +122,7 @@ class TaskGraph:
             yield number
             number = self.next_message[number]
 
-    # ---- while it is made: lists grow, and whoever waits for one thing more counts it ---------------
+    # ---- while it is made: lists grow, and a node that waits for one thing more counts it ---------------
 
     def add_chain(self, nodes: Sequence[int]) -> None:
         """Let nodes wait for each other, one after the other."""
@@ -168,7 +168,7 @@ class TaskGraph:
 
 def waiting_circle(graph: TaskGraph, finished: Sequence[bool]) -> list[int]:
     """Return unfinished nodes each of which waits for the next, the last one for the first."""
-    # One thing that each unfinished node waits for and that has not ended is enough: whoever is unfinished waits for
+    # One thing that each unfinished node waits for and that has not ended is enough: an unfinished node waits for
     # an unfinished node, there are finitely many, so the walk comes back to a node it has seen.
     waits: dict[int, int] = {}
     for node, follower in enumerate(graph.next_on_rank):

@@ -27,18 +27,18 @@ from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.schedule.windows import joined_windows, part_durations, window_schedules
 from gpp_plugin.simulate.predict import message_events, predict_iteration_us
 
-# Predicts what a plan gains where its frozen branch runs a mini-batch ahead.
+# Predicts what a plan gains where its frozen branch runs a mini-batch early.
 #
 # All ranks step together, so a mini-batch takes as long as its steady part (`schedule.look_ahead`) from an idle start:
-# what the branch made before is there, and what it makes meanwhile nobody waits for but the step.
+# what the branch made before is there, and only the step waits for what it makes meanwhile.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AheadPrediction:
-    """Microseconds of a mini-batch by itself, and with its frozen branch a mini-batch ahead.
+    """Microseconds of a mini-batch by itself, and with its frozen branch a mini-batch early.
 
     Args:
-        stages: names of those that run ahead.
+        stages: names of those that run early.
     """
 
     stages: tuple[str, ...]
@@ -47,7 +47,7 @@ class AheadPrediction:
 
 
 def predict_ahead(plan: PipelinePlan, *, cluster: Cluster | None = None) -> AheadPrediction | None:
-    """Predict a plan with and without look-ahead, reductions and steps left out; None where nothing runs ahead.
+    """Predict a plan with and without frozen-branch prefetch, no reductions or steps; None where nothing runs early.
 
     Args:
         cluster: links; without one messages take no time.

@@ -3,15 +3,15 @@
     hidden(x)  =  time that x travels while its rank computes, and what it computes does not wait for x
     share      =  sum of hidden(x) / sum of how long x travels, over all x of a kind
 
-A message counts on the rank that receives it, as its sender goes on at once. A timeline has messages, gathers and
+A message counts on the rank that receives it, as its sender continues at once. A timeline has messages, gathers and
 reductions. Swap's copies are played beside its tasks here (`swap_copies`), as `runtime.memory.swap` orders them: what a
-forward keeps leaves as it is made, the first to come back is asked for when the task in front of its backward begins,
+forward keeps leaves as it is made, the first to come back is requested when the task in front of its backward begins,
 and each next one when the one before is used. Two tensors a and b, copies of 2 us, tasks of 4 us:
 
     us        0    2    4    6    8   10   12
     compute   |F0       |F1       |B0       |
     out       .    |b0  |a0  |b1  |a1  .    .       made at the middle and the end of a forward
-    back      .    .    |a0  .    |b0  .    .       a0 asked for at 4, used at 8; b0 asked for at 8, used at 10
+    back      .    .    |a0  .    |b0  .    .       a0 requested at 4, used at 8; b0 requested at 8, used at 10
 
 (a is the last that the forward keeps, and the first that the backward uses.)
 
@@ -34,7 +34,7 @@ COPIES_OUT, COPIES_BACK = "copies out", "copies back"
 _KINDS = {EventKind.RECEIVE: "messages", EventKind.GATHER: "gathers", EventKind.REDUCE: "reductions"}
 
 Spans = Sequence[tuple[float, float]]
-"""Times from and to, in microseconds, ascending and apart."""
+"""Times from and to, in microseconds, ascending and disjoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class _Link:
     def copies(self, tasks: Sequence[Event]) -> list[Travel]:
         """Return the copies beside tasks, which are in order."""
         # Each direction is a stream of its own, whose copies follow each other: ``out_free`` and ``back_free`` are when
-        # it is through with what it was given. Weight gradients use what their input gradient has brought back.
+        # it is through with its input. Weight gradients use what their input gradient has brought back.
         found: list[Travel] = []
         out_free = back_free = 0.0
         for previous, task in pairwise((None, *tasks)):
@@ -158,13 +158,13 @@ class _Link:
             if task.kind is EventKind.FORWARD:
                 out_free = self._leave(task, out_free, found)
             elif task.kind is not EventKind.WEIGHT_GRADIENT:
-                back_free = self._return(task, self._asked_us(previous, task), back_free, found)
+                back_free = self._return(task, self._requested_us(previous, task), back_free, found)
         return found
 
-    def _asked_us(self, previous: Event | None, task: Event) -> float:
-        """Return when the first copy back of a backward is asked for."""
-        # Of F0 F1 B0 B1, B0's is asked for as F1 begins, and B1's as B0 uses the last of its own. Of F0 B0 nothing has
-        # left in between; with split backwards (I0 W0 I1 W1) I1's is asked for as W0 begins.
+    def _requested_us(self, previous: Event | None, task: Event) -> float:
+        """Return when the first copy back of a backward is requested."""
+        # Of F0 F1 B0 B1, B0's is requested as F1 begins, and B1's as B0 uses the last of its own. Of F0 B0 nothing has
+        # left in between; with split backwards (I0 W0 I1 W1) I1's is requested as W0 begins.
         if previous is None or previous.kind is EventKind.INPUT_GRADIENT:
             return task.start_us
         if previous.kind is EventKind.FORWARD:
@@ -190,8 +190,8 @@ class _Link:
             found.append(Travel(kind=COPIES_OUT, rank=self._rank, start_us=start, end_us=free))
         return free
 
-    def _return(self, task: Event, asked: float, free: float, found: list[Travel]) -> float:
-        # ``asked``: when a copy may begin; for the first one given, for each next one the use of the one before. What
+    def _return(self, task: Event, requested_us: float, free: float, found: list[Travel]) -> float:
+        # ``requested_us``: when a copy may begin; of the first one; of each next one, the use of the one before. What
         # a late copy makes the backward wait moves all later uses: copies of 3 us, uses planned at 0, 2, 4 are at 0, 3,
         # 6.
         left = self._left.pop(task.micro_batch, [0.0] * len(self._copy_us))
@@ -199,7 +199,7 @@ class _Link:
         for use, copy_us, gone in zip(
             self._times(task, ends=False), reversed(self._copy_us), reversed(left), strict=True
         ):
-            start = max(asked, free, gone)
+            start = max(requested_us, free, gone)
             free = start + copy_us
             needed = use + late
             found.append(
@@ -212,5 +212,5 @@ class _Link:
                 )
             )
             late += max(0.0, free - needed)
-            asked = use + late
+            requested_us = use + late
         return free

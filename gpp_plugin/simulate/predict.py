@@ -1,4 +1,4 @@
-"""Predicts the timeline of a plan: discrete events, every stage in its own order, on the given links."""
+"""Predicts the timeline of a plan: discrete events, every stage in its own order, on the links of a cluster."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _tail_events(
     reduce_us: Mapping[int, float],
     step_us: Mapping[int, float],
 ) -> list[Event]:
-    """Return the reductions of each stage and the optimizer steps, given when each rank's tasks end."""
+    """Return the reductions of each stage and the optimizer steps, from when each rank's tasks end."""
     events = []
     # reduce_us and step_us are by stage, in microseconds. Stages reduce independently
     # of each other, each when its last rank is done; steps wait for all stages, because

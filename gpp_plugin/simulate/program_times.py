@@ -1,12 +1,12 @@
 """Predicts the timeline of lowered programs: every rank runs its instructions strictly in order.
 
 Two ways to post messages: ``asynchronous``, as the runtime does (a message is posted and forgotten, a task waits for
-those it reads), and ``rendezvous``, the worst case that programs are proven for (a rank goes on from a send or a
+those it reads), and ``rendezvous``, the worst case that programs are proven for (a rank continues from a send or a
 receive only when its other end has been posted and it has travelled).
 The tensor ranks of a data position start and end each task together.
 
 The event loop over task graphs (`event_loop`) is no special case of this one: there a message needs its sender's task
-and its links only, so that an order can be judged before there are programs, many times a second; here instructions
+and its links only, so that an order can be evaluated before there are programs, many times a second; here instructions
 are waited for as well. Both take task times and message costs from the same place.
 """
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
@@ -59,16 +59,19 @@ def simulate_programs(
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r}; choose one of {MODES}")
+    collective_us = {
+        InstructionKind.GATHER: gather_us or {},
+        InstructionKind.REDUCE_DATA: reduce_us or {},
+        InstructionKind.STEP: step_us or {},
+    }
     run = _ProgramRun(
         plan,
         programs,
-        cluster=cluster,
-        durations=durations,
+        duration_reader(plan, durations),
+        MessageCosts(cluster),
+        collective_us,
         is_rendezvous=mode == "rendezvous",
         share_links=share_links,
-        reduce_us=reduce_us or {},
-        step_us=step_us or {},
-        gather_us=gather_us or {},
     )
     run.run()
     return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(run.events))
@@ -91,38 +94,30 @@ class _ProgramRun:
         self,
         plan: PipelinePlan,
         programs: Sequence[RankProgram],
+        duration: Callable[[Task, int], float],
+        costs: MessageCosts,
+        collective_us: Mapping[InstructionKind, Mapping[int, float]],
         *,
-        cluster: Cluster | None,
-        durations: Durations | None,
         is_rendezvous: bool,
         share_links: bool,
-        reduce_us: Mapping[int, float],
-        step_us: Mapping[int, float],
-        gather_us: Mapping[int, float],
     ) -> None:
         # Four kinds of events on the heap, by (time in us, step, order of pushing):
         #
-        #   0  a task, gather, reduction or step ends    -> the rank goes on to its next instruction
+        #   0  a task, gather, reduction or step ends    -> the rank continues with its next instruction
         #   1  a message is posted (_leave)      -> takes the sender's link when that is free
         #   2  it leaves (_enter)                -> takes the receiver's link when that is free
         #   3  it has arrived (_arrive)          -> the rank that waits for it may go on
         #
         # With rendezvous a message needs both ends posted, and both ranks wait for it. Rank 0 sends at 1 us a
-        # message of 2 us that rank 1, busy until 4 us, receives: asynchronous, rank 0 goes on at 1 and rank 1
+        # message of 2 us that rank 1, busy until 4 us, receives: asynchronous, rank 0 continues at 1 and rank 1
         # at 4; rendezvous, the message travels from 4 to 6 and both go on at 6.
         self.events: list[Event] = []
         self._plan = plan
         self._programs = {program.rank: program for program in programs}
-        self._costs = MessageCosts(cluster)
-        self._duration = duration_reader(plan, durations)
+        self._costs, self._duration, self._collective_us = costs, duration, collective_us
         self._num_ends = 2 if is_rendezvous else 1
         self._is_rendezvous = is_rendezvous
         self._share_links = share_links
-        self._collective_us = {
-            InstructionKind.GATHER: gather_us,
-            InstructionKind.REDUCE_DATA: reduce_us,
-            InstructionKind.STEP: step_us,
-        }
         # Of each rank: the instruction it stands at, which messages it still waits for there, and which each of its
         # tasks reads.
         self._position = dict.fromkeys(self._programs, 0)
@@ -132,7 +127,7 @@ class _ProgramRun:
         self._posted: dict[Message, int] = {}
         self._started: dict[Message, float] = {}
         self._arrived: set[_Awaited] = set()
-        # Of each rank and stage: the gather that was begun last, behind which the rank goes on, and how many were.
+        # Of each rank and stage: the gather that was begun last, behind which the rank continues, and how many were.
         self._gathering: dict[tuple[int, int], _Gather] = {}
         self._num_gathers: dict[tuple[int, int], int] = defaultdict(int)
         # Of each rank's link, or adapter that ranks share, in us: when it is free again, out and in.
@@ -273,7 +268,7 @@ class _ProgramRun:
                 micro_batch=micro_batch,
                 half=half,
                 edge=message.edge,
-                num_bytes=num_bytes,
+                bytes=num_bytes,
                 peer=message.dst_rank if kind is EventKind.SEND else message.src_rank,
             )
             if message in self._missing[rank]:
@@ -300,7 +295,7 @@ class _ProgramRun:
         ]
         present = self._barriers.setdefault((kind, -1 if stage is None else stage), {})
         present[program.rank] = now
-        begun: _Gather | None = None  # the rank goes on beside it
+        begun: _Gather | None = None  # the rank continues beside it
         if stage is not None and kind is InstructionKind.GATHER and not self._is_rendezvous:
             begun = _Gather(stage, self._num_gathers[program.rank, stage])
             self._gathering[program.rank, stage] = begun
@@ -352,34 +347,8 @@ class _ProgramRun:
         sender, receiver = (self._rows[rank].index(rank) for rank in ends)
         return shares[sender, receiver]
 
-    def _note(
-        self,
-        rank: int,
-        stage: int,
-        kind: EventKind,
-        start: float,
-        end: float,
-        *,
-        micro_batch: int = -1,
-        half: int | None = None,
-        edge: int = -1,
-        num_bytes: int = 0,
-        peer: int = -1,
-    ) -> None:
-        self.events.append(
-            Event(
-                rank=rank,
-                stage=stage,
-                kind=kind,
-                start_us=start,
-                end_us=end,
-                micro_batch=micro_batch,
-                edge=edge,
-                bytes=num_bytes,
-                half=half,
-                peer=peer,
-            )
-        )
+    def _note(self, rank: int, stage: int, kind: EventKind, start: float, end: float, **more: Any) -> None:
+        self.events.append(Event(rank=rank, stage=stage, kind=kind, start_us=start, end_us=end, **more))
 
 
 def _messages_read(program: RankProgram) -> dict[Task, list[Message]]:
@@ -390,7 +359,7 @@ def _messages_read(program: RankProgram) -> dict[Task, list[Message]]:
         received: dict[tuple[Direction, int, int | None], list[Message]] = defaultdict(list)
         for message in part.messages(InstructionKind.RECEIVE):
             received[message.direction, message.dst_micro_batch, message.dst_half].append(message)
-        for task in (i.task for i in part.instructions if i.task is not None):
+        for task in part.tasks:
             if task.kind is not TaskKind.WEIGHT_GRADIENT:
                 direction = Direction.ACTIVATION if task.kind is TaskKind.FORWARD else Direction.GRADIENT
                 reads[task] = received[direction, task.micro_batch, task.half]

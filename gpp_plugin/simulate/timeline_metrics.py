@@ -114,14 +114,14 @@ def memory_over_time(
             part = 1.0 if task.half is None else 0.5
             is_forward = task.kind is EventKind.FORWARD
             changes.append((task.start_us, part * (transient + (saved if is_forward else 0.0))))
-            is_let_go = task.kind in LAST_KINDS or task.stage not in trained
-            changes.append((task.end_us, -part * (transient + (saved if is_let_go else 0.0))))
+            is_freed = task.kind in LAST_KINDS or task.stage not in trained
+            changes.append((task.end_us, -part * (transient + (saved if is_freed else 0.0))))
         result[rank] = _accumulate(changes)
     return result
 
 
 def _accumulate(changes: Sequence[tuple[float, float]]) -> Steps:
-    """Return running sums; at one time what is let go counts before what is taken."""
+    """Return running sums; at one time what is freed counts before what is taken."""
     steps: list[tuple[float, float]] = []
     total = 0.0
     # Sorting pairs puts the negative changes of a time first: a buffer freed at 7 us can be taken at 7 us.
@@ -202,7 +202,7 @@ _TaskKey = tuple[int, str, int, int]
 
 
 def _task_key(event: Event) -> _TaskKey:
-    kind = event.kind  # compared, not looked up: a search asks this of hundreds of thousands of events
+    kind = event.kind  # compared, not looked up: a search calls this for hundreds of thousands of events
     if kind is EventKind.FORWARD:
         direction = "activation"
     else:
@@ -235,7 +235,7 @@ def _producers(
         if not is_forward:
             has_batch, has_whole = gradient_kinds(edge)
             if not has_batch:
-                # A tensor without a batch axis goes with a consumer's first sample, so its gradient comes
+                # A tensor without a batch axis travels with a consumer's first sample, so its gradient comes
                 # only from consumers that *begin* here: both ends are rounded up.
                 parts = range(-(-samples.first_sample // size), -(-samples.end // size))
         if not has_batch and not has_whole:

@@ -9,7 +9,7 @@ import pytest
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, as_sequential
-from gpp_plugin.plan.baselines.piper import MAX_DOWNSETS, list_downsets, partition_chain, partition_downsets
+from gpp_plugin.plan.baselines.piper import MAX_DOWNSETS, Downsets, best_of, list_downsets, partition_chain
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import judge_us
@@ -133,7 +133,7 @@ def test_piper_and_pipedream_agree_on_chains(seed, limits):
         times = {d: intervals.us_per_sample(d) for d in rules.degrees()}
         pipedream = next(partition_chain(intervals), None)
         downsets = list_downsets(costs, MAX_DOWNSETS)
-        piper = partition_downsets(request, costs, rules, downsets, wish)
+        piper = best_of(Downsets(request, costs, rules, downsets), wish)
         if pipedream is None:
             assert piper is None
             continue

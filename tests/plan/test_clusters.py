@@ -72,7 +72,7 @@ def changed(**changes):
         ),
         (
             changed(devices=[GOOD["devices"][0], {"name": "old", "memory_gb": 16, "memory_gb_per_s": 900}]),
-            r"devices\[1\] \(old\): tflops is missing; unlike devices get work by their speeds: .*gpp doctor --gpus",
+            r"devices\[1\] \(old\): tflops is missing; heterogeneous devices get work by their speeds: .*gpp doctor --gpus",
         ),
         (
             changed(devices=[{**GOOD["devices"][0], "tflops": {d: 1}, "name": d} for d in ("bf16", "fp16")]),

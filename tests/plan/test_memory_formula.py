@@ -45,7 +45,7 @@ def test_a_stage_needs_the_same_however_its_blocks_are_summed_up(zero, degree, w
     series = build_series(
         graph, costs, rules, Component(kind="series", blocks=tuple(range(num)), children=leaves)
     )
-    room, each = series_shapes(series, costs).room(local, degree, limit)
+    room, each = series_shapes(series, costs).free_bytes(local, degree, limit)
     linear, operators = ChainCosts(request, costs, rules, SIZE), OperatorChain(costs, local, degree=degree)
     shape = PipelineShape(num_stages=1, num_micro_batches=4, limits=(1,), host_bytes_per_s=1e9, counts=(3,))
     for start in range(num):
@@ -64,8 +64,8 @@ def test_a_stage_needs_the_same_however_its_blocks_are_summed_up(zero, degree, w
             saved, gradient = costs.group_saved_bytes(rows, local), costs.group_gradient_bytes(rows)
             for less in (0.0, 0.25 * saved, saved + 9):
                 wanted = min(gradient, max(saved - less, 0.0)) if zero == 2 and degree > 1 else 0.0
-                assert operators.room_for_gradients(start, stop, less) == pytest.approx(wanted)
-                assert whole.room_for_gradients(*whole.whole, less) == pytest.approx(wanted)
+                assert operators.reused_by_gradients(start, stop, less) == pytest.approx(wanted)
+                assert whole.reused_by_gradients(*whole.whole, less) == pytest.approx(wanted)
             more = min(gradient, saved) if zero == 2 and degree > 1 else 0.0
             assert optimized - need.expected == pytest.approx(more, abs=2)
 

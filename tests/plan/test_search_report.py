@@ -26,7 +26,7 @@ def test_a_search_that_ends_says_nothing() -> None:
 
 def test_auto_notes_a_budget_spent_and_rivals_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "BUDGET", 300)
-    monkeypatch.setattr(auto, "MAX_RIVAL_SIZE", 10)
+    monkeypatch.setattr(auto, "MAX_BASELINE_SIZE", 10)
     note = make_plan("auto", make_request(branches(3, 3), ranks=4)).notes[-1]
     assert note.startswith("not searched") and MOVES in note
     assert "uniform, pipedream, autopipe plan (more than 10 blocks x ranks)" in note

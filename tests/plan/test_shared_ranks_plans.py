@@ -30,7 +30,7 @@ from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared import share_ranks as share_ranks_module
 from gpp_plugin.plan.shared.partitions import Partitioner
 from gpp_plugin.plan.shared.share_ranks import share_ranks
-from gpp_plugin.plan.shared.shared_evaluator import SharedJudge, _heads_and_tails, collapsed
+from gpp_plugin.plan.shared.shared_evaluator import SharedEvaluator, _heads_and_tails, collapsed
 from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.simulate.predict import predict_iteration_us
 from tests.plan.graphs import branches, chain, make_cluster, make_graph, make_profile, make_request
@@ -95,7 +95,7 @@ def random_request(seed: int, blocks: int, stages: int, ranks: int) -> PlanReque
 def brute_force(request: PlanRequest) -> Iterator[float]:
     """Yield the times of all partitions into the stages asked for, on all maps to all ranks."""
     costs = CostModel(request.graph, request.profile, request.cluster)
-    judge = SharedJudge(request, costs, budget=1 << 40)
+    evaluator = SharedEvaluator(request, costs, budget=1 << 40)
     sets = BlockSets(costs)
     names = [block.name for block in request.graph.blocks]
     assert request.num_stages is not None
@@ -112,7 +112,7 @@ def brute_force(request: PlanRequest) -> Iterator[float]:
                 StageDraft(blocks=sets.blocks(mask), degree=1, micro_batch_size=1, ranks=(rank,))
                 for mask, rank in zip(masks, placed, strict=True)
             )
-            plan = judge.best_counts(judge.plan_of(drafts))
+            plan = evaluator.best_counts(evaluator.plan_of(drafts))
             if plan is not None:
                 yield plan.iteration_us
 
@@ -148,7 +148,7 @@ def test_auto_is_not_behind_our_other_planners_nor_one_micro_batch_size():
 
 
 def test_a_large_model_has_one_search_and_its_plan_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(share_ranks_module, "MAX_RIVAL_SIZE", 0)
+    monkeypatch.setattr(share_ranks_module, "MAX_BASELINE_SIZE", 0)
     request = make_request(branches(2, 2), ranks=2, virtual_stages=None, colocate=True, mini_batch=4)
     plain, plan = shared(request)
     assert plan.iteration_us <= plain.iteration_us
@@ -159,13 +159,13 @@ def test_a_spent_budget_is_taken_down():
     request = interleaved(2, blocks=4)
     report = SearchReport()
     costs = CostModel(request.graph, request.profile, request.cluster)
-    judge = SharedJudge(request, costs, budget=1, report=report)
+    evaluator = SharedEvaluator(request, costs, budget=1, report=report)
     drafts = tuple(draft((f"layers.{i}",), (i % 2,), 1) for i in range(4))
-    first = judge.judged(drafts)
+    first = evaluator.evaluated(drafts)
     assert first is not None
-    assert judge.judged(tuple(dataclasses.replace(d, ranks=(0,)) for d in drafts)) is None
+    assert evaluator.evaluated(tuple(dataclasses.replace(d, ranks=(0,)) for d in drafts)) is None
     assert "some ways to share ranks" in report.notes[0]
-    assert judge.judged(drafts) == first  # what is known costs nothing
+    assert evaluator.evaluated(drafts) == first  # what is known costs nothing
 
 
 def test_a_spent_budget_is_not_told_as_missing_memory(monkeypatch: pytest.MonkeyPatch):
@@ -217,15 +217,15 @@ def test_the_busiest_rank_and_what_comes_before_and_after_its_tasks():
     graph = chain(4)
     times = dict(zip((block.name for block in graph.blocks), (60.0, 10.0, 20.0, 40.0), strict=True))
     request = make_request(graph, make_profile(graph, times), ranks=3, mini_batch=8, memory_limit_bytes=800)
-    judge = SharedJudge(request, CostModel(graph, request.profile, request.cluster))
+    evaluator = SharedEvaluator(request, CostModel(graph, request.profile, request.cluster))
     ranks = ((0, 1), (0,), (1,), (2,))
     drafts = [draft((block.name,), own, 2) for block, own in zip(graph.blocks, ranks, strict=True)]
     # each of two ranks has 4 x 3 x 60 us of the tower; beside that of the next two 4 x 2 x 3 x 10 and 20
-    assert judge.busiest_us(drafts) == 720.0 + 480.0
+    assert evaluator.busiest_us(drafts) == 720.0 + 480.0
     alone = dataclasses.replace(drafts[3], micro_batch_size=8)
-    assert judge.busiest_us([drafts[0], alone]) == 8 * 3 * 40.0, "nothing of the tower is on its rank"
+    assert evaluator.busiest_us([drafts[0], alone]) == 8 * 3 * 40.0, "nothing of the tower is on its rank"
     sizes = (2, 8, 4, 4)
-    plan = judge.plan_of(
+    plan = evaluator.plan_of(
         [dataclasses.replace(d, micro_batch_size=n) for d, n in zip(drafts, sizes, strict=True)]
     )
     heads, tails = _heads_and_tails(plan)
@@ -233,10 +233,10 @@ def test_the_busiest_rank_and_what_comes_before_and_after_its_tasks():
     assert tails == [2 * us for us in heads]
     # a rank of 800 bytes whose stages need 600 and 400: they get 480 and 320
     asked = []
-    judge._fitter = SimpleNamespace(fitted_stage=lambda stage, limit: asked.append(limit) or stage)
+    evaluator._fitter = SimpleNamespace(fitted_stage=lambda stage, limit: asked.append(limit) or stage)
     needs = (600, 400, 100, 900)
     stages = (dataclasses.replace(s, memory_bytes=n) for s, n in zip(plan.stages, needs, strict=True))
-    judge._optimized(dataclasses.replace(plan, stages=tuple(stages)))
+    evaluator._optimized(dataclasses.replace(plan, stages=tuple(stages)))
     assert asked == [480, 320, 800]
 
 
@@ -247,14 +247,14 @@ def test_the_bound_is_one(seed):
     profile = make_profile(graph, {block.name: draw.uniform(20, 200) for block in graph.blocks})
     request = make_request(graph, profile, ranks=3, mini_batch=8)
     costs = CostModel(graph, profile, request.cluster)
-    judge = SharedJudge(request, costs)
+    evaluator = SharedEvaluator(request, costs)
     names = [block.name for block in graph.blocks]
     drafts = tuple(draft((name,), (draw.randrange(3),), draw.choice([1, 2, 4])) for name in names)
     drafts = tuple(dataclasses.replace(d, ranks=(i % 3,)) for i, d in enumerate(drafts))
-    plan = judge.judged(drafts, is_exact=True)
+    plan = evaluator.evaluated(drafts, is_exact=True)
     assert plan is not None
-    least = judge.least_us(judge.plan_of(drafts))
-    assert judge.busiest_us(drafts) <= least * (1 + 1e-9) <= plan.iteration_us * (1 + 2e-9)
+    least = evaluator.least_us(evaluator.plan_of(drafts))
+    assert evaluator.busiest_us(drafts) <= least * (1 + 1e-9) <= plan.iteration_us * (1 + 2e-9)
 
 
 def test_a_stage_on_more_ranks_keeps_its_micro_batch_or_what_a_rank_has_of_it():

@@ -108,7 +108,7 @@ def test_a_stage_is_meant_by_its_name_by_loss_and_by_a_part_of_its_name():
         assert find_stage(plan, graph, key) == 1
     assert stage_sizes(plan, graph, {"loss": 4, "text_model.0": 4, "vision_model.1": 2}) == {1: 4, 0: 2}
     with pytest.raises(
-        PlanError, match=r"'text_model.0' asks stage 'text_model\+text_projection\+loss' for 2 sampl"
+        PlanError, match=r"'text_model.0' sets 2 samples at a time for stage 'text_model\+text_proj"
     ):
         stage_sizes(plan, graph, {"loss": 4, "text_model.0": 2})
 

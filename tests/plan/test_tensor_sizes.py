@@ -337,7 +337,7 @@ def test_a_planner_without_tensor_ranks_says_so() -> None:
     with pytest.raises(PlanError, match="planner 'pipedream' gave stage .* use one of auto, graphpipe"):
         make_plan("pipedream", request_of(graph, tensor_parallel=2))
     plan = make_plan("pipedream", request_of(graph))
-    assert "tensor_parallel auto: 1, as planner pipedream knows no tensor ranks" in plan.notes
+    assert "tensor_parallel auto: 1, as planner pipedream supports no tensor ranks" in plan.notes
     plan = make_plan("auto", request_of(chain(4)))
     assert any("none of the blocks can be divided" in note for note in plan.notes)
     why = {"layers.1": "aten.cumsum.default (c) takes a whole"}

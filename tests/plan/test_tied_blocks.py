@@ -63,8 +63,8 @@ def test_planners_keep_a_shared_parameter_in_one_stage(planner):
 def test_a_chain_tied_at_its_ends_is_one_stage():
     chain = [("words", "t.0"), ("t.0", "t.1"), ("t.1", "head")]
     said = (
-        "parameter 'w' .*'words' to 'head', 4 of 4 blocks with those between, which leaves 1 for the 2 stages asked "
-        "for; untie it .*tie_word_embeddings=False"
+        "parameter 'w' .*'words' to 'head', 4 of 4 blocks with those between, which leaves 1 for the 2 requested "
+        "stages; untie it .*tie_word_embeddings=False"
     )
     with pytest.raises(PlanError, match=said):
         make_plan("auto", request_of(chain, ("words", "head"), stages=2))

@@ -230,7 +230,7 @@ def test_damage_is_found():
     def without_receives(instructions):
         return [i for i in instructions if i.kind is not InstructionKind.RECEIVE]
 
-    with pytest.raises(ScheduleError, match="nobody receives"):
+    with pytest.raises(ScheduleError, match="no rank receives"):
         validate_ahead(plan, damaged("steady", 1, without_receives))
     with pytest.raises(ScheduleError, match="has no step"):
         validate_ahead(plan, damaged("last", 0, lambda i: i[:-1]))

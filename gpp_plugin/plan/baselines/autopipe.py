@@ -8,9 +8,9 @@ where several paths are equally long.
   listing forgets).
 - Step 2 shifts work after the master stage i so that for every s > i: sum_{i<j<=s} (f_j + b_j) <=
   (s - i) b_i. Only s = p - 1 binds physically (what follows the master in the cool-down); the others are
-  kept, as the paper has them, where they can be met.
+  carried, as the paper has them, where they can be satisfied.
 - Step 3 moves the master's first block to stage i - 1 or its last to stage i + 1, with and without
-  Algorithm 1 on the stages before it, and goes on with every partition whose master is not later.
+  Algorithm 1 on the stages before it, and continues with every partition whose master is not later.
 
 Deviations: the simulator is exact (the paper approximates the warm-up, adds communication after the
 maximum and fails for m < p). The heuristic explores all partitions it reaches, each once. `search_exact`
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.baselines.chain_costs import ChainCosts
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts, even_stage_counts
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import task_order
@@ -53,7 +53,7 @@ class ChainSimulator:
     """Exact 1F1B of a chain of blocks at any cuts; communication takes ``comm_us`` a hop and overlaps.
 
     A special case of the event loop (`schedule.event_loop`) on links without bytes, which the tests hold it to. It is
-    kept because a search asks it for thousands of cuts with their critical path: from the times of the blocks alone,
+    there because a search needs thousands of cuts with their critical path: from the times of the blocks alone,
     without a plan, a task graph and a timeline, which take about twenty times as long.
     """
 
@@ -151,7 +151,7 @@ def balance_blocks(weights: Sequence[float], num_stages: int) -> Cuts:
 
 
 def search_heuristic(simulator: ChainSimulator, num_stages: int) -> tuple[float, Cuts]:
-    """Return time and cuts of the best partition the master-stage heuristic meets."""
+    """Return time and cuts of the best partition the master-stage heuristic visits."""
     weights = [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)]
     start = balance_blocks(weights, num_stages)
     seen: set[Cuts] = set()
@@ -286,12 +286,7 @@ def autopipe_plan(request: PlanRequest) -> PipelinePlan:
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
-    if request.num_stages is not None:
-        counts = [request.num_stages]
-    elif request.data_parallel is not None:
-        counts = [request.num_ranks // request.data_parallel]
-    else:
-        counts = [p for p in range(1, request.num_ranks + 1) if request.num_ranks % p == 0]
+    counts = even_stage_counts(request)
     if all(request.num_ranks % count for count in counts):
         raise PlanInfeasible(
             f"autopipe gives every stage the same number of ranks: {request.num_ranks} ranks in {counts[0]} stages "
@@ -347,7 +342,7 @@ def simulator_of(chain: ChainCosts, degree: int) -> ChainSimulator:
     size = _size_of(chain, degree)
     forward, backward = chain.costs.block_times(size / degree)
     cuts = [chain.cut_bytes(at) for at in range(1, chain.num_blocks)]
-    # a message goes one way: half of a boundary's time
+    # a message travels one way: half of a boundary's time
     hop_us = [boundary_us(cut, degree, chain.link_us_per_byte) / 2 * size for cut in cuts]
     return ChainSimulator(
         [float(forward[row]) for row in chain.rows],

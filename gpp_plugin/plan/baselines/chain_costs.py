@@ -1,4 +1,4 @@
-"""What the planners of sequential pipelines share: costs of intervals of the linearised model, and their judge.
+"""What the planners of sequential pipelines share: costs of intervals of the linearised model, and their evaluator.
 
 Systems without a graph of stages (PipeDream, Megatron, DAPPLE, Piper) impose an order on stages that do not depend on
 each other (GraphPipe, section 2). A plan of theirs run here would not wait; to compare with what they do, the order is
@@ -15,7 +15,14 @@ import numpy.typing as npt
 
 from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan, StageEdge
 from gpp_plugin.plan.batch_rules import BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
+from gpp_plugin.plan.costs.cost_model import (
+    CostModel,
+    Floats,
+    interval_sums,
+    link_for_span,
+    prefix_sums,
+    ring_us,
+)
 from gpp_plugin.plan.costs.estimate import interval_bytes, judge_us
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
@@ -129,7 +136,7 @@ class ChainCosts:
             for values in (costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes)
         ]
         saved = costs.saved_per_sample, costs.saved_fixed
-        self._saved, self._saved_fixed = (self._between(self._prefix(values)) for values in saved)
+        self._saved, self._saved_fixed = (interval_sums(self._prefix(values)) for values in saved)
         for (
             blocks,
             per_sample,
@@ -137,7 +144,7 @@ class ChainCosts:
         ) in costs.shared:  # what a stage keeps too that an earlier one is charged with
             flags = np.zeros((2, len(self.rows)))
             flags[0, blocks[0]], flags[1, blocks[1:]] = 1.0, 1.0
-            first, others = (self._between(self._prefix(own)) > 0.5 for own in flags)
+            first, others = (interval_sums(self._prefix(own)) > 0.5 for own in flags)
             self._saved += (others & ~first) * per_sample
             self._saved_fixed += (others & ~first) * fixed
         num = len(self.order)
@@ -148,7 +155,7 @@ class ChainCosts:
         self.boundary_bytes = interval_bytes(request.graph, [[row] for row in self.rows])
         self.size_classes = SizeClasses(rules, [block.name for block in request.graph.blocks])
         self._classes = self.size_classes.of(
-            np.stack([self._between(self._prefix(flags)) for flags in self.size_classes.flags])
+            np.stack([interval_sums(self._prefix(flags)) for flags in self.size_classes.flags])
         )
 
     @property
@@ -157,11 +164,7 @@ class ChainCosts:
         return len(self.order)
 
     def _prefix(self, values: Floats) -> Floats:
-        return np.concatenate([[0.0], np.cumsum(values[self.rows])])
-
-    @staticmethod
-    def _between(prefix: Floats) -> Floats:
-        return prefix[None, :] - prefix[:, None]
+        return prefix_sums(values[self.rows])
 
     def size_of(self, start: int, stop: int, degree: int) -> int | None:
         """Return the micro-batch size of an interval on ``degree`` ranks, or None where there is none."""
@@ -183,7 +186,7 @@ class ChainCosts:
         mini_batch = self.request.mini_batch
         sizes = self._sizes(degree)
         result = np.full(sizes.shape, np.inf)
-        gradient = self._between(self._held[1])
+        gradient = interval_sums(self._held[1])
         link = link_for_span(self.request.cluster, degree)
         reduce_us = np.where(gradient > 0, ring_us(1e9, degree, link) / 1e9 * gradient, 0.0)
         link_us = boundary_us(self.boundary_bytes, degree, self.link_us_per_byte)
@@ -191,7 +194,7 @@ class ChainCosts:
             forward, backward = self.costs.block_times(size / degree)
             reduces = self.costs.num_reductions(mini_batch // size)
             time = us_per_sample(
-                self._between(self._prefix(forward + backward)),
+                interval_sums(self._prefix(forward + backward)),
                 size,
                 reduce_us=reduce_us * reduces / mini_batch,
                 link_us=link_us,
@@ -204,10 +207,10 @@ class ChainCosts:
 
         inf as in `us_per_sample`.
         """
-        parameter, gradient, optimizer = (self._between(prefix) for prefix in self._held)
+        parameter, gradient, optimizer = (interval_sums(prefix) for prefix in self._held)
         zero = self.costs.zero_stage
         held = held_bytes(parameter, gradient, optimizer, degree=degree, zero_stage=zero)
-        held = held + self.costs.input_bytes_of(lambda flags: self._between(self._prefix(flags)), degree)
+        held = held + self.costs.input_bytes_of(lambda flags: interval_sums(self._prefix(flags)), degree)
         sizes = self._sizes(degree)
         result = np.full(sizes.shape, np.inf)
         for size in map(int, np.unique(sizes[sizes > 0])):
@@ -238,6 +241,15 @@ class ChainCosts:
                 StageDraft(blocks=tuple(self.order[start:stop]), degree=degree, micro_batch_size=size)
             )
         return drafts
+
+
+def even_stage_counts(request: PlanRequest) -> list[int]:
+    """Return the numbers of stages of equal degree that a request allows."""
+    if request.num_stages is not None:
+        return [request.num_stages]
+    if request.data_parallel is not None:
+        return [request.num_ranks // request.data_parallel]
+    return [p for p in range(1, request.num_ranks + 1) if request.num_ranks % p == 0]
 
 
 def best_sequential(
@@ -291,11 +303,11 @@ def _as_it_runs(
 def as_sequential(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     """Return the plan with every stage after its predecessor in the list; for prediction only.
 
-    Depth and in-flight become those of a chain, and memory with them: what the plan holds beyond what its graph asks
-    for, the chain holds beyond what a chain asks for.
+    Depth and in-flight become those of a chain, and memory with them: what the plan holds beyond what its graph needs,
+    the chain holds beyond what a chain needs.
     """
-    asked = plan_in_flight(plan)
-    extra = [stage.in_flight - count for stage, count in zip(plan.stages, asked, strict=True)]
+    wanted = plan_in_flight(plan)
+    extra = [stage.in_flight - count for stage, count in zip(plan.stages, wanted, strict=True)]
     present = {(edge.src, edge.dst) for edge in plan.edges}
     added = tuple(
         StageEdge(src=i, dst=i + 1, batch_tensors=(ORDER_ONLY,), gradient_tensors=(ORDER_ONLY,))

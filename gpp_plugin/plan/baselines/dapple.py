@@ -14,7 +14,7 @@ Tests: tests/plan/test_baselines.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
@@ -90,7 +90,8 @@ class _Search:
             )
         stages = self.request.num_stages
         free = self.request.num_ranks - sum(used)
-        rest = tuple(rank for rank in range(self.request.num_ranks) if not self._is_used(rank, used))
+        size = self.node_size
+        rest = tuple(rank for rank in range(self.request.num_ranks) if rank % size >= used[rank // size])
         if self._is_divided(start, self.chain.num_blocks, free) and stages in (None, len(placed) + 1):
             whole = (*placed, (start, self.chain.num_blocks, rest))
             latency = self._latency(whole)
@@ -114,9 +115,6 @@ class _Search:
                         self._seen[key] = latency
                         self._extend(stop, after, grown)
 
-    def _is_used(self, rank: int, used: Sequence[int]) -> bool:
-        return rank % self.node_size < used[rank // self.node_size]
-
     def _is_divided(self, start: int, stop: int, degree: int) -> bool:
         return self.chain.size_of(start, stop, degree) is not None
 
@@ -134,8 +132,9 @@ class _Search:
             while left > 0:
                 before = left
                 for node in order:
-                    room = self._room(node) - used[node] - counts[node]
-                    take = min(room, left, 1 if policy == "scatter" else left)
+                    on_node = min(self.node_size, self.request.num_ranks - node * self.node_size)
+                    free = on_node - used[node] - counts[node]
+                    take = min(free, left, 1 if policy == "scatter" else left)
                     counts[node] += take
                     left -= take
                 if left == before:
@@ -148,9 +147,6 @@ class _Search:
             )
             yield ranks, tuple(u + c for u, c in zip(used, counts, strict=True))
 
-    def _room(self, node: int) -> int:
-        return min(self.node_size, self.request.num_ranks - node * self.node_size)
-
     def _times(self, start: int, stop: int, degree: int) -> tuple[float, float]:
         size = self.chain.size_of(start, stop, degree)
         assert size is not None
@@ -162,9 +158,11 @@ class _Search:
                 sums[0].append(sums[0][-1] + float(forward[row]))
                 sums[1].append(sums[1][-1] + float(backward[row]))
             self._prefixes[key] = sums
-        ahead, back = self._prefixes[key]
+        forward_us, backward_us = self._prefixes[key]
         scale = self.chain.wish / size
-        return (ahead[stop] - ahead[start]) * scale, (back[stop] - back[start]) * scale
+        return (forward_us[stop] - forward_us[start]) * scale, (
+            backward_us[stop] - backward_us[start]
+        ) * scale
 
     def _latency(self, placed: Placed) -> float:
         """Return DAPPLE's T_warm-up + T_steady + T_ending (its equations 1 to 4), links being stages too."""
@@ -172,7 +170,7 @@ class _Search:
         for i, (start, stop, ranks) in enumerate(placed):
             if not self._is_divided(start, stop, len(ranks)):
                 return float("inf")
-            ahead, back = self._times(start, stop, len(ranks))
+            forward_us, backward_us = self._times(start, stop, len(ranks))
             link = group_link(self.request.cluster, ranks)
             if i > 0:
                 links = min(len(ranks), len(placed[i - 1][2]))
@@ -181,8 +179,8 @@ class _Search:
                 forward.append(hop)
                 backward.append(hop)
                 reduce.append(0.0)
-            forward.append(ahead)
-            backward.append(back)
+            forward.append(forward_us)
+            backward.append(backward_us)
             reduce.append(ring_us(self._gradient[stop] - self._gradient[start], len(ranks), link))
         steady = [(self.num_micro_batches - 1) * (f + b) for f, b in zip(forward, backward, strict=True)]
         pivot = len(placed) * 2 - 2

@@ -24,13 +24,13 @@ from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.memory_chain import ChainPlan
 from gpp_plugin.plan.memory.operator_chain import TensorChain
 
-# Whole layers as the unit of cutting, swapping and recomputing: what DawnPiper's rivals work with.
+# Whole layers as the unit of cutting, swapping and recomputing: what DawnPiper's baselines work with.
 #
 # Costs are those of `operator_chain`, at operators; these planners only see fewer cuts and coarser choices.
 #
 #     GPipe (torchgpipe)  stages balanced by time; a stage keeps its input and runs again as a whole
 #     PipeDream           stages balanced by the slower of time and communication; no memory optimization
-#     vPipe               each layer is kept, swapped or recomputed (`vpipe`)
+#     vPipe               each layer is saved, swapped or recomputed (`vpipe`)
 
 
 def balanced_bounds(chain: TensorChain, bounds: Sequence[int], num_stages: int) -> list[int]:

@@ -4,14 +4,14 @@ A downset is a set of blocks with all their predecessors; a stage is the differe
 the smallest bottleneck of everything outside D on k devices; the stage next to D on d devices holds
 ceil(k / d) micro-batches in flight, Piper's bound. Stages may span branches and are run as a chain.
 
-Where the request asks for tensor sizes a stage has d data x t tensor ranks, Piper's two degrees, and the sum of all
+Where the request has tensor sizes, a stage has d data x t tensor ranks, Piper's two degrees, and the sum of all
 d t is the number of devices; k counts devices, and ceil(k / (d t)) micro-batches are in flight.
 
 Deviations: no recomputation; the degree divides the micro-batch, and so the number of samples a rank takes is whole;
 all micro-batch sizes are tried. A stage computes and sends at the same time, as for all planners here; Piper adds both
 up. More than ``MAX_DOWNSETS`` downsets are refused: CANDLE-Uno and DLRM have more, for which GraphPipe's authors got no
 plan of Piper (section 7). Where stages differ in their micro-batch sizes more are in flight than the bound says: if the
-chain does not fit, those of equal degrees are looked at. Prefixes of an order are downsets, so PipeDream's bottleneck
+chain does not fit, those of equal degrees are considered. Prefixes of an order are downsets, so PipeDream's bottleneck
 bounds Piper's: slower stages are left out, which changes no answer.
 
 Source: Piper (NeurIPS 2021)
@@ -144,7 +144,7 @@ def piper_plan(request: PlanRequest) -> PipelinePlan:
     rules = batch_rules(request)
     if request.num_stages is not None:
         raise PlanInfeasible(
-            f"piper chooses the number of stages itself and {request.num_stages} are wanted; "
+            f"piper chooses the number of stages itself and {request.num_stages} are requested; "
             f"write {setting_of('stages', 'auto')} or take another planner"
         )
     downsets = list_downsets(costs, MAX_DOWNSETS)
@@ -153,7 +153,7 @@ def piper_plan(request: PlanRequest) -> PipelinePlan:
             f"piper cannot plan {request.graph.model!r}: its {len(request.graph.blocks)} blocks have more than "
             f"{MAX_DOWNSETS} downsets (branches multiply); use graphpipe or auto"
         )
-    table = _Downsets(request, costs, rules, downsets)
+    table = Downsets(request, costs, rules, downsets)
     preferences = (_partitions(table, wish) for wish in rules.wishes())
     plan = best_sequential(request, costs, preferences, planner="piper")
     if plan is None:
@@ -191,7 +191,7 @@ class _Stages:
         after: the downsets.
         classes: of their micro-batch sizes.
         held: [3, stage] bytes of parameters, gradients and optimizer state.
-        saved: [2, stage] bytes kept for backward, by the sample and beside.
+        saved: [2, stage] bytes saved for backward, by the sample and beside.
         boundary: bytes a sample, in and out.
         transient: the largest of a block.
         reads: [input, stage] whether one of its blocks reads the input.
@@ -206,7 +206,7 @@ class _Stages:
     reads: Floats
 
 
-class _Downsets:
+class Downsets:
     """What any stage between two downsets holds and sends, from sums over the downsets' blocks."""
 
     def __init__(
@@ -312,16 +312,9 @@ class _Downsets:
         return peak_bytes(held, saved, 0, transient=stages.transient * local), saved
 
 
-def partition_downsets(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, downsets: list[int], wish: int
-) -> tuple[float, list[StageDraft]] | None:
-    """Return the smallest bottleneck at one micro-batch size, us a sample, and the stages with it, or None."""
-    return _best_of(_Downsets(request, costs, rules, downsets), wish)
-
-
-def _partitions(table: _Downsets, wish: int) -> Iterator[list[StageDraft]]:
+def _partitions(table: Downsets, wish: int) -> Iterator[list[StageDraft]]:
     """Yield the stages of the best chain at one micro-batch size; after it those of equal degrees, best first."""
-    best = _best_of(table, wish)
+    best = best_of(table, wish)
     if best is not None:
         yield best[1]
     if not table.size_classes.are_alike:
@@ -329,7 +322,8 @@ def _partitions(table: _Downsets, wish: int) -> Iterator[list[StageDraft]]:
         yield from (drafts for _, drafts in sorted((e for e in equal if e is not None), key=lambda e: e[0]))
 
 
-def _best_of(table: _Downsets, wish: int) -> tuple[float, list[StageDraft]] | None:
+def best_of(table: Downsets, wish: int) -> tuple[float, list[StageDraft]] | None:
+    """Return the smallest bottleneck at one micro-batch size, us a sample, and the stages with it, or None."""
     degrees, grids = table.rules.degrees(), table.rules.grids()
     chain = ChainCosts(table.request, table.costs, table.rules, wish)
     bound = min((us for us, _ in chain_bottlenecks(chain, degrees)), default=UNBOUNDED)
@@ -342,7 +336,7 @@ def _best_of(table: _Downsets, wish: int) -> tuple[float, list[StageDraft]] | No
 
 
 def _partition(
-    table: _Downsets, wish: int, grids: Sequence[Grid], most_us: float
+    table: Downsets, wish: int, grids: Sequence[Grid], most_us: float
 ) -> tuple[float, list[StageDraft]] | None:
     """Return the smallest bottleneck, if at most ``most_us``, and the stages with it, or None where no chain fits."""
     ranks, mini_batch, num = table.request.num_ranks, table.request.mini_batch, len(table.downsets)
@@ -414,7 +408,7 @@ _Works = dict[tuple[Grid, int], Floats]
 """By grid and micro-batch size: [downset] microseconds of its blocks' forwards and backwards."""
 
 
-def _works(table: _Downsets, wish: int, grids: Sequence[Grid]) -> _Works:
+def _works(table: Downsets, wish: int, grids: Sequence[Grid]) -> _Works:
     classes = np.arange(-1, 2 * len(table.size_classes.flags))
     return {
         (grid, size): table.member @ table.times_of(grid, size)
@@ -424,7 +418,7 @@ def _works(table: _Downsets, wish: int, grids: Sequence[Grid]) -> _Works:
     }
 
 
-def _times(table: _Downsets, stages: _Stages, at: int, sizes: Ints, grid: Grid, works: _Works) -> Floats:
+def _times(table: Downsets, stages: _Stages, at: int, sizes: Ints, grid: Grid, works: _Works) -> Floats:
     """Return what each stage takes a sample; inf where it has no micro-batch size."""
     mini_batch, (degree, tensor) = table.request.mini_batch, grid
     link_us = boundary_us(stages.boundary, degree, table.link_us_per_byte)
@@ -441,7 +435,7 @@ def _times(table: _Downsets, stages: _Stages, at: int, sizes: Ints, grid: Grid, 
     return us
 
 
-def _read_back(table: _Downsets, choice: Ints, ranks: int, wish: int) -> Iterator[StageDraft]:
+def _read_back(table: Downsets, choice: Ints, ranks: int, wish: int) -> Iterator[StageDraft]:
     at, left = 0, ranks
     while left > 0:
         after, degree, tensor = (int(x) for x in choice[at, left])

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.baselines.chain_costs import as_sequential
+from gpp_plugin.plan.baselines.chain_costs import as_sequential, even_stage_counts
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import judge_us
@@ -45,13 +45,7 @@ def uniform_plan(request: PlanRequest) -> PipelinePlan:
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
     order = linear_order(request.graph)
-    if request.num_stages is not None:
-        counts = [request.num_stages]
-    elif request.data_parallel is not None:
-        counts = [request.num_ranks // request.data_parallel]
-    else:
-        counts = [p for p in range(1, request.num_ranks + 1) if request.num_ranks % p == 0]
-    counts = [count for count in counts if count <= len(order)]
+    counts = [count for count in even_stage_counts(request) if count <= len(order)]
     groupings = [split_by_layers(order, count) for count in counts]
     candidates = [
         drafts
@@ -113,7 +107,7 @@ def stock_plan(request: PlanRequest) -> PipelinePlan:
     ]
     plan = build_plan(request, drafts, planner=STOCK, costs=costs, notes=_notes(request, size))
     sequential = as_sequential(plan, costs)
-    # what a chain holds and takes; the edges stay those of the graph, along which tensors are handed on
+    # what a chain holds and takes; the edges stay those of the graph, along which tensors are passed on
     return dataclasses.replace(sequential, edges=plan.edges, iteration_us=judge_us(sequential, costs))
 
 

@@ -1,4 +1,4 @@
-"""vPipe's planner: layers moved between stages by Kernighan and Lin's method, each kept, swapped or recomputed.
+"""vPipe's planner: layers moved between stages by Kernighan and Lin's method, each saved, swapped or recomputed.
 
 This is vPipe (Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable Pipeline
 Parallel DNN Training") as DawnPiper compares with it: the granularity of partition and of memory optimization is a
@@ -7,7 +7,7 @@ layer.
 For every stage the layers that save most memory per second are recomputed, others are swapped, as many of
 either as fit at the least time. Stages start balanced by time. A pass moves single layers over stage
 boundaries, always the move after which the longest stage (swaps and recomputation included) is shortest,
-even when that is worse than before; a layer moves once a pass; the best state of the pass is kept, and
+even when that is worse than before; a layer moves once a pass; the best state of the pass stays, and
 passes go on while they help (Kernighan and Lin, 1970).
 
 Deviations: activations only are swapped (the original also moves parameters); without memory optimization

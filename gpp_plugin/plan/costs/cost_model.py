@@ -4,7 +4,7 @@ What a stage needs is `memory_formula`, what it takes per sample `time_formula`;
 and put into them. Arrays are by block, in the order of the graph.
 
 The profile is of the cluster's first device. Where devices are of several speeds (`device_speed`), a stage takes what
-its slowest rank takes; times for which no ranks are given are those of the quickest device, which no plan goes below.
+its slowest rank takes; times without ranks are those of the quickest device, a lower bound of every plan.
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,
@@ -58,6 +58,16 @@ from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
 Floats = npt.NDArray[np.float64]
 
 
+def prefix_sums(values: Floats) -> Floats:
+    """Return the sums of the first 0, 1, ... values."""
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def interval_sums(prefix: Floats) -> Floats:
+    """Return [start, stop] the sums of intervals, from prefix sums; below the diagonal they mean nothing."""
+    return prefix[None, :] - prefix[:, None]
+
+
 def roofline_us(device: Device, *, flops: Any, num_bytes: Any, launches: Any = 1.0) -> Any:
     """Return microseconds of an operator: launches, then the slower of arithmetic and memory traffic.
 
@@ -85,8 +95,8 @@ class DeviceSpeeds:
         self._launches = np.array([max(1, len(block.nodes)) for block in graph.blocks], dtype=float)
         self._fixed, self._moved = _bytes_of(graph)
         # tensors that cross say that blocks are joined, not what they do
-        kept = np.array([block.saved_bytes + block.parameter_bytes for block in graph.blocks])
-        self._known = (self._flops > 0) | (kept > 0)
+        counted = np.array([block.saved_bytes + block.parameter_bytes for block in graph.blocks])
+        self._known = (self._flops > 0) | (counted > 0)
 
     def factors(self, kind: int, local: float) -> Floats:
         """Return by block the times it takes on a kind of device over that on the first, for ``local`` samples."""
@@ -105,7 +115,7 @@ class DeviceSpeeds:
 def _bytes_of(graph: BlockGraph) -> tuple[Floats, Floats]:
     """Return by block the bytes its forward moves whatever the samples, and for each sample.
 
-    Parameters are read, tensors of other blocks read and written, what is kept for backward written and read.
+    Parameters are read, tensors of other blocks read and written, what is saved for backward written and read.
     """
     touched: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
     for edge in graph.edges:
@@ -166,10 +176,11 @@ class CostModel:
     """Costs of any group of blocks of one graph on one cluster.
 
     A stage of degree d and micro-batch size b computes b/d samples a rank. Its memory on one rank is `memory_formula`.
-    Costs are of stages without tensor ranks; those of a stage with some are asked of `on` or `at_tensor`.
+    Costs are of stages without tensor ranks; those of a stage with some come from `on` or `at_tensor`.
 
     Args:
-        tensor: tensor size of the stages it knows the costs of, whose sums go over ``tensor_link`` (`tensor_costs`).
+        tensor: tensor size of the stages that the costs are of; their sums travel over ``tensor_link``
+            (`tensor_costs`).
         zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
             backward makes is whole until it is reduced behind it. 3 shares the parameters, whole while tasks run.
 
@@ -188,7 +199,7 @@ class CostModel:
         tensor_link: Link | None = None,
     ) -> None:
         self.tensor = tensor
-        self._given = graph, profile
+        self._source = graph, profile
         self._at_tensor: dict[tuple[int, str], CostModel] = {}
         self._sums = sum_times(graph, tensor, tensor_link) if tensor_link is not None else None
         graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
@@ -319,7 +330,7 @@ class CostModel:
             link = max(used.values(), key=self.cluster.links.index)
         key = tensor, link.name
         if key not in self._at_tensor:
-            graph, profile = self._given
+            graph, profile = self._source
             self._at_tensor[key] = CostModel(
                 graph, profile, self.cluster, zero_stage=self.zero_stage, tensor=tensor, tensor_link=link
             )
@@ -377,7 +388,7 @@ class CostModel:
     def split_times(
         self, blocks: Sequence[int], local: float, ranks: Sequence[int] | None = None
     ) -> tuple[float, float]:
-        """Return microseconds of the input gradient and of the weight gradient of one micro-batch, made apart.
+        """Return microseconds of the input gradient and of the weight gradient of one micro-batch, made separately.
 
         Args:
             ranks: as of `stage_times`.
@@ -440,7 +451,7 @@ class CostModel:
         """Return the bytes one rank of the stage needs at its peak.
 
         Args:
-            is_optimized: what is saved may be swapped or recomputed, and so leaves no room for whole gradients
+            is_optimized: what is saved may be swapped or recomputed, and so frees no memory for whole gradients
                 (`unreduced_bytes`); what swapping and recomputing saves is the caller's to subtract.
         """
         parameter, gradient, optimizer, saved, saved_fixed, transient = self._bytes_of(blocks)
@@ -451,6 +462,11 @@ class CostModel:
         each = saved * local + saved_fixed
         held += unreduced_bytes(gradient, 0.0 if is_optimized else each, degree=degree, zero_stage=zero)
         return int(round(peak_bytes(held, each, in_flight, transient=transient * local)))
+
+    def memory_of(self, stage: Stage, in_flight: int) -> int:
+        """Return `stage_memory` of a plan's stage that holds so many micro-batches."""
+        blocks, local = self.indices(stage.blocks), stage.local_batch_size
+        return self.on(stage).stage_memory(blocks, degree=stage.degree, local=local, in_flight=in_flight)
 
     def sharded_bytes(self, blocks: Sequence[int], degree: int) -> int:
         """Return the bytes of the blocks' parameters where a stage's ranks hold parts of them (ZeRO 3); else 0."""

@@ -119,7 +119,7 @@ def task_order(num_micro_batches: int, in_flight: int, k: int) -> tuple[int, ...
     return tuple(t.micro_batch if t.kind is TaskKind.FORWARD else ~t.micro_batch for t in schedule.tasks)
 
 
-_Feed = tuple[int, list[float], float, float]
+_Incoming = tuple[int, list[float], float, float]
 """(micro-batch size of the sender, when each of its messages has left, time at the port, latency)."""
 
 
@@ -128,21 +128,21 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
     sizes = [s.micro_batch_size for s in stages]
     orders = [task_order(mini_batch // s.micro_batch_size, s.in_flight, s.k) for s in stages]
     # By stage and direction: what a task waits for, and what its messages are added to.
-    feeds: tuple[list[list[_Feed]], list[list[_Feed]]] = ([[] for _ in stages], [[] for _ in stages])
+    incoming: tuple[list[list[_Incoming]], ...] = ([[] for _ in stages], [[] for _ in stages])
     sends: tuple[list[list[tuple[list[float], float]]], ...] = ([[] for _ in stages], [[] for _ in stages])
     neighbours: list[list[int]] = [[] for _ in stages]
     for edge in edges:
         sent: list[float] = []
-        feeds[0][edge.dst].append((sizes[edge.src], sent, edge.forward_in_us, edge.latency_us))
+        incoming[0][edge.dst].append((sizes[edge.src], sent, edge.forward_in_us, edge.latency_us))
         sends[0][edge.src].append((sent, edge.forward_out_us))
         if edge.has_gradient:
             returned: list[float] = []
-            feeds[1][edge.src].append((sizes[edge.dst], returned, edge.backward_in_us, edge.latency_us))
+            incoming[1][edge.src].append((sizes[edge.dst], returned, edge.backward_in_us, edge.latency_us))
             sends[1][edge.dst].append((returned, edge.backward_out_us))
         neighbours[edge.src].append(edge.dst)
         neighbours[edge.dst].append(edge.src)
-    # A stage runs on from ``heads``, its next task, until a message has not been sent yet; whoever it fed or freed is
-    # looked at again. Times only ever depend on messages that are there, so the order of looking does not matter.
+    # A stage runs on from ``heads``, its next task, until a message has not been sent yet; stages that it sent to or
+    # freed come up again. Times only ever depend on messages that are there, so the order of visits does not matter.
     # Message m of an edge is the sender's m-th micro-batch: a consumer of other sizes takes the first one that
     # reaches its last sample (sender 2, consumer 3 samples: its task 1 ends at sample 6, message 2).
     heads = [0] * len(stages)
@@ -155,14 +155,14 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
         order, size = orders[s], sizes[s]
         begun = head = heads[s]
         last = len(order)
-        stage_feeds, stage_sends = (feeds[0][s], feeds[1][s]), (sends[0][s], sends[1][s])
+        received, stage_sends = (incoming[0][s], incoming[1][s]), (sends[0][s], sends[1][s])
         durations = stages[s].forward_us, stages[s].backward_us
         clock, in_port, out_port = clocks[s], in_free[s], out_free[s]
         while head < last:
             task = order[head]
             way, end = (0, (task + 1) * size) if task >= 0 else (1, -task * size)
-            if stage_feeds[way]:
-                left = _departures(stage_feeds[way], end)
+            if received[way]:
+                left = _departures(received[way], end)
                 if left is None:
                     break
                 for departure, hold, latency in left:
@@ -184,14 +184,14 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
     return max(clock + stage.reduce_us for clock, stage in zip(clocks, stages, strict=True))
 
 
-def _departures(feeds: Sequence[_Feed], end: int) -> list[tuple[float, float, float]] | None:
+def _departures(incoming: Sequence[_Incoming], end: int) -> list[tuple[float, float, float]] | None:
     """Return when the messages up to sample ``end`` left, earliest first; None where one has not yet."""
-    if len(feeds) == 1:
-        size, sent, hold, latency = feeds[0]
+    if len(incoming) == 1:
+        size, sent, hold, latency = incoming[0]
         need = -(-end // size) - 1
         return [(sent[need], hold, latency)] if len(sent) > need else None
     left = []
-    for size, sent, hold, latency in feeds:
+    for size, sent, hold, latency in incoming:
         need = -(-end // size) - 1
         if len(sent) <= need:
             return None
@@ -274,7 +274,7 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
     )
 
 
-# The simulator as the judge of plans: links shared, reductions after the last backward.
+# The simulator as the evaluator of plans: links shared, reductions after the last backward.
 #
 # An asynchronous plan is not simulated: its pipeline never runs dry, so it takes its micro-batches times the slowest
 # stage (PipeDream, section 3.1).
@@ -291,8 +291,7 @@ def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
     """
     if plan.mode == "async":
         return _full_pipeline_us(plan, costs)
-    tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
-    if tasks > MAX_RANK_TASKS and not plan.shares_ranks:
+    if plan.num_rank_tasks > MAX_RANK_TASKS and not plan.shares_ranks:
         return estimate_plan_us(plan, costs)
     return predict_iteration_us(
         plan,

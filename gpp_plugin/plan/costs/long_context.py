@@ -12,8 +12,8 @@ number:
 32,768 tokens, h = k = 4096, 500 TFLOP/s, 4 ranks, 450 GB/s, bf16: attention 1.1 ms a step, keys and values 134 MB,
 0.3 ms: sends hide behind attention, and c ranks take a c-th of the time; of what tensor ranks sum nothing is.
 
-Expert parallelism. Of e ranks each holds a part of a layer's experts; a token's vector goes to its t experts and back,
-(e - 1) / e of them to other ranks: 2 t h b (e - 1) / e bytes a token and layer, forward, and as much backward.
+Expert parallelism. Of e ranks each holds a part of a layer's experts; a token's vector travels to its t experts and
+back, (e - 1) / e of them to other ranks: 2 t h b (e - 1) / e bytes a token and layer, forward, and as much backward.
 
 Source: Ring Attention (arXiv 2310.01889), section 3; GShard (arXiv 2006.16668), section 3.2
 Tests: tests/plan/test_tensor_sizes.py, tests/plan/test_cache_parallelism.py
@@ -40,7 +40,7 @@ from gpp_plugin.plan.costs.cost_model import ring_us
 # Legend: N ranks, B sequences, E = heads x head size of the queries, H heads, K = key-value heads x head size. All
 # volumes are elements that leave one rank in one layer of one step.
 #
-# Deviations from the chapter. It gathers k and v on all ranks; here they go to one. Its volumes are of unlike units:
+# Deviations from the chapter. It gathers k and v on all ranks; here they go to one. Its volumes are of different units:
 # as printed, the all-gather's is of one rank's own rows (a sum over what it sends to one peer), the all-reduces' of
 # all rows times N. In equal units neither is smaller for plain attention (K = E):
 #
@@ -72,7 +72,7 @@ def held_positions(length: int, row: int, rank: int, *, block: int, ranks: int) 
 
 
 def held_blocks(length: int, *, block: int, ranks: int) -> int:
-    """Return the blocks for which a rank has room, whichever sequence begins on it.
+    """Return the blocks that a rank may have to hold, whichever sequence begins on it.
 
     >>> held_blocks(33, block=16, ranks=2)
     2
@@ -128,8 +128,8 @@ def cut_cache_bytes(
     >>> cut_cache_bytes(rows=4, length=64, kv_width=8, itemsize=4, block=16, ranks=2)
     8192
     """
-    room = held_blocks(length, block=block, ranks=ranks) * block
-    return cache_bytes(rows=rows, length=room, kv_width=kv_width, itemsize=itemsize, layers=layers)
+    held = held_blocks(length, block=block, ranks=ranks) * block
+    return cache_bytes(rows=rows, length=held, kv_width=kv_width, itemsize=itemsize, layers=layers)
 
 
 BACKWARD = 2.5
@@ -149,7 +149,7 @@ class LayerShape:
         width: of a token's vector.
         query_width: of all heads of queries together.
         key_width: of all heads of keys together, and of values.
-        chosen_experts: that a token goes to; 0 where the layer has none.
+        chosen_experts: of a token; 0 where the layer has none.
     """
 
     length: int

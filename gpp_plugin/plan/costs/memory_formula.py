@@ -2,7 +2,7 @@
 
     M  =  P / p + (v - 1) G + G / g + O / o + I held all the time
           + P - P / p                           while one of the stage's tasks runs
-          + c s                                 kept for backward by the micro-batches in flight
+          + c s                                saved for backward by the micro-batches in flight
           + w + t + r                           beside that, for a moment
 
 Legend, all in bytes of one rank unless said otherwise:
@@ -18,14 +18,14 @@ Legend, all in bytes of one rank unless said otherwise:
     w        tensors back from the host, or made again, while they are used
     t        the most that one block holds while it runs
     r        under ZeRO 2 a backward's gradients are whole until they are reduced behind it. They are made while what
-             the same micro-batch saved is let go, so only what they exceed it by comes on top: max(G - s, 0)
+             the same micro-batch saved is freed, so only what they exceed it by comes on top: max(G - s, 0)
 
 Example: P = G = 100, O = 200, two ranks under ZeRO 2, s = 40, c = 3, t = 7, nothing else:
 
     held 100 + 100 / 2 + 200 / 2 = 250;  in flight 3 x 40 = 120;  r = 100 - 40 = 60;  M = 250 + 120 + 7 + 60 = 437
 
 Callers sum P, G, O, s over their blocks first: a stage's own blocks (`CostModel.stage_memory`), every interval of a
-series as a matrix (`StageShapes.room`), differences of prefix sums (`OperatorChain.memory_bytes`, `ChainCosts.memory`).
+series as a matrix (`StageShapes.free`), differences of prefix sums (`OperatorChain.memory_bytes`, `ChainCosts.memory`).
 All terms but t and r are linear, so the sums may be taken before or after. `memory_breakdown` has the terms one by
 one. The validator and the oracles of the benchmarks have formulas of their own, on purpose.
 
@@ -111,10 +111,10 @@ def stashed_bytes(gradient: Any, num_versions: int) -> Any:
 
 
 def unreduced_bytes(gradient: Any, saved: Any, *, degree: int, zero_stage: int) -> Any:
-    """Return r: whole gradients beyond what the backward that makes them lets go.
+    """Return r: whole gradients beyond what the backward that makes them frees.
 
     Args:
-        saved: s; 0 where what is saved may be swapped or recomputed, and so leaves no room for them.
+        saved: s; 0 where what is saved may be swapped or recomputed, and so frees nothing for them.
 
     >>> float(unreduced_bytes(100.0, 40.0, degree=2, zero_stage=2))
     60.0
@@ -134,28 +134,28 @@ def peak_bytes(held: Any, saved: Any, in_flight: int, *, transient: Any, working
     return held + in_flight * saved + transient + working
 
 
-def micro_batches_within(room: Any, saved: Any, most: int) -> Any:
-    """Return the largest c whose c s goes into ``room``, at most ``most``; 0 where not even the rest fits.
+def micro_batches_within(free: Any, saved: Any, most: int) -> Any:
+    """Return the largest c whose c s fits into ``free``, at most ``most``; 0 where not even the rest fits.
 
-    A millionth of a micro-batch is allowed for: rooms are differences of large sums.
+    A millionth of a micro-batch is allowed for: free bytes are differences of large sums.
 
     >>> micro_batches_within(np.array([130.0, 80.0, -1.0]), np.array([40.0, 40.0, 40.0]), 9).tolist()
     [3.0, 2.0, 0.0]
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        count = np.where(saved > 0, np.floor(room / saved + 1e-9), most)
-    return np.where(room < 0, 0, np.minimum(count, most))
+        count = np.where(saved > 0, np.floor(free / saved + 1e-9), most)
+    return np.where(free < 0, 0, np.minimum(count, most))
 
 
 # What a plan's memory is predicted to be filled with, stage by stage: the terms of `memory_formula` one by one.
 #
 # Their sums are the plan's own figures. Beside them: what messages hold on their way (`under_way_bytes`), what stages
 # hold of the mini-batch itself (`with_inputs`: every row that one of their tasks will read, from its start to its
-# end), and what autograd keeps if a plan is kept to, with how far what was counted is from it (`expected_counts`,
+# end), and what autograd keeps under a plan, with how far what was counted is from it (`expected_counts`,
 # `differences`).
 #
-# Planners cut a model without messages in mind. Where a plan's ranks have no room for them, it is planned again with
-# so much less memory (`plan_beside_messages`).
+# Planners cut a model without messages in mind. Where a plan's ranks have no free memory for them, it is planned again
+# with so much less memory (`plan_beside_messages`).
 
 MOST_PLANS = 3
 """Plans that are made of one request so that messages fit beside all else."""
@@ -196,13 +196,10 @@ def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     It says too of which stages the ranks hold parts of the parameters, whatever the plan's own request was.
     """
     parts = memory_breakdown(plan, request.profile, graph=request.graph, zero_stage=request.zero_stage)
-    stages = tuple(
-        dataclasses.replace(stage, sharded_bytes=part.weights + part.gathered if part.gathered else 0)
-        for stage, part in zip(plan.stages, parts, strict=True)
-    )
+    sharded = [part.weights + part.gathered if part.gathered else 0 for part in parts]
     limits = [min(rank_limit(request, rank) for rank in stage.ranks) for stage in plan.stages]
     memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
-    return dataclasses.replace(plan, stages=stages, memory=memory)
+    return dataclasses.replace(plan.with_each(sharded_bytes=sharded), memory=memory)
 
 
 def plan_beside_messages(request: PlanRequest, make: Callable[[PlanRequest], PipelinePlan]) -> PipelinePlan:
@@ -240,7 +237,7 @@ def _excess_bytes(plan: PipelinePlan, request: PlanRequest) -> int:
     for rank in {rank for stage in plan.stages for rank in stage.ranks}:
         own = joined_breakdown([parts[stage] for stage in plan.stages_of_rank(rank)])
         over = own.total + own.messages - rank_limit(request, rank)
-        # a rank that exceeds it without messages is a plan that was given, and is for the validator
+        # a rank that exceeds it without messages is an explicit plan, and is for the validator
         found = max(found, over if over <= own.messages else 0)
     return found
 
@@ -254,17 +251,17 @@ def _of_stage(
     again = profile.counted_again(stage.blocks)
     weights = sum(c.parameter_bytes for c in costs) - again[0]
     shared, shared_fixed = profile.kept_with_others(stage.blocks)
-    kept = shared * local + shared_fixed
-    kept += sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in costs)
+    saved_bytes = shared * local + shared_fixed
+    saved_bytes += sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in costs)
     working = 0
     if stage.memory is not None:
-        kept -= (stage.memory.swapped_bytes + stage.memory.recomputed_bytes) * more_samples
+        saved_bytes -= (stage.memory.swapped_bytes + stage.memory.recomputed_bytes) * more_samples
         working = round(stage.memory.working_bytes * more_samples)
     gradients = sum(c.gradient_bytes for c in costs) - again[1]
     optimizer = sum(c.optimizer_bytes for c in costs) - again[2]
     transient = max((c.transient_bytes_per_sample * local for c in costs), default=0.0)
-    # What is kept is what the stage's own memory plan leaves: that much makes room for whole gradients.
-    transient += unreduced_bytes(gradients, kept, degree=stage.degree, zero_stage=zero_stage)
+    # What is saved is what the stage's own memory plan leaves: whole gradients reuse that much.
+    transient += unreduced_bytes(gradients, saved_bytes, degree=stage.degree, zero_stage=zero_stage)
     transient += stage.pending * sum(c.pending_bytes_per_sample * local for c in costs)
     own_gradients, own_optimizer = shared_out(
         gradients, optimizer, degree=stage.degree, zero_stage=zero_stage
@@ -278,7 +275,7 @@ def _of_stage(
         stashed_weights=stashed_bytes(gradients, num_versions),
         gradients=int(own_gradients),
         optimizer=int(own_optimizer),
-        activations=round(stage.in_flight * kept),
+        activations=round(stage.in_flight * saved_bytes),
         working=working,
         transient=round(transient),
         inputs=round(profile.input_bytes(stage.blocks, stage.degree) * more_samples),
@@ -288,7 +285,7 @@ def _of_stage(
 def with_inputs(
     profile: Profile, graph: BlockGraph, inputs: Iterable[TensorSpec], *, mini_batch: int, dtype: str
 ) -> Profile:
-    """Return a profile that knows the batches which plans are made for.
+    """Return a profile with the batches which plans are made for.
 
     Args:
         inputs: the model's, by batch key.

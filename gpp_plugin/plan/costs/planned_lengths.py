@@ -1,4 +1,4 @@
-"""What plans are made for where lengths are given, and what a plan's stages hold at the lengths of a mini-batch.
+"""What plans are made for where lengths are declared, and what a plan's stages hold at the lengths of a mini-batch.
 
 A profile is of one length. `LengthCosts` says how each cost grows; so a profile of other lengths (`profile_at`) is this
 one times a growth, which is 1 at its own. Planned is for two at once (`planned_profile`): the mean of the typical
@@ -188,13 +188,16 @@ class SizedPlan:
                 )
             memory.append(dataclasses.replace(one, limit=self.plan.memory[index].limit))
         lengths = max(units, key=lambda unit: (unit.lengths, unit.samples)).lengths
+        return dataclasses.replace(self._plan_at(lengths), memory=tuple(memory))
+
+    def _plan_at(self, lengths: Lengths) -> PipelinePlan:
         stages = tuple(
             stage
             if stage.memory is None
             else dataclasses.replace(stage, memory=self._memory_plan(stage.memory, lengths))
             for stage in self.plan.stages
         )
-        return dataclasses.replace(self.plan, stages=stages, memory=tuple(memory))
+        return dataclasses.replace(self.plan, stages=stages)
 
     def _of_unit(self, unit: UnitSize) -> tuple[MemoryBreakdown, ...]:
         found = self._known.get(unit)
@@ -205,18 +208,8 @@ class SizedPlan:
                 profile, self._graph, inputs, mini_batch=self.plan.mini_batch, dtype=self._dtype
             )
             by = unit.samples / self.costs.num_samples
-            plan = dataclasses.replace(
-                self.plan,
-                stages=tuple(
-                    stage
-                    if stage.memory is None
-                    else dataclasses.replace(stage, memory=self._memory_plan(stage.memory, unit.lengths))
-                    for stage in self.plan.stages
-                ),
-            )
-            found = memory_breakdown(
-                plan, profile, graph=self._graph, zero_stage=self._zero_stage, more_samples=by
-            )
+            plan, zero = self._plan_at(unit.lengths), self._zero_stage
+            found = memory_breakdown(plan, profile, graph=self._graph, zero_stage=zero, more_samples=by)
             while len(self._known) >= 256:
                 self._known.pop(next(iter(self._known)))
             self._known[unit] = found

@@ -77,8 +77,8 @@ WHOLE = Parts()
 
 def sharded_profile(profile: Profile, graph: BlockGraph, tensor: int) -> Profile:
     """Return the costs of one of ``tensor`` ranks, all-reduces left out; what is not of the graph's blocks stays."""
-    # What several blocks hold together goes by the first of them, which is charged with it: a tied embedding is held in
-    # as many parts wherever it is, and a storage kept by several layers is as small as where it is made. Inputs of the
+    # What several blocks hold together is charged to the first of them: a tied embedding is held in
+    # as many parts wherever it is, and a storage saved by several layers is as small as where it is made. Inputs of the
     # mini-batch stay: every tensor rank of a data position reads the same samples.
     parts = parts_by_block(graph, tensor)
     if not parts:

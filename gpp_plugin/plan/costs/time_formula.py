@@ -5,7 +5,7 @@ Legend: B samples of a mini-batch, b of a micro-batch, d ranks of a stage, t mic
     t  =  max(C / b, L)  +  n R / B
 
     C  forward and backward of one micro-batch on one rank (b/d samples), what memory optimization adds included
-    L  a sample's way over the stage's d links, activations there and gradients back; it goes on beside computing
+    L  a sample's way over the stage's d links, activations there and gradients back; it overlaps with computing
     R  one all-reduce of the stage's gradients; n such are what its reductions in a mini-batch are worth
 
 Whatever is waited for beside that (filling and draining, messages out of step) is the business of those who play a
@@ -52,7 +52,7 @@ def us_per_sample(compute_us: Any, size: Any, *, reduce_us: Any = 0.0, link_us: 
     Args:
         compute_us: C; ``size`` is b.
         reduce_us: n R / B.
-        link_us: L; None: messages are not looked at.
+        link_us: L; None: messages are not counted.
 
     >>> us_per_sample(80.0, 4, reduce_us=1.5), float(us_per_sample(80.0, 4, link_us=25.0))
     (21.5, 25.0)

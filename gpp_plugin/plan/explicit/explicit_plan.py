@@ -14,7 +14,7 @@ from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import judge_us
-from gpp_plugin.plan.explicit.fixed_stages import GIVEN, to_asynchronous
+from gpp_plugin.plan.explicit.fixed_stages import EXPLICIT, in_mode
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan, stage_edges
 from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees
@@ -36,7 +36,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             "micro_batch_size": 4}, ..., {"name": "head", "modules": ["*"]}]}``. A module path stands
             for every block under it; the longest path that names a block wins; ``*`` is everything
             that no other stage names. ``ranks`` lists ranks, ``devices`` counts them; where neither
-            is given the ranks left over are shared out. Stages that list the same ranks share them. A
+            is listed the ranks left over are shared out. Stages that list the same ranks share them. A
             stage without a name is called after what it holds. Or the JSON of a saved `PipelinePlan`.
 
     Raises:
@@ -57,7 +57,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     groups = _assign_blocks(stages, request)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = _rules_with(request, stages, groups)
-    degrees = _given_degrees(stages, request.num_ranks)
+    degrees = _explicit_degrees(stages, request.num_ranks)
     if all(degree is not None for degree in degrees):
         candidates = [_fixed_degrees(groups, degrees, rules, w) for w in rules.wishes()]
     else:
@@ -84,11 +84,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
         plan = best_optimized(request, costs, drafts, planner="explicit")
     if plan is None:  # too large: the validator says what for
         plan = build_plan(request, drafts[0], planner="explicit", costs=costs)
-    if request.mode == "async":
-        plan = to_asynchronous(plan, request)
-    plan = complete_plan(plan, request.graph, request.profile)
-    validate_for(plan, request)
-    return plan
+    return in_mode(plan, request)
 
 
 def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
@@ -108,8 +104,8 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     if plan.mode != request.mode:
         raise PlanError(f"plan: made for mode {plan.mode}, and the run is {request.mode}; plan again")
     if plan.vertical_sync != request.vertical_sync:
-        has, is_asked = ("with", "without") if plan.vertical_sync else ("without", "with")
-        raise PlanError(f"plan: made {has} vertical sync, and the run is {is_asked}; plan again")
+        has, required = ("with", "without") if plan.vertical_sync else ("without", "with")
+        raise PlanError(f"plan: made {has} vertical sync, and the run is {required}; plan again")
     for stage in plan.stages:
         memory = stage.memory
         used = {"swap": memory and memory.swapped, "recompute": memory and memory.recomputed}
@@ -120,7 +116,7 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             )
     shared_out = [stage for stage in plan.stages if stage.tensor > 1]
     if (
-        shared_out and not request.graph.sharding and plan.planner != GIVEN
+        shared_out and not request.graph.sharding and plan.planner != EXPLICIT
     ):  # a user's modules know their sizes
         raise PlanError(
             f"plan: stage {shared_out[0].name!r} has a tensor size of {shared_out[0].tensor} and nothing of model "
@@ -137,7 +133,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     Raises:
         PlanError: the blocks are others, or the plan swaps or recomputes tensors of the shapes it was made for.
     """
-    # What a plan decides stays: stages, ranks, micro-batches, in-flight counts and order. What it was told is this
+    # What a plan decides stays: stages, ranks, micro-batches, in-flight counts and order. What it was made for is this
     # run's: times, memory, edges, the graph it is of. A plan made at 512 tokens and run at 1024 keeps its four stages,
     # whose memory is then counted anew and refused by `validate_for` where it no longer fits. Times of half a forward
     # and of split backwards are 0 (unknown), rather than those of other shapes. Tensors to swap or recompute are listed
@@ -161,9 +157,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     for index, stage in enumerate(plan.stages):
         rows, local = costs.indices(stage.blocks), stage.local_batch_size
         forward, backward = costs.on(stage).stage_times(rows, local, stage.ranks)
-        memory = costs.on(stage).stage_memory(
-            rows, degree=stage.degree, local=local, in_flight=stage.in_flight
-        )
+        memory = costs.memory_of(stage, stage.in_flight)
         stages.append(
             dataclasses.replace(
                 stage,
@@ -291,12 +285,12 @@ def _rules_with(request: PlanRequest, stages: list[dict[str, Any]], groups: list
                     f"does not divide the mini-batch of {rules.mini_batch}"
                 )
             fixed.update(dict.fromkeys(group, stage["micro_batch_size"]))
-    # a size given here wins over the wish to keep units, never over operators that mix samples
+    # an explicit size here wins over the wish to keep units, never over operators that mix samples
     coupled = (rules.coupled - fixed.keys()) | coupled_blocks(request.graph)
     return dataclasses.replace(rules, fixed=fixed, coupled=coupled)
 
 
-def _given_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int | None]:
+def _explicit_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int | None]:
     degrees = [len(stage["ranks"]) if "ranks" in stage else stage.get("devices") for stage in stages]
     if all(degree is not None for degree in degrees):
         # ranks that are listed may be those of several stages

@@ -1,4 +1,4 @@
-"""Plans whose stages and ranks are given: what is left to choose are micro-batch sizes, counts in flight, schedules.
+"""Plans whose stages and ranks are explicit: what is left to choose are micro-batch sizes, counts in flight, schedules.
 
 Source: this project
 Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py, tests/plan/test_asynchronous.py,
@@ -48,20 +48,20 @@ def names_a_stage(graph: BlockGraph, key: str) -> bool:
 
 
 def stage_sizes(plan: PipelinePlan, graph: BlockGraph, sizes: Mapping[str, int]) -> dict[int, int]:
-    """Return the sizes asked for by the index of the stage that each key means.
+    """Return the requested sizes by the index of the stage that each key means.
 
     Raises:
         PlanError: a key means no stage or several, or two keys ask one stage for different sizes.
     """
-    asked: dict[int, int] = {}
+    requested: dict[int, int] = {}
     for key, size in sizes.items():
         index = find_stage(plan, graph, key)
-        if asked.setdefault(index, size) != size:
+        if requested.setdefault(index, size) != size:
             raise PlanError(
-                f"{key!r} asks stage {plan.stages[index].name!r} for {size} samples at a time and another key for "
-                f"{asked[index]}; remove one of them"
+                f"{key!r} sets {size} samples at a time for stage {plan.stages[index].name!r} and another key sets "
+                f"{requested[index]}; remove one of them"
             )
-    return asked
+    return requested
 
 
 def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, int]) -> PipelinePlan:
@@ -73,18 +73,18 @@ def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, 
     """
     # The stages stay and all that follows from sizes is made anew, in this order: times a micro-batch, in-flight
     # counts, memory, and what must be swapped or recomputed for it to fit. Stages a -> b of one rank each with 4
-    # samples, b asked for 8, mini-batches of 32:
+    # samples, b with 8 requested, mini-batches of 32:
     #
     #     micro-batches   a  8 of 4, b  4 of 8       two of a's make one of b's
     #     in flight       a  2 -> 4, b  1            two that b computes on, and two for b's next task
     #
-    # Rules are asked without ``keep_units``: that a stage takes units is a default, which naming it overrules.
-    asked = stage_sizes(plan, request.graph, sizes)
+    # Rules are made without ``keep_units``: that a stage takes units is a default, which naming it overrules.
+    requested = stage_sizes(plan, request.graph, sizes)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(dataclasses.replace(request, keep_units=False))
     stages = []
     for index, stage in enumerate(plan.stages):
-        size = asked.get(index, stage.micro_batch_size)
+        size = requested.get(index, stage.micro_batch_size)
         if size != stage.micro_batch_size:
             if rules.micro_batch_size(stage.blocks, stage.degree, size) != size:
                 unit = request.loss_unit * stage.degree
@@ -153,9 +153,12 @@ def to_asynchronous(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
 def _fitted(plan: PipelinePlan, index: int, costs: CostModel, fitter: StageFitter | None) -> Stage:
     """Return a stage with its times and memory, and with what makes it fit."""
     stage = plan.stages[index]
-    rows, local = costs.indices(stage.blocks), stage.local_batch_size
+    held, rows, local = (
+        costs.memory_of(stage, stage.in_flight),
+        costs.indices(stage.blocks),
+        stage.local_batch_size,
+    )
     costs = costs.on(stage)
-    held = costs.stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
     stashed = costs.stashed_bytes(rows, plan.num_versions(index))
     stage = dataclasses.replace(
         stage, backward_us=costs.stage_times(rows, local, stage.ranks)[1], memory_bytes=held + stashed
@@ -163,13 +166,13 @@ def _fitted(plan: PipelinePlan, index: int, costs: CostModel, fitter: StageFitte
     return stage if fitter is None else fitter.fitted_stage(stage, stashed_bytes=stashed)
 
 
-GIVEN = "given"
+EXPLICIT = "given"
 """What such plans name as their planner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedStage:
-    """A stage that is given.
+    """A stage that the user defines.
 
     Args:
         name: as the user gave it; of a captured part's piece that of the part.
@@ -195,7 +198,7 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
     """Return the quickest plan of these stages; those that lack memory swap or recompute where the request allows it.
 
     Raises:
-        PlanError: a micro-batch size is asked for twice, or does not divide the mini-batch.
+        PlanError: a micro-batch size is requested twice, or does not divide the mini-batch.
         PlanInfeasible: a stage has no micro-batch size, or lacks memory.
     """
     stages = _with_names(stages, request.graph)
@@ -204,13 +207,18 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
     candidates = [drafts for wish in rules.wishes() if (drafts := _drafts(stages, rules, wish)) is not None]
     if not candidates:
         _explain(stages, rules)
-    plan = best_plan(request, costs, candidates, planner=GIVEN)
+    plan = best_plan(request, costs, candidates, planner=EXPLICIT)
     if request.mode == "sync":  # async chooses anew what to swap and recompute
-        optimized = best_optimized(request, costs, candidates, planner=GIVEN)
+        optimized = best_optimized(request, costs, candidates, planner=EXPLICIT)
         if optimized is not None and (plan is None or optimized.iteration_us < plan.iteration_us):
             plan = optimized
     if plan is None:  # too large: the validator says what for
-        plan = build_plan(request, candidates[0], planner=GIVEN, costs=costs)
+        plan = build_plan(request, candidates[0], planner=EXPLICIT, costs=costs)
+    return in_mode(plan, request)
+
+
+def in_mode(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
+    """Return a plan of explicit stages in the request's mode, complete and validated."""
     if request.mode == "async":
         plan = to_asynchronous(plan, request)
     plan = complete_plan(plan, request.graph, request.profile)
@@ -220,8 +228,8 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
 
 def _with_names(stages: Sequence[FixedStage], graph: BlockGraph) -> list[FixedStage]:
     """Return the stages with names of their own for the pieces of captured parts, which begin with the part's."""
-    given = [None if stage.is_piece else stage.name for stage in stages]
-    names = name_stages(graph, [stage.blocks for stage in stages], given)
+    explicit = [None if stage.is_piece else stage.name for stage in stages]
+    names = name_stages(graph, [stage.blocks for stage in stages], explicit)
     return [
         dataclasses.replace(
             stage,
@@ -238,10 +246,10 @@ def _rules(stages: Sequence[FixedStage], request: PlanRequest) -> BatchRules:
         size = stage.micro_batch_size
         if size is None:
             continue
-        asked = {fixed[block] for block in stage.blocks if block in fixed} - {size}
-        if asked:
+        requested = {fixed[block] for block in stage.blocks if block in fixed} - {size}
+        if requested:
             raise PlanError(
-                f"stage {stage.name!r}: micro_batch_size {size} is given with the stage and {asked.pop()} in "
+                f"stage {stage.name!r}: micro_batch_size {size} is given with the stage and {requested.pop()} in "
                 f"{place_of('micro_batch_sizes')}; remove one of them"
             )
         if rules.mini_batch % size:
@@ -250,7 +258,7 @@ def _rules(stages: Sequence[FixedStage], request: PlanRequest) -> BatchRules:
                 f"{rules.mini_batch}; choose a divisor"
             )
         fixed.update(dict.fromkeys(stage.blocks, size))
-    # a size given for a stage wins over the wish to keep units, never over what mixes samples
+    # an explicit size of a stage wins over the wish to keep units, never over what mixes samples
     coupled = (rules.coupled - fixed.keys()) | coupled_blocks(request.graph)
     return dataclasses.replace(rules, fixed=fixed, coupled=coupled)
 
@@ -289,10 +297,10 @@ def _explain(stages: Sequence[FixedStage], rules: BatchRules) -> None:
             if rules.coupled.isdisjoint(stage.blocks)
             else f"it computes whole loss units of {rules.loss_unit}, so {unit} at a time"
         )
-        given = f" of {stage.micro_batch_size}" if stage.micro_batch_size is not None else ""
+        requested_size = f" of {stage.micro_batch_size}" if stage.micro_batch_size is not None else ""
         raise PlanInfeasible(
-            f"stage {stage.name!r} on {stage.degree} x {stage.tensor} ranks has no micro-batch size{given} for a "
-            f"mini-batch of {rules.mini_batch}: {why}; change its ranks or sizes"
+            f"stage {stage.name!r} on {stage.degree} x {stage.tensor} ranks has no micro-batch size{requested_size} "
+            f"for a mini-batch of {rules.mini_batch}: {why}; change its ranks or sizes"
         )
     raise PlanInfeasible(
         f"no micro-batch size suits all stages of a mini-batch of {rules.mini_batch} with loss units of "

@@ -1,9 +1,9 @@
 """Blocks that share a trained parameter, planned as one block for mode async.
 
-Stages that step after every micro-batch are as many updates apart as they hold micro-batches more. A parameter on two
+Stages that step after every micro-batch differ by as many updates as they hold micro-batches more. A parameter on two
 of them would have two values at a time, and its gradient, the sum of both stages' for one micro-batch, is known to the
 later stage only when the earlier one has run its backward: either would wait for the other across the pipeline, or
-the copies would drift apart. So the blocks that share one are in one stage, with all that lies on paths between them:
+the copies would diverge. So the blocks that share one are in one stage, with all that lies on paths between them:
 otherwise stages would depend on each other in a circle. What is left can still be many stages, where a model has
 branches; of a chain whose first and last block share a parameter, one stage is left.
 
@@ -67,7 +67,7 @@ class JoinedBlocks:
         raise PlanError(
             f"mode async: parameter {self.parameters[0]!r} is used by several blocks, which step together only in one "
             f"stage: {largest[0]!r} to {largest[-1]!r}, {len(largest)} of {count} blocks "
-            f"with those between, which leaves {len(self.members)} for the {num_stages} stages asked for; "
+            f"with those between, which leaves {len(self.members)} for the {num_stages} requested stages; "
             f'{UNTIE}, lower stages, or set mode to "sync"'
         )
 
@@ -98,7 +98,7 @@ def joined_request(request: PlanRequest) -> tuple[PlanRequest, JoinedBlocks]:
     """Return a request for the graph whose blocks are joined, and how they are.
 
     Raises:
-        PlanError: more stages are asked for than are left.
+        PlanError: more stages are requested than are left.
     """
     frozen = {tie.blocks for tie in request.profile.tied if not tie.gradient_bytes}
     joined = join_tied_blocks(

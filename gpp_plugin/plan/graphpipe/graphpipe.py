@@ -5,7 +5,7 @@ Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training w
 From the planner to the recursion:
 
     graphpipe_plan                   the planner
-      1 search_stages                partitions judged by a quick prediction, the best of them refined
+      1 search_stages                partitions evaluated by a quick prediction, the best of them refined
         2 find_partitions            for every micro-batch size: the frontier of (time a sample, depth)
           3 fewest_devices           the recursion of Algorithm 1 (`stage_search`): devices by depth, within a time
 
@@ -17,7 +17,7 @@ Deviations, each with its reason:
 - Devices are the value of the DP and (level, t) its bounds (`stage_search`): the paper's c_f and c_b
   cannot both mean what Algorithm 2 and the top-level call say.
 - t is bisected over the finite set of stage times, so that the result is exact.
-- The whole frontier of (t, depth) is kept and ranked by (B + (depth - 1) b) t, then by prediction: the
+- The whole frontier of (t, depth) is collected and ranked by (B + (depth - 1) b) t, then by prediction: the
   bottleneck alone ignores bubbles.
 - Branches are grouped by bin packing (the paper leaves ParallelDecompose open), a join's or fork's
   stage may own parts of branches, and `refine` moves blocks across branches.
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -41,7 +41,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, link_for_span, ring_us
 from gpp_plugin.plan.costs.time_formula import full_pipeline_us, pipelined_samples
-from gpp_plugin.plan.graphpipe.intervals import Counts, Series
+from gpp_plugin.plan.graphpipe.intervals import Series
 from gpp_plugin.plan.graphpipe.reconstruction import read_groups
 from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
@@ -49,14 +49,14 @@ from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
 from gpp_plugin.plan.graphpipe.stage_table import TableMaker
 from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
-from gpp_plugin.plan.memory.joined import best_judged, join_memory
+from gpp_plugin.plan.memory.joined import best_evaluated, join_memory
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.selection import explain_infeasible
 
 SLACK = 1.06
-"""Partitions that may end within this factor of the best step known are looked at: refinement gains as much."""
+"""Partitions that may end within this factor of the best step known are refined: refinement gains as much."""
 OPTIMISM = 2.2
 """First only plans within this factor of perfectly shared work are searched; then those that may beat the
 best found, or all."""
@@ -68,19 +68,19 @@ REFINE_BUDGET = 20
 MAX_BUDGET = 40_000
 NUM_REFINED_TIGHT = 6
 MAX_RANKED_SIZE = 400_000
-"""Blocks squared x ranks up to which partitions on consecutive ranks are looked at too where devices are alike."""
+"""Blocks squared x ranks up to which partitions on consecutive ranks are tried too where devices are alike."""
 MAX_CLOSER_LOOKS = 3
 """Searches around the cuts that the one before found, as long as each wins at least ``WORTH_LOOKING``."""
 WORTH_LOOKING = 1e-3
 
 Groups = tuple[tuple[str, ...], ...]
-Judge = Callable[[Groups, int], float]
+Evaluator = Callable[[Groups, int], float]
 """Predicts the microseconds of a step of these stages at a micro-batch size; inf where they are no plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A point of the frontier: stages that meet a time with a depth, at one micro-batch size.
+    """A point of the frontier: stages within a time, with a depth, at one micro-batch size.
 
     Args:
         score: predicted step, or (B + (depth - 1) b) t where nothing is predicted.
@@ -103,7 +103,7 @@ class _Incumbent:
 def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
     """Partition the model into a graph of stages, each with the memory optimization it runs with.
 
-    `search_stages` refines what `find_partitions` finds, which asks `StageSearch.fewest_devices`, the recursion.
+    `search_stages` refines what `find_partitions` finds, which calls `StageSearch.fewest_devices`, the recursion.
 
     Raises:
         PlanInfeasible: no plan fits; the message names stage, need, limit and the nearest request that fits.
@@ -121,10 +121,6 @@ def _costs_and_rules(request: PlanRequest) -> tuple[CostModel, BatchRules]:
     return costs, batch_rules(request)
 
 
-def _budget(request: PlanRequest) -> int:
-    return min(REFINE_BUDGET * request.num_ranks**3, MAX_BUDGET)
-
-
 def _with_memory(
     request: PlanRequest, costs: CostModel, rules: BatchRules, report: SearchReport
 ) -> tuple[PipelinePlan | None, list[Candidate]]:
@@ -132,12 +128,13 @@ def _with_memory(
 
     trees = SearchTrees(request.graph, costs, report)
 
-    def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
+    def search(changed: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
         # Where memory is short there is more to weigh, and more to win.
         if fitter is None:
-            return search_stages(asked, costs, rules, trees, budget=_budget(request))
+            budget = min(REFINE_BUDGET * request.num_ranks**3, MAX_BUDGET)
+            return search_stages(changed, costs, rules, trees, budget=budget)
         return search_stages(
-            asked, costs, rules, trees, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
+            changed, costs, rules, trees, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
         )
 
     candidates = search(request, None)[:1]
@@ -145,7 +142,7 @@ def _with_memory(
     if fitter is not None:
         refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter, report=report)
         candidates = [*candidates, *join_memory(request, costs, candidates, search, refiner)]
-    plan = best_judged(request, costs, candidates, fitter, planner="graphpipe")
+    plan = best_evaluated(request, costs, candidates, fitter, planner="graphpipe")
     return plan, sorted(candidates, key=lambda candidate: candidate.score)
 
 
@@ -220,7 +217,7 @@ def search_stages(
         starts = (refiner.candidate(*start) for start in ranked_partitions(request, costs, rules))
         candidates.extend(start for start in starts if start is not None)
     if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
-        candidates.extend(_with_counts(request, costs, rules, trees, refiner, counts))
+        candidates.extend(_with_counts(refiner, trees, counts))
     candidates.sort(key=lambda candidate: candidate.score)
     if not candidates or candidates[0].score[0] > 0:
         refiner.budget = max(budget, MAX_BUDGET)  # a plan that fits is worth more than a quick answer
@@ -251,22 +248,16 @@ def _stage_counts(request: PlanRequest, rules: BatchRules) -> list[int] | None:
         return [request.num_stages]
     if request.data_parallel is not None:
         grids = [request.data_parallel * tensor for tensor in rules.tensors.sizes]
-        if rules.tensors.are_given:  # of sizes 1 and 2 six ranks of degree 1 are in 3 to 6 stages
+        if rules.tensors.are_explicit:  # of sizes 1 and 2 six ranks of degree 1 are in 3 to 6 stages
             most = min(request.num_ranks // grids[0], len(request.graph.blocks))
             return list(range(max(request.num_ranks // grids[-1], 1), most + 1))
         return [request.num_ranks // ranks for ranks in grids if request.num_ranks % ranks == 0]
     return None
 
 
-def _with_counts(
-    request: PlanRequest,
-    costs: CostModel,
-    rules: BatchRules,
-    trees: SearchTrees,
-    refiner: Refiner,
-    counts: Sequence[int] | None,
-) -> Iterator[Candidate]:
-    """Yield candidates with given numbers of stages: planned on that many ranks, one a stage."""
+def _with_counts(refiner: Refiner, trees: SearchTrees, counts: Sequence[int] | None) -> Iterator[Candidate]:
+    """Yield candidates with explicit numbers of stages: planned on that many ranks, one a stage."""
+    request, costs, rules = refiner.request, refiner.costs, refiner.rules
     largest = min(request.num_ranks, len(request.graph.blocks))
     # Any number may be the one whose degrees add up or whose stages fit: powers of two, then all ranks.
     open_counts = sorted({1 << n for n in range(largest.bit_length())} | {largest, (largest + 1) // 2})
@@ -288,7 +279,7 @@ def _with_counts(
         groupings = {partition.groups for partition in sorted(partitions, key=lambda p: p.score)[:6]}
         groupings.add((tuple(block.name for block in request.graph.blocks),))
         shapes = [refiner.reshape(groups, count) for groups in sorted(groupings)]
-        if rules.tensors.are_given:  # one rank a stage knows of no sizes, and few of its cuts may be
+        if rules.tensors.are_explicit:  # one rank a stage has no sizes, and few of its cuts may be
             shapes.extend(refiner.shared_out(count))
         for masks in shapes:
             for wish, way in itertools.product(sizes, rules.tensors.ways) if masks is not None else ():
@@ -303,7 +294,7 @@ def find_partitions(
     costs: CostModel,
     rules: BatchRules,
     trees: SearchTrees,
-    predict: Judge | None = None,
+    predict: Evaluator | None = None,
     fitter: StageFitter | None = None,
 ) -> list[Partition]:
     """Return the frontiers of (time a sample, depth) over all micro-batch sizes that may win.
@@ -330,7 +321,7 @@ def _frontiers(
     rules: BatchRules,
     tree: SearchTree,
     report: SearchReport,
-    predict: Judge | None,
+    predict: Evaluator | None,
     fitter: StageFitter | None,
     known_us: float = float("inf"),
 ) -> list[Partition]:
@@ -358,7 +349,7 @@ def _frontiers(
                     request, costs, rules, tree.root, wish, deepest, tree.shapes, fitter, makers
                 )
             search = searches[wish, deepest]
-            for t, levels, score in _points(request, search, wish, best, bounds[wish], ramp):
+            for t, levels, score in _frontier(request, search, wish, best, bounds[wish], ramp):
                 groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, levels))
                 if (groups, wish) not in found:
                     us = score if predict is None else predict(groups, wish)
@@ -373,21 +364,6 @@ def _frontiers(
         optimism += 1
 
 
-def _points(
-    request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
-) -> Iterator[tuple[float, int, float]]:
-    """Yield the points of `_frontier` as (time a sample, levels, score); the search holds each when it is yielded."""
-    walk = _frontier(request, search, wish, best, bound_us, ramp)
-    point = next(walk)
-    while point is not None:
-        if point.levels is not None:
-            yield point.t, point.levels, point.score
-            point = next(walk)
-        else:  # it asks what stages of at most t us a sample need
-            fewest = search.fewest_devices(point.t, most_levels=point.most_levels, enough=request.num_ranks)
-            point = walk.send(fewest)
-
-
 def _deepest(
     request: PlanRequest, wish: int, bound_us: float, best_us: float, longest: int, ramp: float
 ) -> int:
@@ -399,7 +375,7 @@ def _deepest(
 
 
 def _lower_bound(request: PlanRequest, costs: CostModel, rules: BatchRules, wish: int) -> float:
-    """Return a time no plan at this micro-batch size goes below: all work, shared out perfectly."""
+    """Return a lower bound of the time of plans at this micro-batch size: all work, shared out perfectly."""
     is_fixed = np.array(
         [block.name in rules.coupled or block.name in rules.fixed for block in request.graph.blocks]
     )
@@ -426,7 +402,7 @@ def make_search(
 
     Args:
         longest: most stages on a path.
-        shapes: kept from one micro-batch size of the same tree to the next (`TableMaker`).
+        shapes: carried from one micro-batch size of the same tree to the next (`TableMaker`).
         fitter: as for `search_stages`.
         makers: of tables of the same request, by micro-batch size and levels to fit at; filled.
     """
@@ -464,27 +440,13 @@ def make_search(
     return StageSearch(root, maker, top)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
-    """A question, without levels: what do stages of at most ``t`` us a sample need? Else a point of the frontier.
-
-    Args:
-        most_levels: of a question: more levels are of no interest.
-        score: (B + (levels - 1) b) t, the time of a pipeline all of whose stages take t.
-    """
-
-    t: float
-    levels: int | None = None
-    most_levels: int = 0
-    score: float = 0.0
-
-
 def _frontier(
     request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
-) -> Generator[_Point | None, Counts, None]:
-    """Yield points of ever shallower solutions that may be among the best, then None for ever.
+) -> Iterator[tuple[float, int, float]]:
+    """Yield points of ever shallower solutions that may be among the best: (time a sample, levels, score).
 
-    Between them it yields questions, whose answer is sent to it: [level] the fewest devices (`fewest_devices`).
+    The score is (B + (levels - 1) b) t, the time of a pipeline all of whose stages take t. The search holds each
+    point's stages when it is yielded.
 
     The frontier falls: the fewer levels, the more time. For ``cap`` levels at most it is bisected over the sorted
     times of all stages, so the result is exact:
@@ -492,33 +454,31 @@ def _frontier(
         levels allowed (cap)   6        5        4   3
         times                  10 11 12 14 15 18 20 31      us a sample
         fits the ranks         -  -  x  x  x  x  x  x       with at most 6 levels: t = 12 is the first point, and
-                                                            takes 5; the next asks for at most 4, from 14 on
+                                                            takes 5; the next requests at most 4, from 14 on
 
     Args:
         best: the caller lowers it between two points.
         bound_us: a step is never shorter.
         ramp: part of the bottleneck's time that every level costs (`RAMP`).
     """
-    # One function: the walk is ``cap`` and ``low``, which both questions and points move, and what is asked goes to the
-    # caller, so that the search of Algorithm 1 is called where its answers are used and not three generators below.
     times = search.times()  # us a sample, increasing, each once
     ranks, mini_batch = request.num_ranks, request.mini_batch
     known: dict[
         int, int | None
     ] = {}  # by index of a time, the fewest levels; None: more than were of interest
-    last_asked = -1
+    last_requested = -1
 
-    def levels_at(index: int, *, is_last: bool = False) -> Generator[_Point, Counts, int | None]:
+    def levels_at(index: int, *, is_last: bool = False) -> int | None:
         """Return the fewest levels at which the ranks suffice for times up to that one, or None.
 
         Args:
-            is_last: ask again if another time was asked for since: the search then holds this one's stages.
+            is_last: search again if another time was requested since: the search then holds this one's stages.
         """
-        nonlocal last_asked
-        if index not in known or (is_last and last_asked != index):
-            fewest = yield _Point(t=float(times[index]), most_levels=cap)
+        nonlocal last_requested
+        if index not in known or (is_last and last_requested != index):
+            fewest = search.fewest_devices(float(times[index]), most_levels=cap, enough=ranks)
             allowed = (fewest <= ranks).nonzero()[0]
-            known[index], last_asked = int(allowed[0]) if allowed.size else None, index
+            known[index], last_requested = int(allowed[0]) if allowed.size else None, index
         return known[index]
 
     def last_within(levels: int) -> int:
@@ -528,12 +488,12 @@ def _frontier(
 
     low = int(times.searchsorted(bound_us * (1 - 1e-9) / mini_batch))
     cap = search.max_level
-    fewest = (yield from levels_at(last_within(1))) if last_within(1) >= low else None
+    fewest = levels_at(last_within(1)) if last_within(1) >= low else None
     while fewest is not None and cap >= fewest:
-        # The more time, the fewer levels: what is known of other times bounds those to be asked for.
+        # The more time, the fewer levels: what is known of other times bounds those still to be requested.
         low = max([low, *(1 + i for i, levels in known.items() if levels is None or levels > cap)])
         high = last_within(cap)
-        levels = (yield from levels_at(high)) if high >= low else None
+        levels = levels_at(high) if high >= low else None
         if levels is None or levels > cap:
             low = max(low, high + 1)
             cap -= max(1, cap // 6)
@@ -541,16 +501,14 @@ def _frontier(
         high = min([high, *(i for i, levels in known.items() if levels is not None and levels <= cap)])
         while low < high:
             middle = (low + high) // 2
-            found = yield from levels_at(middle)
+            found = levels_at(middle)
             if found is not None and found <= cap:
                 high = middle
             else:
                 low = middle + 1
-        levels = yield from levels_at(high, is_last=True)
+        levels = levels_at(high, is_last=True)
         assert levels is not None
         t = float(times[high])
-        yield _Point(t=t, levels=levels, score=full_pipeline_us(mini_batch, wish, levels, t))
-        # Of deep solutions only some depths are kept: neighbours differ by less than the prediction errs.
+        yield t, levels, full_pipeline_us(mini_batch, wish, levels, t)
+        # Of deep solutions only some depths stay: neighbours differ by less than the prediction errs.
         cap = levels - max(1, levels // 6)
-    while True:
-        yield None

@@ -13,7 +13,7 @@ Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -24,10 +24,11 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.estimate import interval_bytes
+from gpp_plugin.plan.refine.block_sets import bits
 
-# Series-parallel decomposition of a block graph; graphs that have none are given one.
+# Series-parallel decomposition of a block graph; graphs that have none get one.
 #
-# A component is a set of blocks. It is *parallel* when it falls apart into parts without dependencies
+# A component is a set of blocks. It is *parallel* when it separates into parts without dependencies
 # between them, and *series* when it can be cut so that everything before the cut precedes everything
 # after it. A graph that is neither (after transitive reduction, so skips and cross-attention do not
 # count) contains an N: there the cut is forced where it adds the fewest orderings. Such orderings guide
@@ -73,7 +74,7 @@ def decompose(dependencies: nx.DiGraph) -> Component:
 
 
 def _decompose(members: int, before: Sequence[int], after: Sequence[int]) -> Component:
-    nodes = tuple(_bits(members))
+    nodes = tuple(bits(members))
     if len(nodes) == 1:
         return Component(kind="block", blocks=nodes)
     parts = _connected(members, lambda node: (before[node] | after[node]) & members)
@@ -91,13 +92,6 @@ def _decompose(members: int, before: Sequence[int], after: Sequence[int]) -> Com
         child = _decompose(part, before, after)
         items.extend(child.children if child.kind == "series" else (child,))
     return Component(kind="series", blocks=nodes, children=tuple(items))
-
-
-def _bits(members: int) -> Iterator[int]:
-    while members:
-        low = members & -members
-        yield low.bit_length() - 1
-        members ^= low
 
 
 def _lowest(members: int) -> int:
@@ -128,7 +122,7 @@ def _cheapest_cut(members: int, nodes: Sequence[int], before: Sequence[int], aft
     """
     level: dict[int, int] = {}
     for node in nodes:
-        level[node] = 1 + max((level[other] for other in _bits(before[node] & members)), default=-1)
+        level[node] = 1 + max((level[other] for other in bits(before[node] & members)), default=-1)
     prefixes = {(before[node] & members) | 1 << node for node in nodes}
     prefixes |= {members & ~(after[node] | 1 << node) for node in nodes}
     for limit in range(max(level.values())):
@@ -137,7 +131,7 @@ def _cheapest_cut(members: int, nodes: Sequence[int], before: Sequence[int], aft
 
     def cost(prefix: int) -> tuple[float, int]:
         rest = members & ~prefix
-        added = sum((rest & ~after[node]).bit_count() for node in _bits(prefix))
+        added = sum((rest & ~after[node]).bit_count() for node in bits(prefix))
         return added / (prefix.bit_count() * rest.bit_count()), prefix
 
     return min(prefixes, key=cost)
@@ -198,7 +192,7 @@ class Branches:
     Args:
         kinds: one series table a kind; ``instances`` the components of each kind.
         states: every way to count branches of each kind; the last is all of them.
-        packing: made by `packing` when first asked for.
+        packing: made by `packing` when first requested.
     """
 
     component: Component

@@ -20,7 +20,7 @@ def read_groups(search: StageSearch, level: int) -> list[Group]:
 
 
 class _Reader:
-    """Walks through the tables of one search at the time it was last asked for."""
+    """Walks through the tables of one search at the time last requested."""
 
     def __init__(self, search: StageSearch) -> None:
         self.search = search
@@ -159,7 +159,7 @@ class _Reader:
         """Return the stages of so many branches of each kind, from ``exit_level`` up to ``level``.
 
         Args:
-            pools: by kind, the branches not given out yet; those of ``state`` are taken from their ends.
+            pools: by kind, the branches not assigned yet; those of ``state`` are taken from their ends.
         """
         # Backwards through `pack_branches`: best[state, exit, level] is its table, bins[state, exit, level] the devices
         # of one stage that holds all of a state, singles[kind][exit, level] those of a branch alone. Whatever was

@@ -177,7 +177,7 @@ class SearchTrees:
 
     Args:
         costs: of the graph, on its cluster.
-        report: told what trees leave out.
+        report: notes what trees leave out.
     """
 
     def __init__(self, graph: BlockGraph, costs: CostModel, report: SearchReport) -> None:
@@ -209,7 +209,7 @@ class SearchTrees:
         return self._trees[key]
 
     def around_cuts(self, rules: BatchRules, groups: Sequence[Sequence[str]]) -> SearchTree:
-        """Return the tree with single blocks where stages of ``groups`` meet, and runs elsewhere."""
+        """Return the tree with single blocks where stages of ``groups`` border on each other, and runs elsewhere."""
         stage_of = {block: i for i, names in enumerate(groups) for block in self.costs.indices(names)}
         signatures = block_signatures(self.graph, self.costs, rules)
         return self._make(search_tree.around_cuts(self._component, stage_of, signatures), rules)

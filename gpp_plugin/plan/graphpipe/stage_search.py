@@ -1,6 +1,6 @@
 """The fewest devices for every level of a series-parallel graph within a time (GraphPipe, Algorithm 1).
 
-The paper's DP asks whether d devices suffice and returns the source's in-flight; here devices are the value. A
+The paper's DP finds whether d devices suffice and returns the source's in-flight; here devices are the value. A
 *level* is the in-flight of a stage in units of the micro-batch size: the sink has 1, a stage before one of level e
 has e + 1 (1F1B; GraphPipe, Table 2, gives the steps where sizes differ). Levels are numbers of micro-batches, values
 are numbers of devices, inf where it cannot be done.
@@ -21,7 +21,7 @@ are numbers of devices, inf where it cannot be done.
 
 Branches of a parallel item have the join's level as exit (``middle``) and the largest of their levels as entry. Equal
 branches are solved once; whole branches may share a stage (`packing`); the stage of a join or a fork may own parts of
-branches. A rule looks at lower levels or at later places only, so one pass over the levels is the recursion, from
+branches. A rule reads lower levels or at later places only, so one pass over the levels is the recursion, from
 its end.
 
 Worked example: blocks a, b in a row of 8 and 12 us a sample, a bound of t = 8 us, degrees 1, 2 and 4. In time are
@@ -105,7 +105,7 @@ def left_over(branches: Branches, extra: Absorbed) -> tuple[int, ...]:
 
 
 def leavings_of(series: Series) -> tuple[Leavings, Leavings]:
-    """Return what the virtual rows and the virtual columns of a series leave over; kept with the series."""
+    """Return what the virtual rows and the virtual columns of a series leave over; cached with the series."""
     if series.leavings is None:
         series.leavings = _leavings(series, series.row_extra), _leavings(series, series.column_extra)
     return series.leavings
@@ -133,7 +133,7 @@ def _leavings(series: Series, extras: list[Absorbed | None]) -> Leavings:
 
 
 def packing_of(branches: Branches) -> Packing:
-    """Return how the states of a parallel item fill bins; kept with the item."""
+    """Return how the states of a parallel item fill bins; cached with the item."""
     if branches.packing is None:
         branches.packing = _make_packing(branches)
     return branches.packing
@@ -181,7 +181,7 @@ class _Solved:
     levels: int = 0
 
     def at(self, exit_level: int, level: int) -> tuple[int, int]:
-        """Return the exit and the level at which values of that exit and level are kept."""
+        """Return the exit and the level at which values of that exit and level are stored."""
         return (0, level - exit_level) if self.is_shifted else (exit_level, level)
 
     def up_to(self, ends: Ints) -> Counts:
@@ -204,7 +204,7 @@ class _Solved:
 
 @dataclass(slots=True)
 class _AtTime:
-    """What is known of one table's stages at the time last asked for, which is of that rank among its times.
+    """What is known of one table's stages at the time last requested, which is of that rank among its times.
 
     Args:
         in_time: by part; ``allowed`` by part and level from which memory limits them.
@@ -231,7 +231,7 @@ class StageSearch:
         self._collect(root, maker)
         self.solved: dict[int, _Solved] = {}
         self.best: dict[int, Counts] = {}
-        self._sorted_times = {key: table.times() for key, table in self.tables.items()}
+        self._sorted_times = {key: table.times for key, table in self.tables.items()}
         self._ranks: dict[int, int] = {}
         self._keys: dict[int, object] = {}
         self._known_solved: dict[tuple[int, object], _Solved] = {}
@@ -265,7 +265,7 @@ class StageSearch:
         The recursion of Algorithm 1 (module docstring), from the innermost branches out and from the last level up.
 
         Args:
-            most_levels: no more are looked at.
+            most_levels: no more are computed.
             enough: of levels above the first at which so many devices suffice nothing is said (inf).
         """
         self._begin(t)
@@ -383,7 +383,7 @@ class StageSearch:
     def _add_stages(self, series: Series, found: _Solved, level: int) -> None:
         """Enter stages of ``level`` as the first: each with what its end leaves at its level less its step.
 
-        A stage is above its exit, so that only exits below ``level`` are looked at; ``after`` is [end, exit, column].
+        A stage is above its exit, so that only exits below ``level`` count; ``after`` is [end, exit, column].
         """
         fewest, rows, columns = found.fewest, found.rows, found.columns
         num, below = series.num_items, min(rows.shape[1], level)
@@ -428,7 +428,7 @@ class StageSearch:
             columns[:, :below, level, which] = after.min(axis=2)
 
     def _is_uniform(self, series: Series) -> bool:
-        """Return whether costs are the same at every level that is looked at: one exit then tells all.
+        """Return whether costs are the same at every level that is computed: one exit then stands for all.
 
         So it is for a chain of blocks none of whose stages in time is limited by memory at these levels.
         """

@@ -1,4 +1,4 @@
-"""Time, memory and room of every stage of a series, at any batch of a rank: matrices over rows and columns.
+"""Time, memory and free bytes of every stage of a series, at any batch of a rank: matrices over rows and columns.
 
 Source: this project
 Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
@@ -86,10 +86,10 @@ class StageShapes:
         """Return [row, column] how many micro-batches of ``local`` samples a rank can hold at once."""
         key = self._key(local, degree, limit)
         if key not in self._counts:
-            self._counts[key] = micro_batches_within(*self.room(local, degree, limit), NO_LIMIT)
+            self._counts[key] = micro_batches_within(*self.free_bytes(local, degree, limit), NO_LIMIT)
         return self._counts[key]
 
-    def room(self, local: float, degree: int, limit: float) -> tuple[Floats, Floats]:
+    def free_bytes(self, local: float, degree: int, limit: float) -> tuple[Floats, Floats]:
         """Return [row, column] the bytes a rank has for what is saved, and what a micro-batch saves."""
         key = self._key(local, degree, limit)
         if key not in self._rooms:
@@ -149,7 +149,7 @@ class StageShapes:
         for (_, maker, readers), t in zip(tensors.results, tensors.result_tensor, strict=True):
             is_read = (counts(readers) > 0.5) & (counts([maker]) < 0.5)
             if t >= 0:
-                is_read &= counts(tensors.keepers[t]) < 0.5
+                is_read &= counts(tensors.savers[t]) < 0.5
             entering.append(is_read.astype(float))
         shape = (0, *self.valid.shape)
         return (

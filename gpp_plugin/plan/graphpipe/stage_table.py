@@ -35,7 +35,7 @@ from gpp_plugin.plan.memory.operator_chain import least_added_us
 #       on 4                      x x x x x x            least of 1 + 7, 2 + 4, 4 + 0: 4
 #
 # Fewer items may need *more* devices where tensors are large beside the time: a stage that begins behind one has to
-# receive it. So the order of what is behind is looked at first, and where it is not as above, all sums are made.
+# receive it. So the order of what is behind is checked first, and where it is not as above, all sums are made.
 
 
 class AllowedStages:
@@ -116,7 +116,7 @@ class InTime:
     Args:
         is_in_time: [variant, row, column].
         limits: levels above which memory allows fewer of them, increasing.
-        last: [variant, row] the last end of one that begins there, -1 where there is none; made when asked for.
+        last: [variant, row] the last end of one that begins there, -1 where there is none; made when requested.
     """
 
     is_in_time: Bools
@@ -205,21 +205,21 @@ def _merged(variants: Sequence[_Variant]) -> list[_Variant]:
     # Where memory limits nothing and no block mixes samples, the grids of a number of ranks end as one variant, and the
     # search is as large as without tensor sizes. Where blocks mix samples, 4x1 takes four loss units at a time and 1x4
     # one: fewer levels for more time, and both stay.
-    kept: list[_Variant] = []
+    longest: list[_Variant] = []
     for variant in variants:
         left: _Variant | None = variant
-        for other in kept:
+        for other in longest:
             if left is not None and (other.num_ranks, other.fitted_level) == (
                 left.num_ranks,
                 left.fitted_level,
             ):
                 left = other.take_in(left)
         if left is not None:
-            kept.append(left)
-    return kept
+            longest.append(left)
+    return longest
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True)
 class StageTable:
     """Costs of every stage of one series at one micro-batch size, by variant, row and column.
 
@@ -243,26 +243,20 @@ class StageTable:
     first_step: npt.NDArray[np.int64]
     step: npt.NDArray[np.int64]
     _parts: dict[int, StageTable] = dataclasses.field(default_factory=dict)
-    _steps: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    _is_plain: bool | None = None
-    _times: Floats | None = None
     _last_at_level: dict[int, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
     def times(self) -> Floats:
         """Return every time a sample that a stage can have, increasing, each once."""
-        if self._times is None:
-            values = self.us_per_sample.ravel()
-            self._times = np.unique(values[np.isfinite(values)])
-        return self._times
+        values = self.us_per_sample.ravel()
+        return np.unique(values[np.isfinite(values)])
 
-    @property
+    @functools.cached_property
     def is_plain(self) -> bool:
         """Return whether memory limits none of the stages, and each adds one level."""
-        if self._is_plain is None:
-            exists = np.isfinite(self.us_per_sample)
-            is_free = bool((self.max_level[exists] == NO_LIMIT).all())
-            self._is_plain = is_free and self.steps == [(1, 1)]
-        return self._is_plain
+        exists = np.isfinite(self.us_per_sample)
+        is_free = bool((self.max_level[exists] == NO_LIMIT).all())
+        return is_free and self.steps == [(1, 1)]
 
     def in_time(self, t: float, most_levels: int) -> InTime:
         """Return which stages take at most ``t``, and the levels (up to one too many) at which memory limits some."""
@@ -319,16 +313,14 @@ class StageTable:
                 return last
             last = last - is_too_far
 
-    @property
+    @functools.cached_property
     def steps(self) -> list[tuple[int, int]]:
         """Return the pairs of first step and step that there are, in order."""
-        if not self._steps:
-            if self.step.flags.writeable and self.step.max() > 1:  # so is the first step then, and only then
-                exists = np.isfinite(self.us_per_sample)
-                pairs = np.stack([self.first_step[exists], self.step[exists]], axis=1)
-                self._steps = sorted({(int(a), int(b)) for a, b in np.unique(pairs, axis=0)})
-            self._steps = self._steps or [(1, 1)]
-        return self._steps
+        if not self.step.flags.writeable or self.step.max() <= 1:  # the first step is 1 then, and only then
+            return [(1, 1)]
+        exists = np.isfinite(self.us_per_sample)
+        pairs = np.stack([self.first_step[exists], self.step[exists]], axis=1)
+        return sorted({(int(a), int(b)) for a, b in np.unique(pairs, axis=0)}) or [(1, 1)]
 
     def part(self, level: int) -> int:
         """Return the least level at or above ``level`` that stages are made to fit at; 0 where none is."""
@@ -472,7 +464,7 @@ class TableMaker:
         degree = self.grids[i][0]  # each tensor rank sends and is sent all of its data position's samples
         link = boundary_us(shapes.through, degree, self.link_us_per_byte)
         # Under ZeRO 2 the search takes every reduce-scatter for a whole all-reduce, about twice of what
-        # `num_reductions` counts and plans are judged by: that leans it to larger micro-batches, which with little
+        # `num_reductions` counts and plans are ranked by: that leans it to larger micro-batches, which with little
         # memory have led to plans that are up to a tenth quicker (mmt on 8 ranks).
         reduces = self.rules.mini_batch // size if self.costs.zero_stage >= 2 else 1
         reduction = shapes.gradient * (self.reduce_us_per_byte[i] * reduces / self.rules.mini_batch)
@@ -490,11 +482,11 @@ class TableMaker:
         degree = self.grids[i][0]
         local, most = size / degree, self.rules.mini_batch // size
         count = most if self.is_gpipe else min(-(-level * self.wish // size), most)
-        room, each = shapes.room(local, degree, self.memory_limit)
+        free_bytes, each = shapes.free_bytes(local, degree, self.memory_limit)
         in_turn = self.fitter.is_in_turn(count)
         added = np.min(
             [
-                least_added_us(count * each - room, count, savings, self.fitter.host, in_turn)
+                least_added_us(count * each - free_bytes, count, savings, self.fitter.host, in_turn)
                 for savings in shapes.savings(self.fitter, local)
             ],
             axis=0,

@@ -17,7 +17,7 @@ which s bytes each wait in host memory behind a link of W bytes/s each way:
 
 What to recompute comes from the menu of `recompute_menu`: every level has a price in bytes a microsecond,
 which is a bound on the MSPS of its segments. `StageOptimizer.estimate` mixes two neighbouring levels and
-fills the link, in closed form, for thousands of stages a search looks at; `optimize` makes the choice
+fills the link, in closed form, for thousands of stages of a search; `optimize` makes the choice
 tensor by tensor for the stages of a plan.
 
 Deviations: levels are tried from all prices, rather than swapping first whatever hides, because a stage
@@ -91,7 +91,7 @@ class StageOptimizer:
         menu: of the same graph, at any number of samples; used if ``recompute``.
         recompute, swap: what may be done.
         is_cautious: under ZeRO 2 look for what to swap and recompute as if nothing of what a micro-batch keeps made
-            room for its whole gradients (`unreduced_bytes`); else as if all of it did. What is found is weighed with
+            memory for its whole gradients (`unreduced_bytes`); else as if all of it did. What is found is weighed with
             what it leaves, so that a choice that fits does fit.
     """
 
@@ -154,14 +154,14 @@ class StageOptimizer:
     def excess_to_swap(self, stage: int, start: int, stop: int, found: StageChoice) -> float:
         """Return the bytes that swapping has to free beside what a choice that does not fit recomputes."""
         less = found.memory.recomputed_bytes if found.memory is not None else 0.0
-        room = self.chain.room_for_gradients(start, stop, less) if self._is_cautious else 0.0
-        return found.excess_bytes + room
+        reused = self.chain.reused_by_gradients(start, stop, less) if self._is_cautious else 0.0
+        return found.excess_bytes + reused
 
     def _savings(self, stage: int, start: int, stop: int) -> Savings:
         """Return what every level comes to, and last, where recomputing is allowed, the stage as one segment.
 
-        What a level drops is not told apart from what it drops less what it holds instead: arrays [level] from prefix
-        sums, which are taken for every stage that is looked at.
+        What a level drops is not separated from what it drops less what it holds instead: arrays [level] from prefix
+        sums, which are taken for every stage that is considered.
         """
         chain = self.chain
         time, net = self._sums.time_us(start, stop), self._sums.net_bytes(start, stop)
@@ -177,7 +177,7 @@ class StageOptimizer:
             dropped=net,
             work=work,
             again_us=time,
-            kept=chain.tensor_bytes[stop] - chain.tensor_bytes[start],
+            saved=chain.tensor_bytes[stop] - chain.tensor_bytes[start],
             largest=largest,
             left=largest,
             forward_us=forward_us,
@@ -204,8 +204,8 @@ class StageOptimizer:
         segments = self._levels[level]
         begins = np.maximum(segments.starts, start)
         ends = np.minimum(segments.stops, stop)
-        kept = begins < ends
-        return list(zip(begins[kept].tolist(), ends[kept].tolist(), strict=True))
+        saved = begins < ends
+        return list(zip(begins[saved].tolist(), ends[saved].tolist(), strict=True))
 
     def _mixtures(self, stage: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the most promising pairs of levels, the one that does not fit first."""
@@ -262,17 +262,17 @@ class StageOptimizer:
         return self.weigh(stage, start, stop, segments=segments, swapped=chosen)
 
     def swap_candidates(self, stage: int, start: int, stop: int, segments: Sequence[Interval]) -> Ints:
-        """Return the tensors that are kept, the one with the most FreeTime first."""
+        """Return the tensors that stay, the one with the most FreeTime first."""
         tensors = self.chain.tensors
-        kept = (tensors.charged >= start) & (tensors.charged < stop) & (tensors.bytes > 0)
+        saved = (tensors.charged >= start) & (tensors.charged < stop) & (tensors.bytes > 0)
         member = members(self.chain, segments)
-        kept &= ~dropped_tensors(self.chain, member)
-        rows = np.flatnonzero(kept)
+        saved &= ~dropped_tensors(self.chain, member)
+        rows = np.flatnonzero(saved)
         free = self.free_us(stage, start, stop, rows)
         return rows[np.argsort(-free, kind="stable")]
 
     def free_us(self, stage: int, start: int, stop: int, rows: Ints) -> Floats:
-        """Return Capuchin's FreeTime of tensors kept by a stage."""
+        """Return Capuchin's FreeTime of tensors saved by a stage."""
         chain, shape = self.chain, self.shape
         after = np.minimum(chain.tensors.last[rows] + 1, stop)
         gap = chain.forward[stop] - chain.forward[after] + chain.backward[stop] - chain.backward[after]
@@ -325,9 +325,9 @@ class StageOptimizer:
                 swap_us=swap_us,
             )
         less = sum(s.bytes - s.held_bytes for s in recomputed) + float(sizes.sum())
-        # `memory_formula` with s less what leaves: linear in it, but for what makes room for whole gradients.
+        # `memory_formula` with s less what leaves: linear in it, but for what whole gradients reuse.
         need = chain.memory_bytes(start, stop, stage, shape, is_optimized=True) - in_flight * less + working
-        need -= chain.room_for_gradients(start, stop, less)
+        need -= chain.reused_by_gradients(start, stop, less)
         return StageChoice(
             excess_bytes=max(need - shape.limits[stage], 0.0),
             us=compute_us + recompute_us + swap_us,
@@ -340,11 +340,11 @@ class StageOptimizer:
             return ()
         chain = self.chain
         ordered = sorted(segments)
-        asked = Segments(
+        wanted = Segments(
             starts=np.array([s for s, _ in ordered], dtype=np.int64),
             stops=np.array([s for _, s in ordered], dtype=np.int64),
         )
-        costs: SegmentCosts = segment_costs(chain, asked, together=True)
+        costs: SegmentCosts = segment_costs(chain, wanted, together=True)
         member = members(chain, ordered)
         tensors = chain.tensors
         owner = np.where(member[tensors.made] == member[tensors.last], member[tensors.made], -1)
@@ -389,9 +389,9 @@ def _cheapest_mixture(time: Floats, needs: Floats, work: Floats) -> float:
 
 def _thinned(rows: Ints, sizes: Floats, spare_bytes: float, in_flight: int) -> Ints:
     """Return the tensors without those that need not go after all, the ones with least FreeTime first."""
-    kept = np.ones(len(rows), dtype=bool)
+    saved = np.ones(len(rows), dtype=bool)
     for i in range(len(rows) - 1, -1, -1):
         if in_flight * sizes[i] <= spare_bytes:
-            kept[i] = False
+            saved[i] = False
             spare_bytes -= in_flight * float(sizes[i])
-    return rows[kept]
+    return rows[saved]

@@ -11,9 +11,9 @@ Deviations from Algorithm 1:
 - Line 4 returns a time where a pair (plan, time) is meant.
 - Lines 10 and 28 stop at the first cut that needs no memory optimization, which is not optimal for more
   than two stages (times 1, 3, 1, 2, 3 on four stages: 4, where 3 is possible). As the cut moves right the
-  left part can only get longer and the right part shorter, so the best cut is where they meet; it is found
+  left part can only get longer and the right part shorter, so the best cut is where they cross; it is found
   by bisection, with its neighbours, and the interval grows to the side on which they have not met. So
-  `bi_partition` looks at a few dozen cuts a level where the paper traverses up to a hundred.
+  `bi_partition` tries a few dozen cuts a level where the paper traverses up to a hundred.
 - Any number of stages: the left half has the middle stage.
 - What exceeds the devices is minimised first, so that an infeasible request ends with the bytes missing.
 - Cuts that send much are left out only where a plan fits without them. Where memory is so short that only
@@ -54,7 +54,7 @@ from gpp_plugin.plugins import planner_traits
 # with each stage's own memory, synchronous or asynchronous, and ``÷`` divides as real numbers do.
 
 WIDENING = 2
-"""Cut positions looked at beyond both ends of the theorem's interval (it holds for two stages only)."""
+"""Cut positions tried beyond both ends of the theorem's interval (it holds for two stages only)."""
 MOST_COMMUNICATION = 0.5
 """A cut is left out where sending its tensors takes longer than this share of a stage's even time."""
 NEAR = 0.25
@@ -208,7 +208,7 @@ class BinaryPartition:
             for at in range(least, most + 1):
                 halves(at)
         else:
-            self._find_meeting(halves, low, high, least, most)
+            self._find_crossing(halves, low, high, least, most)
         best = min(tried, key=lambda at: (max(tried[at]), sum(key[1] for key in tried[at])))
         cut = self._cuts[best]
         left = self.bi_partition(start, cut, first, middle)
@@ -216,7 +216,7 @@ class BinaryPartition:
         return max(left[0], right[0]), (*left[1], cut, *right[1])
 
     @staticmethod
-    def _find_meeting(
+    def _find_crossing(
         halves: Callable[[int], tuple[Key, Key]], low: int, high: int, least: int, most: int
     ) -> None:
         """Try cuts until those are among them at which the left part ceases to be the shorter one."""
@@ -279,7 +279,7 @@ def _relieve(optimizer: StageOptimizer, bounds: Sequence[int], cuts: list[int]) 
 
 
 def _relieved(optimizer: StageOptimizer, plan: ChainPlan, worst: int, cuts: list[int]) -> Iterator[ChainPlan]:
-    """Yield plans in which stage ``worst`` has given operators to a neighbour, both then below it."""
+    """Yield plans in which stage ``worst`` has passed operators to a neighbour, both then below it."""
     for step in (1, 3, 9):
         for cut, sign in ((worst, 1), (worst + 1, -1)):
             if not 0 < cut < len(plan.stages):

@@ -1,6 +1,6 @@
 """What it costs a stage of a graph to fit its device: the least time of recomputing and swapping (joined planning).
 
-A planner that asks "time plus least cost of fitting" of every stage it considers weighs memory optimization
+A planner that takes "time plus least cost of fitting" for every stage it considers weighs memory optimization
 against another partition, more stages and smaller micro-batches. Three answers, each dearer than the one before:
 
     `least_added_us`            in closed form, as arrays, for all stages of a search's tables (`savings`)
@@ -27,6 +27,7 @@ import numpy as np
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.remembered import remembered
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
 from gpp_plugin.plan.memory.memory_chain import LENGTHS, StageChain, WholeStage
@@ -52,7 +53,7 @@ _KINDS = {
 
 
 def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Return a line on the fullest stage and what would make room there; none where nothing is predicted.
+    """Return a line on the fullest stage and what would free memory there; none where nothing is predicted.
 
     Args:
         allowed: of ``recompute`` and ``swap``, what plans may do already.
@@ -113,7 +114,7 @@ class _Segment(NamedTuple):
     net: float
     dropped: float
     again_us: float
-    kept: float
+    saved: float
     largest: float
     left: float
 
@@ -124,7 +125,7 @@ class _Segment(NamedTuple):
 
 
 class StageFitter:
-    """Fits stages of one request's graph to their devices; what it has worked out is kept.
+    """Fits stages of one request's graph to their devices; results are cached.
 
     Args:
         request: its ``memory_optimization`` says what may be done; nothing: no stage is changed.
@@ -138,21 +139,11 @@ class StageFitter:
         self._host_bytes_per_s = min(device.host_bytes_per_s for device in devices)
         self.host = HostLink(bytes_per_us=self._host_bytes_per_s / 1e6 if self.can_swap else 0.0)
         self.everything = GraphTensors(costs)
-        self._per_block: dict[float, Savings] = {}
-        self._segments: dict[tuple[Rows, float], _Segment] = {}
-        self._again_by: dict[tuple[Rows, float], list[tuple[Rows, ...]]] = {}
-        self._steps: dict[tuple[Rows, float], Savings] = {}
-        self._estimates: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._choices: dict[tuple[object, ...], StageChoice] = {}
-        self._of_costs: dict[int, StageFitter] = {}
 
+    @remembered
     def on(self, costs: CostModel) -> StageFitter:
         """Return the fitter of stages of other costs, those of a tensor size (`CostModel.at_tensor`)."""
-        if costs is self.costs:
-            return self
-        if id(costs) not in self._of_costs:
-            self._of_costs[id(costs)] = StageFitter(self.request, costs)
-        return self._of_costs[id(costs)]
+        return self if costs is self.costs else StageFitter(self.request, costs)
 
     @property
     def is_active(self) -> bool:
@@ -164,33 +155,31 @@ class StageFitter:
         """Return whether forwards and backwards of a stage take turns."""
         return is_in_turn(self.request.schedule, in_flight)
 
+    @remembered
     def per_block(self, local: float) -> Savings:
         """Return what every block of the graph could save, run again by itself."""
-        found = self._per_block.get(local)
-        if found is None:
-            dropped, held = self.everything.single_segments(local)
-            sizes = self.everything.sizes(local)
-            kept, largest, left = np.zeros((3, len(dropped)))
-            for t, keepers in enumerate(self.everything.keepers):
-                kept[keepers[0]] += sizes[t]
-                largest[keepers[0]] = max(largest[keepers[0]], sizes[t])
-                if len(self.everything.users[t]) > 1:
-                    left[keepers[0]] = max(left[keepers[0]], sizes[t])
-            forward, backward = self.costs.block_times(local)
-            net = dropped - held
-            is_worth = (net > 0) & self.can_recompute
-            found = self._per_block[local] = Savings(
-                net=np.where(is_worth, net, 0.0),
-                dropped=np.where(is_worth, dropped, 0.0),
-                work=np.where(is_worth, dropped, 0.0),
-                again_us=np.where(is_worth, forward, 0.0),
-                kept=kept,
-                largest=largest,
-                left=np.where(is_worth, left, largest),
-                forward_us=forward,
-                backward_us=backward,
-            )
-        return found
+        dropped, held = self.everything.single_segments(local)
+        sizes = self.everything.sizes(local)
+        saved, largest, left = np.zeros((3, len(dropped)))
+        for t, savers in enumerate(self.everything.savers):
+            saved[savers[0]] += sizes[t]
+            largest[savers[0]] = max(largest[savers[0]], sizes[t])
+            if len(self.everything.users[t]) > 1:
+                left[savers[0]] = max(left[savers[0]], sizes[t])
+        forward, backward = self.costs.block_times(local)
+        net = dropped - held
+        is_worth = (net > 0) & self.can_recompute
+        return Savings(
+            net=np.where(is_worth, net, 0.0),
+            dropped=np.where(is_worth, dropped, 0.0),
+            work=np.where(is_worth, dropped, 0.0),
+            again_us=np.where(is_worth, forward, 0.0),
+            saved=saved,
+            largest=largest,
+            left=np.where(is_worth, left, largest),
+            forward_us=forward,
+            backward_us=backward,
+        )
 
     def estimate(
         self, rows: Rows, *, degree: int, local: float, in_flight: int, limit: int
@@ -199,12 +188,7 @@ class StageFitter:
         plain = self.costs.stage_memory(rows, degree=degree, local=local, in_flight=in_flight)
         if plain <= limit or not self.is_active:
             return max(float(plain - limit), 0.0), 0.0
-        key = rows, degree, local, in_flight, limit
-        found = self._estimates.get(key)
-        if found is None:
-            excess = self._optimized_excess(rows, degree, local, in_flight, limit)
-            found = self._estimates[key] = self._estimate(rows, local, in_flight, excess)
-        return found
+        return self._estimate(rows, degree, local, in_flight, limit)
 
     def _optimized_excess(self, rows: Rows, degree: int, local: float, in_flight: int, limit: int) -> float:
         """Return the bytes too many of a stage that swaps or recomputes, before what that saves."""
@@ -213,22 +197,24 @@ class StageFitter:
         )
         return float(need - limit)
 
-    def _estimate(self, rows: Rows, local: float, in_flight: int, excess: float) -> tuple[float, float]:
-        steps = self._steps_of(rows, local)
+    @remembered
+    def _estimate(
+        self, rows: Rows, degree: int, local: float, in_flight: int, limit: int
+    ) -> tuple[float, float]:
+        excess = self._optimized_excess(rows, degree, local, in_flight, limit)
+        steps, _ = self._steps_of(rows, local)
         in_turn = self.is_in_turn(in_flight)
         us = float(added_us(excess, in_flight, steps, self.host, in_turn).min())
         if us < np.inf:
             return 0.0, us
         return max(nearest_to_fitting(excess, in_flight, steps, self.host), 1.0), 0.0
 
-    def _steps_of(self, rows: Rows, local: float) -> Savings:
-        """Return a stage's ways to run again: by segments of equal length, more and more of them, or as one."""
-        found = self._steps.get((rows, local))
-        if found is None:
-            found = self._steps[rows, local] = self._make_steps(rows, local)
-        return found
+    @remembered
+    def _steps_of(self, rows: Rows, local: float) -> tuple[Savings, list[tuple[Rows, ...]]]:
+        """Return a stage's ways to run again, by segments of equal length, more and more of them, or as one.
 
-    def _make_steps(self, rows: Rows, local: float) -> Savings:
+        The list has the segments of each.
+        """
         # ``choices`` are [net, dropped, work, again, left] by step: nothing, then for every segmentation its segments
         # that save anything, the one with most bytes a microsecond first, one more each step, then the stage as one.
         # Of blocks a, b, c in segments {a}, {b}, {c} of worth 1, 3, 2 the steps are {b}, {b, c}, {b, c, a}: net,
@@ -260,19 +246,19 @@ class StageFitter:
                 np.array([[whole.net], [whole.dropped], [whole.dropped], [whole.again_us], [whole.left]])
             )
             again_by.append((rows,))
-        self._again_by[rows, local] = again_by
         net, dropped, work, again, left = np.concatenate(choices, axis=1)
-        return Savings(
+        steps = Savings(
             net=net,
             dropped=dropped,
             work=work,
             again_us=again,
-            kept=whole.kept,
+            saved=whole.saved,
             largest=whole.largest,
             left=left,
             forward_us=forward,
             backward_us=backward,
         )
+        return steps, again_by
 
     def _segmentations(self, rows: Rows, local: float, dropped: float) -> Iterator[list[Rows]]:
         """Yield ways to cut a stage into segments: equal ones, and for few blocks those that save most."""
@@ -290,19 +276,17 @@ class StageFitter:
                         best[stop] = best[start][0] + part.net, [*best[start][1], rows[start:stop]]
             yield best[-1][1]
 
+    @remembered
     def _segment(self, rows: Rows, local: float) -> _Segment:
         """Return what these blocks save where they run again as one segment."""
-        found = self._segments.get((rows, local))
-        if found is not None:
-            return found
         tensors = self.everything
         sizes, results = tensors.sizes(local), tensors.result_sizes(local)
         inside = set(rows)
-        numbers = dict.fromkeys(t for row in rows for t in tensors.kept_in[row])
-        kept = largest = left = dropped = held = 0.0
+        numbers = dict.fromkeys(t for row in rows for t in tensors.saved_in[row])
+        saved = largest = left = dropped = held = 0.0
         for t in numbers:
             size = float(sizes[t])
-            kept, largest = kept + size, max(largest, size)
+            saved, largest = saved + size, max(largest, size)
             if tensors.users[t] <= inside:
                 dropped += size
             else:
@@ -310,31 +294,24 @@ class StageFitter:
         for r in dict.fromkeys(r for row in rows for r in tensors.entering[row]):
             if tensors.results[r][1] not in inside and tensors.result_tensor[r] not in numbers:
                 held += float(results[r])
-        found = self._segments[rows, local] = _Segment(
+        return _Segment(
             net=dropped - held,
             dropped=dropped,
             again_us=self.costs.stage_times(rows, local)[0],
-            kept=kept,
+            saved=saved,
             largest=largest,
             left=left,
         )
-        return found
 
+    @remembered
     def choose(self, rows: Rows, *, degree: int, local: float, in_flight: int, limit: int) -> StageChoice:
         """Return the cheapest memory optimization found that makes a stage fit, or the nearest to fitting."""
-        key = rows, degree, local, in_flight, limit
-        found = self._choices.get(key)
-        if found is None:
-            module = self.request.profile.module([self.costs.graph.blocks[row].name for row in rows])
-            if module is not None:
-                chain = ModuleChain(self.costs, module, rows[0], local, degree=degree)
-                shape = self._shape(chain, in_flight, limit)
-                ways = {"recompute": self.can_recompute, "swap": self.can_swap}
-                found = choose_for_module(module, chain, shape, **ways)
-            else:
-                found = self._choose_blocks(rows, degree, local, in_flight, limit)
-            self._choices[key] = found
-        return found
+        module = self.request.profile.module([self.costs.graph.blocks[row].name for row in rows])
+        if module is None:
+            return self._choose_blocks(rows, degree, local, in_flight, limit)
+        chain = ModuleChain(self.costs, module, rows[0], local, degree=degree)
+        shape = self._shape(chain, in_flight, limit)
+        return choose_for_module(module, chain, shape, recompute=self.can_recompute, swap=self.can_swap)
 
     def _choose_blocks(
         self, rows: Rows, degree: int, local: float, in_flight: int, limit: int
@@ -374,11 +351,11 @@ class StageFitter:
         self, rows: Rows, local: float, in_flight: int, excess: float
     ) -> list[list[tuple[int, int]]]:
         """Return the segments of the best estimates, as intervals of the stage's chain."""
-        steps = self._steps_of(rows, local)
+        steps, again_by = self._steps_of(rows, local)
         us = added_us(excess, in_flight, steps, self.host, self.is_in_turn(in_flight))
         place = {row: i for i, row in enumerate(rows, 1)}
         return [
-            sorted((place[cut[0]], place[cut[-1]] + 1) for cut in self._again_by[rows, local][i])
+            sorted((place[cut[0]], place[cut[-1]] + 1) for cut in again_by[i])
             for i in np.argsort(us, kind="stable")[:NUM_ESTIMATES].tolist()
         ]
 
@@ -445,8 +422,8 @@ class StageFitter:
     def _slower(self, stage: Stage) -> float:
         """Return how many times longer a stage's ranks take for its forwards than the quickest devices.
 
-        What is added is worked out on these; waiting for the host, which does not depend on the device, is only told
-        apart in a finished plan.
+        What is added is worked out on these; waiting for the host, which does not depend on the device, is
+        separate in a finished plan only.
         """
         if not self.costs.is_mixed:
             return 1.0

@@ -1,12 +1,12 @@
 """What autograd keeps of a graph, and what its blocks read of each other: the core of all memory optimization.
 
 Two searches make stages fit: DawnPiper's, over intervals of the whole model's operators (`operator_chain`), and the
-stage graph's, over any set of blocks (`fitting`). Both look at blocks as a *chain*: positions in the order in which
+stage graph's, over any set of blocks (`fitting`). Both treat blocks as a *chain*: positions in the order in which
 they run. `GraphTensors` has the tensors by block, once for a graph; `chain_tensors` places them on a chain.
 
-Example: blocks a, b, c in a row; a's result x is kept by b and read by c too, c's result is kept by nobody.
+Example: blocks a, b, c in a row; b saves a's result x and c reads it too, c's result is saved by no block.
 
-    whole graph, positions a=0 b=1 c=2     x: made at 0, charged (first kept) at 1, last used at 2
+    whole graph, positions a=0 b=1 c=2     x: made at 0, charged (first saved) at 1, last used at 2
     stage {b, c}, positions b=1 c=2        x: made at 0, which stands for everything outside: it is never dropped
     stage {a, b}, positions a=1 b=2        x: made at 0 too, for c outside reads it: this stage must keep it anyway
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, prefix_sums
 
 Ints = npt.NDArray[np.int64]
 
@@ -29,8 +29,8 @@ class SavedTensors:
     """What autograd keeps, as arrays over tensors (positions in the chain).
 
     Args:
-        made, charged: where a tensor is made, and where it is first kept.
-        last: its last keeper or reader; a segment that ends before leaves it to others.
+        made, charged: where a tensor is made, and where it is first saved.
+        last: the last block that saves or reads it; a segment that ends before leaves it to others.
         bytes: for one micro-batch.
     """
 
@@ -43,7 +43,7 @@ class SavedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsavedResults:
-    """Results that nobody keeps, as arrays over (result, reader): what a segment must hold to run again."""
+    """Results that no block saves, as arrays over (result, reader): what a segment must hold to run again."""
 
     result: Ints
     made: Ints
@@ -55,10 +55,10 @@ class GraphTensors:
     """What autograd keeps of a graph, by position of blocks, at any number of samples.
 
     Args:
-        keepers: by tensor, the blocks that keep it, increasing.
+        savers: by tensor, the blocks that keep it, increasing.
         users: by tensor, the blocks that make, keep or read it; ``spanning``: tensors of more than one.
         results: results that cross between blocks, with the block that makes each and those that read it.
-        kept_in: by block, the tensors it keeps; ``entering``: by block, the results it reads.
+        saved_in: by block, the tensors it keeps; ``entering``: by block, the results it reads.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -72,24 +72,24 @@ class GraphTensors:
                 makers[name] = position[edge.src]
         self.names = [tensor.name for tensor in graph.saved]
         self.made = [position[tensor.made_by] for tensor in graph.saved]
-        self.keepers = [sorted(position[block] for block in tensor.kept_by) for tensor in graph.saved]
+        self.savers = [sorted(position[block] for block in tensor.kept_by) for tensor in graph.saved]
         self.users = [
-            {made, *keepers, *(r for name in (t.name, *t.views) for r in readers.get(name, ()))}
-            for t, made, keepers in zip(graph.saved, self.made, self.keepers, strict=True)
+            {made, *savers, *(r for name in (t.name, *t.views) for r in readers.get(name, ()))}
+            for t, made, savers in zip(graph.saved, self.made, self.savers, strict=True)
         ]
         self.spanning = [t for t, users in enumerate(self.users) if len(users) > 1]
-        kept = {name: i for i, t in enumerate(graph.saved) for name in (t.name, *t.views)}
+        number_of = {name: i for i, t in enumerate(graph.saved) for name in (t.name, *t.views)}
         self.results = [(name, makers[name], sorted(set(blocks))) for name, blocks in readers.items()]
-        self.result_tensor = [kept.get(name, -1) for name, _, _ in self.results]
-        self.kept_in: list[list[int]] = [[] for _ in graph.blocks]
-        for t, keepers in enumerate(self.keepers):
-            for block in keepers:
-                self.kept_in[block].append(t)
+        self.result_tensor = [number_of.get(name, -1) for name, _, _ in self.results]
+        self.saved_in: list[list[int]] = [[] for _ in graph.blocks]
+        for t, savers in enumerate(self.savers):
+            for block in savers:
+                self.saved_in[block].append(t)
         self.entering: list[list[int]] = [[] for _ in graph.blocks]
         for r, (_, _, blocks) in enumerate(self.results):
             for block in blocks:
                 self.entering[block].append(r)
-        self._charged = np.array([keepers[0] for keepers in self.keepers], dtype=np.int64)
+        self._charged = np.array([savers[0] for savers in self.savers], dtype=np.int64)
         self._bytes = np.array([t.bytes * costs.growth.get(t.name, 1.0) for t in graph.saved], dtype=float)
         self._sizes: dict[float, Floats] = {}
         self._results_at: dict[float, Floats] = {}
@@ -121,7 +121,7 @@ class GraphTensors:
         What another block keeps is taken to be in the same stage: then it need not be held for this one.
         """
         sizes, results = self.sizes(local), self.result_sizes(local)
-        dropped, held = np.zeros(len(self.kept_in)), np.zeros(len(self.kept_in))
+        dropped, held = np.zeros(len(self.saved_in)), np.zeros(len(self.saved_in))
         for t, users in enumerate(self.users):
             if len(users) == 1:
                 dropped[self.made[t]] += sizes[t]
@@ -137,7 +137,7 @@ def chain_tensors(
     """Return tensors as a chain of some blocks keeps them; what is made or used outside is made at 0, never dropped.
 
     Args:
-        numbers: of the tensors; each is kept by a block of the chain.
+        numbers: of the tensors; each is saved by a block of the chain.
         sizes: by tensor of the graph.
         place: position in the chain of each of its blocks.
     """
@@ -147,7 +147,7 @@ def chain_tensors(
         users = everything.users[t]
         inside = [place[user] for user in users if user in place]
         made.append(place[everything.made[t]] if len(inside) == len(users) else 0)
-        charged.append(min(place[keeper] for keeper in everything.keepers[t] if keeper in place))
+        charged.append(min(place[saver] for saver in everything.savers[t] if saver in place))
         last.append(max(inside))
     return SavedTensors(
         names=tuple(everything.names[t] for t in numbers),
@@ -180,7 +180,7 @@ def chain_results(
         steps[begin] += sizes[r]
         steps[max(inside)] -= sizes[r]
         t = everything.result_tensor[r]
-        if t < 0 or not any(keeper in place for keeper in everything.keepers[t]):
+        if t < 0 or not any(saver in place for saver in everything.savers[t]):
             rows.extend((r, begin, reader) for reader in inside)
     found: Ints = np.array(rows, dtype=np.int64).reshape(-1, 3)
     unsaved = UnsavedResults(
@@ -189,4 +189,4 @@ def chain_results(
         reader=found[:, 2],
         bytes=sizes[found[:, 0]] if rows else np.zeros(0),
     )
-    return unsaved, np.concatenate([[0.0], np.cumsum(steps)])
+    return unsaved, prefix_sums(steps)

@@ -29,7 +29,7 @@ from gpp_plugin.plan.request import PlanRequest, unlimited
 from gpp_plugin.plan.selection import memory_excess
 
 NUM_FITTED = 4
-"""Candidates of a search that are fitted tensor by tensor and judged."""
+"""Candidates of a search that are fitted tensor by tensor and evaluated."""
 NEAR = 1.1
 """Times the best step known, up to which what was planned without a thought of memory is refined."""
 LEAST_BUDGET = 20_000
@@ -56,8 +56,8 @@ def join_memory(
     """
     free = search(unlimited(request), None)[:1]
     if plain and plain[0].score[0] == 0 and free:
-        kept = build_plan(request, free[0].drafts, planner="", costs=costs, is_named=False)
-        if memory_excess(request, kept)[0] <= 0:
+        resident = build_plan(request, free[0].drafts, planner="", costs=costs, is_named=False)
+        if memory_excess(request, resident)[0] <= 0:
             return []
     starts = [refiner.from_drafts(c.drafts, c.wish) for c in free]
     starts += [refiner.from_drafts(drafts, max(d.micro_batch_size for d in drafts)) for drafts in more]
@@ -71,7 +71,7 @@ def join_memory(
     return sorted(found, key=lambda candidate: candidate.score)
 
 
-def best_judged(
+def best_evaluated(
     request: PlanRequest,
     costs: CostModel,
     candidates: Sequence[Candidate],

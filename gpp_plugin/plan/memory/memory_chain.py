@@ -7,6 +7,7 @@ Tests: tests/plan/test_dawnpiper.py, tests/plan/test_joined.py, tests/plan/test_
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -34,7 +35,8 @@ from gpp_plugin.plan.request import PlanRequest, rank_limit
 # run in. So a tensor that comes from outside, or is read there, begins or ends at a position that no recomputed
 # segment contains: it is never dropped, and what a segment reads of it unsaved must be held.
 #
-# A tensor that blocks of several stages keep is held by each of those stages, in each by its first keeper there.
+# A tensor that blocks of several stages keep is held by each of those stages, charged to the first block there that
+# saves it.
 
 MENU = tuple((price, cap) for price in (*PRICES[::2], LEAST_PRICE) for cap in (1.0, *CAPS[:3]))
 """Prices and caps for the blocks of one stage: few, and large."""
@@ -73,8 +75,8 @@ class WholeStage(TensorChain):
             )
         )
 
-    def room_for_gradients(self, start: int, stop: int, less: float) -> float:
-        """Return the room of the whole stage."""
+    def reused_by_gradients(self, start: int, stop: int, less: float) -> float:
+        """Return the bytes of the whole stage."""
         if self.costs.zero_stage < 2 or self.degree == 1:
             return 0.0
         saved = self.costs.group_saved_bytes(self.rows, self.local)
@@ -102,8 +104,8 @@ class StageChain(WholeStage):
         entering = list(dict.fromkeys(r for row in rows for r in everything.entering[row]))
         results = everything.result_sizes(local)
         sizes = _sizes_in_stage(everything, everything.sizes(local), results, place, entering)
-        kept = dict.fromkeys(t for row in rows for t in everything.kept_in[row])
-        self.tensors = chain_tensors(everything, kept, sizes, place)
+        numbers = dict.fromkeys(t for row in rows for t in everything.saved_in[row])
+        self.tensors = chain_tensors(everything, numbers, sizes, place)
         self.unsaved, self.crossing = chain_results(everything, entering, results, place, len(self.names))
         self.set_tensor_sums()
 
@@ -149,7 +151,7 @@ def _sizes_in_stage(
 
 BOTH = ("recompute", "swap")
 MOST_STAGES_TRIED = 4
-"""Times the stages asked for, when an infeasible request is told how many would do."""
+"""Times the requested stages, up to which an infeasible request is searched for enough."""
 LIMIT_STEP = 1.02
 """By which a limit grows until it is one that a plan is found for."""
 
@@ -267,15 +269,15 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     rules = batch_rules(request)
     num_stages, degree = _stages_and_degree(request)
     limits = _limits(request, num_stages, degree)
-    factory = OptimizerFactory(
+    make_factory = functools.partial(
+        OptimizerFactory,
         costs,
-        limits=limits,
         mode=request.mode,
         schedule=request.schedule,
-        memory_optimization=request.memory_optimization,
         degree=degree,
         vertical_sync=request.vertical_sync,
     )
+    factory = make_factory(limits=limits, memory_optimization=request.memory_optimization)
     # A chain has one degree and one micro-batch size, so that sizes are tried one by one. What fits is compared by its
     # simulated step: the partition's own measure, the longest stage, does not know how long the pipeline takes to fill.
     best: PipelinePlan | None = None
@@ -298,7 +300,13 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
             f"of {request.loss_unit}; change {name_of('micro_batch_sizes')}, "
             f"{name_of('data_parallel')} or {name_of('loss_unit')}"
         )
-    _explain(request, costs, partition, nearest[0], nearest[1], limits, degree)
+    found, size = nearest
+
+    def has_plan(ways: Sequence[str], num_stages: int, limit: int) -> bool:
+        factory = make_factory(limits=[limit] * num_stages, memory_optimization=ways)
+        return factory.best(partition, size / degree, request.mini_batch // size).fits
+
+    _explain(request, found, size, limits, degree, has_plan)
 
 
 def _stages_and_degree(request: PlanRequest) -> tuple[int, int]:
@@ -362,13 +370,13 @@ def _with_choice(stage: Stage, choice: StageChoice, in_flight: int, mode: str) -
 
 def _explain(
     request: PlanRequest,
-    costs: CostModel,
-    partition: Partition,
     found: ChainPlan,
     size: int,
     limits: Sequence[int],
     degree: int,
+    has_plan: Callable[[Sequence[str], int, int], bool],
 ) -> NoReturn:
+    """Refuse, with the nearest changes that fit: more ways to save memory, or more stages; or more memory."""
     lacking = ", ".join(
         f"stage {i} {choice.memory_bytes:.0f} of {limit} ({choice.excess_bytes:.0f} too many)"
         for i, (choice, limit) in enumerate(zip(found.stages, limits, strict=True))
@@ -377,33 +385,17 @@ def _explain(
     used = " and ".join(request.memory_optimization) or "no memory optimization"
     raise PlanInfeasible(
         f"no plan of {len(limits)} stages fits with {used}, the nearest with micro-batches of {size}: bytes needed a "
-        f"rank: {lacking}; {_what_fits(request, costs, partition, found, size, limits, degree)}"
+        f"rank: {lacking}; {_what_fits(request, found, limits, degree, has_plan)}"
     )
 
 
 def _what_fits(
     request: PlanRequest,
-    costs: CostModel,
-    partition: Partition,
     found: ChainPlan,
-    size: int,
     limits: Sequence[int],
     degree: int,
+    has_plan: Callable[[Sequence[str], int, int], bool],
 ) -> str:
-    """Return the nearest changes that fit: more ways to save memory, or more stages; or more memory."""
-
-    def has_plan(ways: Sequence[str], num_stages: int, limit: int) -> bool:
-        factory = OptimizerFactory(
-            costs,
-            limits=[limit] * num_stages,
-            mode=request.mode,
-            schedule=request.schedule,
-            memory_optimization=ways,
-            degree=degree,
-            vertical_sync=request.vertical_sync,
-        )
-        return factory.best(partition, size / degree, request.mini_batch // size).fits
-
     # In this order, since each costs the user less than the next: another way to save memory, more ranks, more memory.
     # The number of stages is bisected between one that is known not to do and one that does.
     ways, least = request.memory_optimization, min(limits)

@@ -4,7 +4,7 @@ Its storages can wait in host memory, each by itself: Capuchin's choice by FreeT
 operators are the times between the last uses of storages; the backward is taken to use them in the opposite order,
 each after the same share of its time. Or the module runs again as a whole before its backward (Chen et al., 2016), one
 segment that keeps what the stage received and its buffers; that gains nothing with one micro-batch in flight, whose
-backward follows its forward, or where what is kept instead is as large. The quicker of both that fits is taken.
+backward follows its forward, or where what is saved instead is as large. The quicker of both that fits is taken.
 
 Not both at a time: what is left to swap when the module runs again is what it received.
 
@@ -46,8 +46,8 @@ class ModuleChain(WholeStage):
     ) -> None:
         self.costs, self.local, self.rows, self.degree = costs, local, (row,), degree
         numbers = [i for i, storage in enumerate(module.storages) if storage.is_movable]
-        kept = [module.storages[i] for i in numbers]
-        uses = sorted({storage.last_use for storage in kept} | {1.0})
+        saved = [module.storages[i] for i in numbers]
+        uses = sorted({storage.last_use for storage in saved} | {1.0})
         shares = np.diff([0.0, *uses])
         forward_us, backward_us = costs.stage_times((row,), local)
         self.names = [module.block] * len(shares)
@@ -55,10 +55,10 @@ class ModuleChain(WholeStage):
         place = {use: i for i, use in enumerate(uses)}
         self.tensors = SavedTensors(
             names=tuple(module.storage_names[i] for i in numbers),
-            made=np.zeros(len(kept), dtype=np.int64),
-            charged=np.zeros(len(kept), dtype=np.int64),
-            last=np.array([place[storage.last_use] for storage in kept], dtype=np.int64),
-            bytes=np.array([s.bytes_per_sample * local + s.bytes_fixed for s in kept], dtype=float),
+            made=np.zeros(len(saved), dtype=np.int64),
+            charged=np.zeros(len(saved), dtype=np.int64),
+            last=np.array([place[storage.last_use] for storage in saved], dtype=np.int64),
+            bytes=np.array([s.bytes_per_sample * local + s.bytes_fixed for s in saved], dtype=float),
         )
         none = np.zeros(0, dtype=np.int64)
         self.unsaved = UnsavedResults(result=none, made=none, reader=none, bytes=np.zeros(0))
@@ -84,7 +84,7 @@ def choose_for_module(
     if recompute and memory is not None:
         less = memory.recomputed_bytes
         need = chain.memory_bytes(*chain.whole, 0, shape, is_optimized=True) + memory.working_bytes
-        need -= shape.in_flight(0) * less + chain.room_for_gradients(*chain.whole, less)
+        need -= shape.in_flight(0) * less + chain.reused_by_gradients(*chain.whole, less)
         choices.append(
             StageChoice(
                 excess_bytes=max(need - shape.limits[0], 0.0),
@@ -122,11 +122,11 @@ def recompute_modules(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     stages = tuple(_run_again(stage, costs, request.profile.module(stage.blocks)) for stage in plan.stages)
     changed = dataclasses.replace(plan, stages=stages)
     parts = memory_breakdown(changed, request.profile, graph=request.graph, zero_stage=request.zero_stage)
-    stages = tuple(
-        old if new is old else dataclasses.replace(new, memory_bytes=part.total)
+    needs = [
+        old.memory_bytes if new is old else part.total
         for old, new, part in zip(plan.stages, stages, parts, strict=True)
-    )
-    changed = dataclasses.replace(plan, stages=stages)
+    ]
+    changed = changed.with_each(memory_bytes=needs)
     changed = dataclasses.replace(changed, iteration_us=judge_us(changed, costs))
     validate_for(changed, request)
     return changed

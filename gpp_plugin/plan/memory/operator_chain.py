@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, prefix_sums
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, stashed_bytes, unreduced_bytes
 from gpp_plugin.plan.memory.graph_tensors import (
     GraphTensors,
@@ -46,7 +46,7 @@ class Savings:
     Args:
         net: dropped less held instead; ``dropped``; ``work``: back in memory while it runs again.
         again_us: of the second forwards.
-        kept: bytes of all its saved tensors; ``largest`` of them; ``left``: largest of those not dropped.
+        saved: bytes of all its saved tensors; ``largest`` of them; ``left``: largest of those not dropped.
         forward_us, backward_us: without memory optimization.
     """
 
@@ -54,7 +54,7 @@ class Savings:
     dropped: Any
     work: Any
     again_us: Any
-    kept: Any
+    saved: Any
     largest: Any
     left: Any
     forward_us: Any
@@ -76,17 +76,17 @@ class HostLink:
         transfer = num_bytes / self.bytes_per_us
         if in_turn is True:  # one stage of thousands: numpy would work out both
             return np.maximum(transfer - forward_us - backward_us, 0.0)
-        apart = np.maximum(transfer - forward_us, 0.0) + np.maximum(transfer - backward_us, 0.0)
+        separate = np.maximum(transfer - forward_us, 0.0) + np.maximum(transfer - backward_us, 0.0)
         if in_turn is False:
-            return apart
-        return np.where(in_turn, np.maximum(transfer - forward_us - backward_us, 0.0), apart)
+            return separate
+        return np.where(in_turn, np.maximum(transfer - forward_us - backward_us, 0.0), separate)
 
     def hidden_bytes(self, forward_us: Any, backward_us: Any, in_turn: Any) -> Any:
         """Return the bytes of one micro-batch whose transfers hide."""
         if in_turn is True:
             return self.bytes_per_us * (forward_us + backward_us)
-        apart = np.minimum(forward_us, backward_us)
-        return self.bytes_per_us * np.where(in_turn, forward_us + backward_us, apart)
+        separate = np.minimum(forward_us, backward_us)
+        return self.bytes_per_us * np.where(in_turn, forward_us + backward_us, separate)
 
 
 def is_in_turn(schedule: str, in_flight: Any) -> Any:
@@ -114,7 +114,7 @@ def nearest_to_fitting(excess: float, count: int, savings: Savings, host: HostLi
     needs = lacking_bytes(excess, count, savings)
     if host.bytes_per_us:
         # Two of the largest left are in device memory at a time: one in use, one on its way.
-        swapped = needs + 2 * savings.left - count * (savings.kept - savings.dropped)
+        swapped = needs + 2 * savings.left - count * (savings.saved - savings.dropped)
         needs = np.minimum(needs, swapped)
     return float(needs.min())
 
@@ -141,7 +141,7 @@ def swapping_us(needs: Any, count: Any, savings: Savings, host: HostLink, in_tur
     s = savings
     wanted = np.maximum(needs + 2 * s.left, 0.0) / count
     exposed = host.exposed_us(wanted, s.forward_us, s.backward_us + s.again_us, in_turn)
-    return np.where(wanted <= s.kept - s.dropped, s.again_us + exposed, np.inf)
+    return np.where(wanted <= s.saved - s.dropped, s.again_us + exposed, np.inf)
 
 
 def least_added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn: Any) -> Any:
@@ -162,7 +162,7 @@ def least_added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in
         needs = excess + s.work
         parts = [needs]
         if host.bytes_per_us:
-            hidden = np.minimum(host.hidden_bytes(s.forward_us, s.backward_us, in_turn), s.kept - s.dropped)
+            hidden = np.minimum(host.hidden_bytes(s.forward_us, s.backward_us, in_turn), s.saved - s.dropped)
             parts.append(np.maximum(needs + 2 * s.largest - count * np.maximum(hidden, 0.0), 0.0))
         for lacking in parts:
             share = lacking / (count * s.net)
@@ -181,7 +181,7 @@ def savings_of(block: Savings, total: Any, peak: Any) -> Savings:
         dropped=total(block.dropped),
         work=peak(block.work),
         again_us=total(block.again_us),
-        kept=total(block.kept),
+        saved=total(block.saved),
         largest=peak(block.largest),
         left=peak(block.left),
         forward_us=total(block.forward_us),
@@ -194,7 +194,7 @@ class PipelineShape:
     """What the place of a stage in a chain of stages decides.
 
     Args:
-        num_micro_batches: of a mini-batch; an asynchronous pipeline never runs dry, and does not look at it.
+        num_micro_batches: of a mini-batch; an asynchronous pipeline never runs dry, and does not use it.
         mode: ``sync`` or ``async``; schedule: ``1f1b`` or ``gpipe``; vertical_sync: as of `PipelinePlan`.
         limits: bytes that one rank of each stage may use.
         host_bytes_per_s: of one rank's link to host memory, each way.
@@ -274,19 +274,19 @@ class TensorChain:
         """Set the times of every operator, and with them how many there are."""
         self.num_blocks = len(forward_us)
         self.forward_us, self.backward_us = forward_us, backward_us
-        self.forward = _prefix(forward_us)
-        self.backward = _prefix(backward_us)
-        self.time = _prefix(forward_us + backward_us)
+        self.forward = prefix_sums(forward_us)
+        self.backward = prefix_sums(backward_us)
+        self.time = prefix_sums(forward_us + backward_us)
 
     def set_tensor_sums(self) -> None:
         """Sum up the saved tensors by where they are charged."""
         largest = np.zeros(self.num_blocks)
         np.maximum.at(largest, self.tensors.charged, self.tensors.bytes)
         self._largest_saved = _largest_of(largest)
-        self.tensor_bytes = _prefix(sum_by(self.tensors.charged, self.tensors.bytes, self.num_blocks))
+        self.tensor_bytes = prefix_sums(sum_by(self.tensors.charged, self.tensors.bytes, self.num_blocks))
 
     def largest_saved(self, start: int, stop: int) -> float:
-        """Return the bytes of the largest tensor kept."""
+        """Return the bytes of the largest saved tensor."""
         return _between(self._largest_saved, start, stop)
 
     def stage_us(self, start: int, stop: int) -> float:
@@ -303,8 +303,8 @@ class TensorChain:
         """
         raise NotImplementedError
 
-    def room_for_gradients(self, start: int, stop: int, less: float) -> float:
-        """Return what one micro-batch still keeps that makes room for its whole gradients; 0 below ZeRO 2.
+    def reused_by_gradients(self, start: int, stop: int, less: float) -> float:
+        """Return what one micro-batch still saves that its whole gradients reuse; 0 below ZeRO 2.
 
         So much less than `memory_bytes` says for ``is_optimized`` does a stage need.
 
@@ -328,7 +328,7 @@ class OperatorChain(TensorChain):
         self.names = [block.name for block in graph.blocks]
         self.set_times(*costs.block_times(local))
         saved = costs.saved_per_sample * local + costs.saved_fixed
-        self.saved = _prefix(saved)
+        self.saved = prefix_sums(saved)
         self._shared = [
             (sorted(places), per_sample * local + fixed) for places, per_sample, fixed in costs.shared
         ]
@@ -337,10 +337,10 @@ class OperatorChain(TensorChain):
             (sorted(readers), num_bytes / (degree if is_shared_out else 1))
             for readers, num_bytes, is_shared_out in costs.inputs
         ]
-        self.parameters, self.trained = _prefix(costs.parameter_bytes), _prefix(costs.gradient_bytes)
+        self.parameters, self.trained = prefix_sums(costs.parameter_bytes), prefix_sums(costs.gradient_bytes)
         self._degree, self._zero_stage = degree, costs.zero_stage
         parts = costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes
-        self.held = _prefix(held_bytes(*parts, degree=degree, zero_stage=costs.zero_stage))
+        self.held = prefix_sums(held_bytes(*parts, degree=degree, zero_stage=costs.zero_stage))
         self._sums = self.held.tolist(), self.trained.tolist(), self.saved.tolist()
         self._transient = _largest_of(costs.transient_per_sample * local)
         everything = GraphTensors(costs)
@@ -368,13 +368,13 @@ class OperatorChain(TensorChain):
         )
 
     def saved_bytes(self, start: int, stop: int) -> float:
-        """Return the bytes kept for backward by one micro-batch, copies of what earlier stages keep included."""
+        """Return the bytes saved for backward by one micro-batch, copies of what earlier stages keep included."""
         return float(self.saved[stop] - self.saved[start]) + (
             self._copies(start, stop) if self._shared else 0.0
         )
 
     def _copies(self, start: int, stop: int) -> float:
-        """Return the bytes that are charged to an operator before ``start`` and kept in [start, stop) too."""
+        """Return the bytes that are charged to an operator before ``start`` and saved in [start, stop) too."""
         found = self._copied.get(start)
         if found is None:
             again = sorted(
@@ -391,24 +391,26 @@ class OperatorChain(TensorChain):
         self, start: int, stop: int, stage: int, shape: PipelineShape, *, is_optimized: bool = False
     ) -> float:
         """Return the peak, from prefix sums."""
-        holds, trained, saved = self._sums  # lists, and few calls: very many stages are looked at
-        held, kept = holds[stop] - holds[start], saved[stop] - saved[start]
+        holds, trained, saved = self._sums  # lists, and few calls: very many stages are considered
+        held, inside = holds[stop] - holds[start], saved[stop] - saved[start]
         gradient, versions = trained[stop] - trained[start], shape.versions(stage)
         if self._shared:
-            kept += self._copies(start, stop)
+            inside += self._copies(start, stop)
         if versions > 1:
             held += stashed_bytes(gradient, versions)
         if self._inputs:
             held += self._input_bytes(start, stop)
         if self._zero_stage >= 2:
-            room = 0.0 if is_optimized else kept
-            held += float(unreduced_bytes(gradient, room, degree=self._degree, zero_stage=self._zero_stage))
+            reusable = 0.0 if is_optimized else inside
+            held += float(
+                unreduced_bytes(gradient, reusable, degree=self._degree, zero_stage=self._zero_stage)
+            )
         transient = _between(self._transient, start, stop)
-        need: float = peak_bytes(held, kept, shape.in_flight(stage), transient=transient)
+        need: float = peak_bytes(held, inside, shape.in_flight(stage), transient=transient)
         return need
 
-    def room_for_gradients(self, start: int, stop: int, less: float) -> float:
-        """Return the room, from prefix sums."""
+    def reused_by_gradients(self, start: int, stop: int, less: float) -> float:
+        """Return the bytes, from prefix sums."""
         if self._zero_stage < 2 or self._degree == 1:
             return 0.0
         gradient = float(self.trained[stop] - self.trained[start])
@@ -437,7 +439,3 @@ def _between(rows: list[list[float]], start: int, stop: int) -> float:
 def sum_by(places: Ints, values: Floats, length: int) -> Floats:
     """Return the sums of the values at each place."""
     return np.bincount(places, weights=values, minlength=length).astype(np.float64)
-
-
-def _prefix(values: Floats) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(values)])

@@ -3,8 +3,8 @@
 A segment [i, j) that runs again before its backward (one checkpointed segment; recomputation stops at the
 last operator that keeps something, as PyTorch's does)
 
-    drops   tensors made in it that nobody outside keeps or reads
-    holds   results of earlier operators that it reads and nobody keeps
+    drops   tensors made in it that no block outside saves or reads
+    holds   results of earlier operators that it reads and no block saves
     works   with what it drops back in memory, all of it, while its backward runs
 
 At a price of q bytes a microsecond a segment is worth ``drops - holds - q time``; one pass over the chain
@@ -43,7 +43,7 @@ CAPS = (0.25, 0.1, 0.045, 0.025, 0.012)
 """Bytes a segment may work with, in units of all saved bytes."""
 LEAST_PRICE = 0.02
 FINE_CAPS = tuple(0.008 * 1.25**n for n in range(17))
-"""Where memory is what counts: kept and worked with are to be balanced finely."""
+"""Where memory is what counts: saved and working bytes are to be balanced finely."""
 LEVELS = (*itertools.product(PRICES, CAPS), *((LEAST_PRICE, cap) for cap in FINE_CAPS))
 
 

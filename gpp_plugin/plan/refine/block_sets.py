@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.remembered import remembered
 
 Mask = int
 Around = tuple[tuple[int, ...], tuple[int, ...]]
@@ -20,7 +21,7 @@ Around = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class BlockSets:
-    """Relations between sets of blocks of one graph; what is asked of a set is kept.
+    """Relations between sets of blocks of one graph; results of a set are cached.
 
     Args:
         before, after: by block, the blocks it reads from and those that read it.
@@ -39,46 +40,35 @@ class BlockSets:
             self.before[dst] |= 1 << src
             if any(graph.tensors[name].requires_grad for name in names):
                 self._gradient_after[src] |= 1 << dst
-        self._rows: dict[Mask, tuple[int, ...]] = {}
-        self._blocks: dict[Mask, tuple[str, ...]] = {}
-        self._outputs: dict[Mask, tuple[Mask, Mask]] = {}
-        self._cuts: dict[Mask, list[Mask]] = {}
         self._kinds = self._block_kinds(costs)
-        self._kinds_of: dict[Mask, tuple[int, ...]] = {}
 
     def mask_of(self, blocks: Sequence[str]) -> Mask:
         """Return the set of these blocks."""
         return sum(1 << self.index[name] for name in blocks)
 
+    @remembered
     def rows(self, mask: Mask) -> tuple[int, ...]:
         """Return the positions of a set's blocks, increasing."""
-        found = self._rows.get(mask)
-        if found is None:
-            found = self._rows[mask] = tuple(np.flatnonzero(self.flags(mask)).tolist())
-        return found
+        return tuple(np.flatnonzero(self.flags(mask)).tolist())
 
     def flags(self, mask: Mask) -> npt.NDArray[np.bool_]:
         """Return by block whether it is in the set."""
         packed = np.frombuffer(mask.to_bytes(self._num_bytes, "little"), dtype=np.uint8)
         return np.unpackbits(packed, count=len(self.names), bitorder="little").view(np.bool_)
 
+    @remembered
     def blocks(self, mask: Mask) -> tuple[str, ...]:
         """Return the names of a set's blocks, in the order of the graph."""
-        found = self._blocks.get(mask)
-        if found is None:
-            found = self._blocks[mask] = tuple(self.names[i] for i in self.rows(mask))
-        return found
+        return tuple(self.names[i] for i in self.rows(mask))
 
+    @remembered
     def outputs(self, mask: Mask) -> tuple[Mask, Mask]:
         """Return the blocks outside that read the set, and those of them that return gradients."""
-        found = self._outputs.get(mask)
-        if found is None:
-            readers = gradients = 0
-            for block in self.rows(mask):
-                readers |= self.after[block]
-                gradients |= self._gradient_after[block]
-            found = self._outputs[mask] = readers & ~mask, gradients & ~mask
-        return found
+        readers = gradients = 0
+        for block in self.rows(mask):
+            readers |= self.after[block]
+            gradients |= self._gradient_after[block]
+        return readers & ~mask, gradients & ~mask
 
     def shape_of(self, masks: Sequence[Mask]) -> tuple[object, ...]:
         """Return a key that partitions share which differ by a symmetry of the graph.
@@ -87,12 +77,7 @@ class BlockSets:
         then by the colours of the sets around it. (Ranks may be placed otherwise: their times may differ a
         little.)
         """
-        colors = []
-        for mask in masks:
-            found = self._kinds_of.get(mask)
-            if found is None:
-                found = self._kinds_of[mask] = tuple(sorted(self._kinds[i] for i in self.rows(mask)))
-            colors.append(found)
+        colors = [self._kinds_of(mask) for mask in masks]
         around: list[list[tuple[int, ...]]] = [[] for _ in masks]
         readers: list[list[tuple[int, ...]]] = [[] for _ in masks]
         for a, mask in enumerate(masks):
@@ -108,16 +93,21 @@ class BlockSets:
             )
         )
 
+    @remembered
+    def _kinds_of(self, mask: Mask) -> tuple[int, ...]:
+        return tuple(sorted(self._kinds[i] for i in self.rows(mask)))
+
     def _block_kinds(self, costs: CostModel) -> list[int]:
         """Number the blocks so that those a symmetry of the graph exchanges have equal numbers."""
-        # Colour refinement: blocks of one number are told apart by the numbers around them until that changes nothing.
-        # Only what is next to a block whose number has changed is looked at again: in a row of equal blocks numbers
+        # Colour refinement: blocks of one number are distinguished by the numbers around them until that changes
+        # nothing.
+        # Only what is next to a block whose number has changed is visited again: in a row of equal blocks numbers
         # change from both ends, two a round, and all of them would be half the blocks as many times.
         before = [list(bits(mask)) for mask in self.before]
         after = [list(bits(mask)) for mask in self.after]
         kinds = _numbered([costs.cost_key(i) for i in range(len(self.names))])
         sizes = Counter(kinds)
-        around_of: dict[int, Around] = {}  # what those of a number that are not looked at have around them
+        around_of: dict[int, Around] = {}  # what those of a number that are not visited have around them
         changed: set[int] = set(range(len(kinds)))
         while changed:
             met: dict[int, dict[Around, list[int]]] = {}
@@ -212,18 +202,13 @@ class BlockSets:
             rest &= ~part
         return parts
 
+    @remembered
     def cuts(self, mask: Mask, *, most_blocks: int) -> list[Mask]:
         """Return what may be cut off a set: prefixes of its order, its parts, what precedes or follows a block.
 
         Args:
             most_blocks: in larger sets only prefixes and parts.
         """
-        found = self._cuts.get(mask)
-        if found is None:
-            found = self._cuts[mask] = self._make_cuts(mask, most_blocks)
-        return found
-
-    def _make_cuts(self, mask: Mask, most_blocks: int) -> list[Mask]:
         members = self.rows(mask)
         if len(members) < 2:
             return []

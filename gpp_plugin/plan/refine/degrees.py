@@ -1,4 +1,4 @@
-"""How many ranks each of a given set of stages gets: exact, all ranks used, smallest bottleneck.
+"""How many ranks each of a fixed set of stages gets: exact, all ranks used, smallest bottleneck.
 
 A stage's ranks are a grid of data x tensor positions. Of the grids of one number of ranks the quickest a sample counts;
 as micro-batches of fewer samples on more tensor ranks fill a pipeline sooner, whole plans are also made with one tensor
@@ -16,6 +16,7 @@ import numpy as np
 
 from gpp_plugin.plan.batch_rules import ANY_SIZE, BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, Kinds, link_for_span, ring_us
+from gpp_plugin.plan.costs.remembered import remembered
 from gpp_plugin.plan.costs.time_formula import us_per_sample
 from gpp_plugin.plan.make import StageDraft, order_stages
 from gpp_plugin.plan.memory.fitting import StageFitter
@@ -63,7 +64,7 @@ class DegreeChooser:
     Bisection over the finite set of stage times; whether the degrees can add up to the number of
     ranks is a subset-sum over bit sets. Where devices are of several speeds it matters which ranks a
     stage gets, and the first stages take the first ranks (`_share_out_in_order`). Costs of a stage are
-    kept from call to call.
+    cached from call to call.
 
     Args:
         fitter: makes stages fit that do not, which takes time; None: such stages are left out.
@@ -90,15 +91,9 @@ class DegreeChooser:
             for size in sorted(set(rules.fixed.values()))
         }
         self._sizings: dict[tuple[int, bool, tuple[int, ...], Kinds, int], _Sizing] = {}
-        self._options: dict[tuple[Mask, int, int, Kinds, int, int], list[Option]] = {}
-        self._tensors: dict[Mask, list[int]] = {}
         self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids()})
-        self._timed: dict[tuple[Mask, int, Kinds], list[Option]] = {}
         order = request.rank_order or range(request.num_ranks)
         self._order = [rank for rank in order if rank < request.num_ranks]
-        self._spans: dict[tuple[int, int], tuple[Kinds, int]] = {}
-        self._least: dict[tuple[Mask, int], tuple[float, float]] = {}
-        self._sizes: dict[tuple[Mask, int], list[int]] = {}
         self._wishes = rules.wishes()
 
     def choose(
@@ -164,14 +159,11 @@ class DegreeChooser:
         by_stage = dict(zip(order, best[num][2], strict=True))
         return [by_stage[stage] for stage in range(len(masks))]
 
+    @remembered
     def _span(self, start: int, end: int) -> tuple[Kinds, int]:
         """Return the kinds of devices of some ranks, by their places in the order, and the least memory of one."""
-        found = self._spans.get((start, end))
-        if found is None:
-            ranks = self._order[start:end]
-            found = self.costs.kinds_of(ranks), min(self.limits[rank] for rank in ranks)
-            self._spans[start, end] = found
-        return found
+        ranks = self._order[start:end]
+        return self.costs.kinds_of(ranks), min(self.limits[rank] for rank in ranks)
 
     def drafts(self, masks: Sequence[Mask], options: Sequence[Option]) -> list[StageDraft]:
         """Return the drafts of stages with these options."""
@@ -185,35 +177,29 @@ class DegreeChooser:
             for mask, option in zip(masks, options, strict=True)
         ]
 
+    @remembered
     def least_shares(self, mask: Mask, wish: int) -> tuple[float, float]:
         """Return the least microseconds a sample of a stage, and the least times its ranks; inf if none."""
-        found = self._least.get((mask, wish))
-        if found is None:
-            options = self._timed_options(mask, wish, ())
-            slowest = min((option.us_per_sample for option in options), default=float("inf"))
-            work = min((o.us_per_sample * o.num_ranks for o in options), default=float("inf"))
-            found = self._least[mask, wish] = slowest, work
-        return found
+        options = self._timed_options(mask, wish, ())
+        slowest = min((option.us_per_sample for option in options), default=float("inf"))
+        work = min((o.us_per_sample * o.num_ranks for o in options), default=float("inf"))
+        return slowest, work
 
+    @remembered
     def sizes(self, mask: Mask, degree: int) -> list[int]:
         """Return the micro-batch sizes a stage of that degree may have."""
-        found = self._sizes.get((mask, degree))
-        if found is None:
-            blocks = self.sets.blocks(mask)
-            sizes = {self.rules.micro_batch_size(blocks, degree, wish) for wish in self._wishes}
-            found = self._sizes[mask, degree] = sorted(size for size in sizes if size is not None)
-        return found
+        blocks = self.sets.blocks(mask)
+        sizes = {self.rules.micro_batch_size(blocks, degree, wish) for wish in self._wishes}
+        return sorted(size for size in sizes if size is not None)
 
     def excess_of(self, memory_bytes: int, ranks: Sequence[int]) -> int:
         """Return by how many bytes a stage exceeds the smallest of its ranks (negative: it fits)."""
         return memory_bytes - min(self.limits[rank] for rank in ranks)
 
+    @remembered
     def tensor_sizes(self, mask: Mask) -> list[int]:
         """Return the tensor sizes a stage may have."""
-        found = self._tensors.get(mask)
-        if found is None:
-            found = self._tensors[mask] = self.rules.tensors.allowed(self.sets.blocks(mask))
-        return found
+        return self.rules.tensors.allowed(self.sets.blocks(mask))
 
     def _in_way(self, options: list[Option], mask: Mask, way: int) -> list[Option]:
         """Return the options with the largest tensor size up to ``way``; all where any is meant."""
@@ -225,59 +211,52 @@ class DegreeChooser:
         size = max((each for each in self.tensor_sizes(mask) if each <= way), default=0)
         return [option for option in options if option.tensor == size]
 
+    @remembered
     def _stage_options(
         self, mask: Mask, wish: int, height: int, kinds: Kinds, limit: int, way: int
     ) -> list[Option]:
         """Return the grids with which a stage at that height fits ranks of so many bytes, on these devices."""
-        found = self._options.get((mask, wish, height, kinds, limit, way))
-        if found is None:
-            request, rows = self.request, self.sets.rows(mask)
-            found = []
-            for option in self._in_way(self._timed_options(mask, wish, kinds), mask, way):
-                own = self.costs.at_tensor(option.tensor)
-                num = request.mini_batch // option.micro_batch_size
-                local = option.micro_batch_size // option.degree
-                in_flight = num if request.schedule == "gpipe" else min(num, height)
-                memory = own.stage_memory(rows, degree=option.degree, local=local, in_flight=in_flight)
-                if memory <= limit:
-                    found.append(option)
-                elif self.fitter is not None:
-                    excess, added_us = self.fitter.on(own).estimate(
-                        rows, degree=option.degree, local=local, in_flight=in_flight, limit=limit
-                    )
-                    if excess <= 0:
-                        found.append(
-                            option._replace(
-                                us_per_sample=option.us_per_sample + added_us / option.micro_batch_size,
-                                backward_us=option.backward_us + added_us,
-                            )
+        request, rows = self.request, self.sets.rows(mask)
+        found = []
+        for option in self._in_way(self._timed_options(mask, wish, kinds), mask, way):
+            own = self.costs.at_tensor(option.tensor)
+            num = request.mini_batch // option.micro_batch_size
+            local = option.micro_batch_size // option.degree
+            in_flight = num if request.schedule == "gpipe" else min(num, height)
+            memory = own.stage_memory(rows, degree=option.degree, local=local, in_flight=in_flight)
+            if memory <= limit:
+                found.append(option)
+            elif self.fitter is not None:
+                excess, added_us = self.fitter.on(own).estimate(
+                    rows, degree=option.degree, local=local, in_flight=in_flight, limit=limit
+                )
+                if excess <= 0:
+                    found.append(
+                        option._replace(
+                            us_per_sample=option.us_per_sample + added_us / option.micro_batch_size,
+                            backward_us=option.backward_us + added_us,
                         )
-            self._options[mask, wish, height, kinds, limit, way] = found
+                    )
         return found
 
+    @remembered
     def _timed_options(self, mask: Mask, wish: int, kinds: Kinds) -> list[Option]:
         """Return every grid of a stage with its time, whatever memory it needs.
 
         Args:
             kinds: of the stage's devices; several: the slowest counts; none: the quickest.
         """
-        found = self._timed.get((mask, wish, kinds))
-        if found is not None:
-            return found
         if len(kinds) > 1:
             each = [self._timed_options(mask, wish, (kind,)) for kind in kinds]
-            found = self._timed[mask, wish, kinds] = [
+            return [
                 max(of_degree, key=lambda option: option.us_per_sample)
                 for of_degree in zip(*each, strict=True)
             ]
-            return found
-        found = [
+        return [
             option
             for tensor in self.tensor_sizes(mask)
             for option in self._of_tensor(mask, wish, kinds, tensor)
         ]
-        self._timed[mask, wish, kinds] = found
-        return found
 
     def _of_tensor(self, mask: Mask, wish: int, kinds: Kinds, tensor: int) -> list[Option]:
         """Return every degree of a stage at a tensor size with its time."""

@@ -70,7 +70,7 @@ def swaps(sets: BlockSets, masks: list[Mask]) -> Iterator[list[Mask]]:
 
 
 def merged_and_cut(sets: BlockSets, masks: list[Mask], order: Sequence[int]) -> Iterator[list[Mask]]:
-    """Yield what results when two stages are merged and another is cut, their number kept.
+    """Yield what results when two stages are merged and another is cut, their number unchanged.
 
     Args:
         order: stages, those to be merged first.
@@ -135,7 +135,7 @@ def shared_out(
     """Yield partitions into ``count`` stages, each of them a part of one of ``masks``, or of some merged.
 
     Args:
-        masks: parts of the graph that are unlike, so that they should not share a stage.
+        masks: parts of the graph that differ, so that they should not share a stage.
         may_merge: whether two of them may, where there are too few stages for all.
     """
     # A tower and a decoder in five stages: the tower in 1 and the decoder in 4, or 2 and 3, 3 and 2, 4 and 1; those
@@ -153,7 +153,7 @@ def _in_ways(
     """Yield partitions of these parts into ``count`` stages, the evenest first."""
     total = sum(map(weight, parts)) or 1.0
 
-    def unlike_work(nums: Sequence[int]) -> float:
+    def work_spread(nums: Sequence[int]) -> float:
         return sum(abs(weight(part) / total - num / count) for part, num in zip(parts, nums, strict=True))
 
     ends = itertools.combinations(range(1, count), len(parts) - 1)
@@ -161,7 +161,7 @@ def _in_ways(
         tuple(end - start for start, end in itertools.pairwise((0, *inner, count)))
         for inner in itertools.islice(ends, MAX_WAYS)
     ]
-    for nums in sorted(ways, key=unlike_work)[:MAX_SHARED_OUT]:
+    for nums in sorted(ways, key=work_spread)[:MAX_SHARED_OUT]:
         cut = [reshape(sets, [part], num, weight) for part, num in zip(parts, nums, strict=True)]
         if all(cut):
             yield [mask for masks in cut if masks is not None for mask in masks]

@@ -6,10 +6,10 @@ and predicted whole; the first that is better is taken. A plan that needs too mu
 less than any that fits, the less the more it exceeds, so the moves also lead to feasible plans.
 
 Two parts of the search are left out one at a time, on 113 feasible graphs of `gpp bench plan-quality` (the first 40 of
-its auto, unlike and tensor cases). Without micro-batches in excess (`SLACKS`) 50 plans of planner ``auto`` are longer,
-up to 16 %, and none is shorter. Without the start of even stages (`Refiner.balance`) 3 plans of planner ``graphpipe``
-are longer, one by 41 %, and none is shorter; those of ``auto``, which has other starts too, stay. The floors of
-``test_search_effort_is_worth_its_time`` fail without either.
+its auto, heterogeneous and tensor cases). Without micro-batches in excess (`SLACKS`) 50 plans of planner ``auto`` are
+longer, up to 16 %, and none is shorter. Without the start of even stages (`Refiner.balance`) 3 plans of planner
+``graphpipe`` are longer, one by 41 %, and none is shorter; those of ``auto``, which has other starts too, stay. The
+floors of ``test_search_effort_is_worth_its_time`` fail without either.
 
 Source: this project
 Tests: tests/plan/test_quality.py
@@ -18,6 +18,7 @@ Tests: tests/plan/test_quality.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +47,8 @@ OVERHEAD = 200
 """Simulated tasks that cost as much as building a candidate does; ``GLANCE`` as looking at one's bound."""
 GLANCE = 40
 ROUNDING = 1e-9
-MAX_UNLIKE_PARTS = 24
-"""Parts of a model of unlike tensor sizes up to which stages are shared out among them."""
+MAX_DISTINCT_PARTS = 24
+"""Parts of a model of different tensor sizes up to which stages are shared out among them."""
 MOVES = "some plans a move away from the best ones"
 """What the refinement leaves out when its budget is spent."""
 
@@ -74,12 +75,12 @@ class Candidate:
 
 
 class Refiner:
-    """Searches around given stages, within a budget of simulated tasks.
+    """Searches around the stages of a plan, within a budget of simulated tasks.
 
     Args:
         budget: tasks (forward or backward of one micro-batch on one stage) to predict in all.
         fitter: what a stage costs to fit where it does not; None: it then needs too much.
-        report: told where the budget ends the search.
+        report: notes where the budget ends the search.
     """
 
     def __init__(
@@ -281,11 +282,8 @@ class Refiner:
 
     def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
         """Yield the candidates one move away, the most promising kinds first."""
-        for slack in SLACKS:
-            if slack != at.slack:
-                found = self.with_masks(at.masks, at.wish, slack, at.way)
-                if found is not None:
-                    yield found
+        slacks = (slack for slack in SLACKS if slack != at.slack)
+        yield from filter(None, (self.with_masks(at.masks, at.wish, slack, at.way) for slack in slacks))
         masks = list(at.masks)
         times = self._times(at)
         slowest_first = sorted(range(len(masks)), key=lambda i: -times[i])
@@ -293,14 +291,10 @@ class Refiner:
         yield from self._with_all(at, moves.regroupings(self.sets, masks, slowest_first))
         wishes = self.rules.wishes()
         place = wishes.index(at.wish) if at.wish in wishes else 0
-        for wish in [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]:
-            found = self.with_masks(at.masks, wish, at.slack, at.way)
-            if found is not None:
-                yield found
-        for way in self.rules.tensors.ways if len(self.rules.tensors.ways) > 1 else ():
-            found = self.with_masks(at.masks, at.wish, at.slack, way)
-            if found is not None:
-                yield found
+        near = [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]
+        yield from filter(None, (self.with_masks(at.masks, wish, at.slack, at.way) for wish in near))
+        ways = self.rules.tensors.ways if len(self.rules.tensors.ways) > 1 else ()
+        yield from filter(None, (self.with_masks(at.masks, at.wish, at.slack, way) for way in ways))
         for drafts in self._changed_drafts(at):
             key = frozenset(drafts)
             if key not in self._seen and self._least_of(at.masks, drafts) <= self._cutoff_us:
@@ -310,10 +304,7 @@ class Refiner:
         yield from self._with_all(at, moves.merged_and_cut(self.sets, masks, quickest_first))
 
     def _with_all(self, at: Candidate, partitions: Iterator[list[Mask]]) -> Iterator[Candidate]:
-        for masks in partitions:
-            found = self.with_masks(masks, at.wish, at.slack, at.way)
-            if found is not None:
-                yield found
+        return filter(None, (self.with_masks(masks, at.wish, at.slack, at.way) for masks in partitions))
 
     def _least_of(self, masks: Sequence[Mask], drafts: Sequence[StageDraft]) -> float:
         times = []
@@ -388,7 +379,7 @@ class Refiner:
                 filled[1,] &= ~inner
         for each in [classes] if filled == classes else [classes, filled]:
             parts = [part for mask in each.values() for part in sets.parts(mask)]
-            if len(parts) <= MAX_UNLIKE_PARTS and sets.is_acyclic(parts):
+            if len(parts) <= MAX_DISTINCT_PARTS and sets.is_acyclic(parts):
                 yield from moves.shared_out(
                     sets, parts, count, self._weight(), lambda one, other: bool(sizes(one | other))
                 )
@@ -397,12 +388,10 @@ class Refiner:
         """Return what sums a stage's work up."""
         forward, backward = self.costs.block_times(self.request.mini_batch / max(self.request.num_ranks, 1))
         weight = forward + backward
-        loads: dict[Mask, float] = {}
 
+        @functools.cache
         def load(mask: Mask) -> float:
-            if mask not in loads:
-                loads[mask] = float(weight[self.sets.flags(mask)].sum())
-            return loads[mask]
+            return float(weight[self.sets.flags(mask)].sum())
 
         return load
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.remembered import remembered
 from gpp_plugin.plan.linear_order import linear_order, split_by_weight
 from gpp_plugin.plan.make import order_stages
 from gpp_plugin.plan.refine import moves
@@ -126,7 +127,7 @@ LARGEST_SHARE, LEAST_SHARE = 0.7, 0.002
 """Of all work: what a branch may have that is put on the ranks of the rest."""
 MOST_BRANCHES = 4
 FEW_BLOCKS = 12
-"""Blocks up to which more partitions are looked at, and more moves."""
+"""Blocks up to which more partitions are tried, and more moves."""
 ROUNDS = 64
 """Moves that even out a partition at most."""
 
@@ -144,14 +145,11 @@ class Partitioner:
         forward, backward = costs.block_times(local)
         self._weights = (forward + backward).tolist()
         self._chain = linear_order(costs.graph)
-        self._loads: dict[Mask, float] = {}
 
+    @remembered
     def load(self, mask: Mask) -> float:
         """Return the work of a set of blocks on one micro-batch."""
-        found = self._loads.get(mask)
-        if found is None:
-            found = self._loads[mask] = float(sum(self._weights[row] for row in self.sets.rows(mask)))
-        return found
+        return float(sum(self._weights[row] for row in self.sets.rows(mask)))
 
     def partitions(self, groups: Sequence[Sequence[str]], count: int) -> list[tuple[tuple[str, ...], ...]]:
         """Return ways to cut the blocks of ``groups`` into ``count`` stages: from these groups, and as a chain.
@@ -186,7 +184,7 @@ class Partitioner:
         """Return as many stages, some of them cut or merged."""
         if len(masks) <= count:
             return moves.reshape(self.sets, masks, count, self.load)
-        # what is merged must not make a circle with the blocks that are in none of them, which stay apart
+        # what is merged must not make a circle with the blocks that are in none of them, which stay separate
         others = self._others(masks)
         found = moves.reshape(
             self.sets,
@@ -239,7 +237,7 @@ class Partitioner:
         At a join each of what it joins, with all before it, is one, and so are all of them but the heaviest together.
         """
         # CLIP's loss joins a vision and a text tower: each is one. LLaVA's first layer joins vision and embeddings:
-        # each is one, and the vision tower is worth a place. What precedes a branch goes with it, so that the rest is
+        # each is one, and the vision tower is worth a place. What precedes a branch stays with it, so that the rest is
         # a graph too, which reads from the branch and never the other way.
         graph = self.costs.graph.dependencies()
         everything = self.load(self.sets.mask_of(list(graph.nodes)))

@@ -1,4 +1,4 @@
-"""Lets ranks hold several stages where that is asked for, or shorter: interleaving, and branches on ranks of others.
+"""Plans where ranks hold several stages, on request or where shorter: interleaving, and branches on ranks of others.
 
     plans, one stage a rank, of several planners
       1 starts          `shared_starts`: partitions, maps and micro-batch sizes, in the order of a bound on their step
@@ -45,7 +45,7 @@ from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
 from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner, exchanged_stages, moved_stages
-from gpp_plugin.plan.shared.shared_evaluator import BUDGET, LEFT_OUT, Drafts, SharedJudge
+from gpp_plugin.plan.shared.shared_evaluator import BUDGET, LEFT_OUT, Drafts, SharedEvaluator
 from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
 from gpp_plugin.plan.validate_request import validate_for
 from gpp_plugin.schedule.names import AUTO
@@ -61,10 +61,10 @@ NUM_EXACT = 6
 NUM_IMPROVED = 4
 NUM_SIZES, NEAR_SIZE = 5, 1.25
 """Micro-batch sizes that are searched alone at most: those whose best start takes up to so many times the shortest."""
-MAX_RIVAL_SIZE, MAX_BASES_SIZE = 6_000, 2_000
+MAX_BASELINE_SIZE, MAX_BASES_SIZE = 6_000, 2_000
 """Blocks x ranks up to which there is more than one search, and up to which there are searches from other plans."""
 NUM_REFINED = 12
-"""Of all that were simulated exactly, how many are given the best orders and in-flight counts."""
+"""Of all that were simulated exactly, how many get the best orders and in-flight counts."""
 LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED, LARGE_GROUPS = 2, 1, 1, 16
 """The same of models too large for several searches, and into how many groups their ranks are divided at most."""
 NEAR = 1.15
@@ -100,8 +100,8 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
     setting = _Setting(request, schedule, report)
     searches: list[_Search] = []
     found: list[tuple[PipelinePlan, str]] = []
-    for asked, base in _searches(plan, request, searches, report):
-        searches.append(_Search(asked, base, setting))
+    for wanted, base in _searches(plan, request, searches, report):
+        searches.append(_Search(wanted, base, setting))
         report.begin(f"ways to share ranks, search {len(searches)}")
         best = searches[-1].best()
         found += [] if best is None else [best]
@@ -110,7 +110,7 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
             raise PlanInfeasible(_why_none(request, searches[0].num_starts, report))
         note = f"no way to share ranks {'was found' if report.has_left_out(LEFT_OUT) else 'fits'}"
         return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
-    num_tried = setting.judge.num_simulated
+    num_tried = setting.evaluator.num_simulated
     report.begin("schedules of the best way to share ranks")
     shared, how = min(found, key=lambda each: each[0].iteration_us)
     shared = dataclasses.replace(setting.scheduled(shared), planner=plan.planner)
@@ -144,7 +144,7 @@ def _searches(
     if is_large(request):
         report.leave_out(
             f"ways to share ranks beyond one search, and more than {LARGE_GROUPS} groups of ranks (more than "
-            f"{MAX_RIVAL_SIZE} blocks x ranks)"
+            f"{MAX_BASELINE_SIZE} blocks x ranks)"
         )
         return
     for each in free[1:]:
@@ -177,7 +177,7 @@ def _searches(
 
 def is_large(request: PlanRequest) -> bool:
     """Return whether there is time for one search only."""
-    return len(request.graph.blocks) * request.num_ranks > MAX_RIVAL_SIZE
+    return len(request.graph.blocks) * request.num_ranks > MAX_BASELINE_SIZE
 
 
 def _plan_of(planner: str, request: PlanRequest) -> PipelinePlan | None:
@@ -209,7 +209,7 @@ def _requests(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _why_none(request: PlanRequest, num_starts: int, report: SearchReport) -> str:
-    asked = (
+    wanted = (
         setting_of("virtual_stages", request.virtual_stages)
         if (request.virtual_stages or 1) > 1
         else f"{request.num_stages} stages on {request.num_ranks} ranks"
@@ -219,18 +219,18 @@ def _why_none(request: PlanRequest, num_starts: int, report: SearchReport) -> st
             "" if request.data_parallel is None else f", {setting_of('data_parallel', request.data_parallel)}"
         )
         return (
-            f"{asked}: no way to put them on {request.num_ranks} ranks{degree} divides the mini-batch of "
+            f"{wanted}: no way to put them on {request.num_ranks} ranks{degree} divides the mini-batch of "
             f"{request.mini_batch} in loss units of {request.loss_unit}; change {name_of('stages')}, "
             f"{name_of('virtual_stages')}, {name_of('data_parallel')} or {name_of('micro_batch_sizes')}"
         )
     if report.has_left_out(LEFT_OUT):
         return (
-            f"{asked}: none was found that fits, and not all of {num_starts} ways to put them on {request.num_ranks} "
+            f"{wanted}: none was found that fits, and not all of {num_starts} ways to put them on {request.num_ranks} "
             f"ranks were searched, for want of time: {BUDGET} simulated tasks; raise "
             f"{name_of('micro_batch_sizes')}, lower {name_of('virtual_stages')}, or add ranks"
         )
     return (
-        f"{asked}: none of {num_starts} ways to put them on {request.num_ranks} ranks fits their memory; lower "
+        f"{wanted}: none of {num_starts} ways to put them on {request.num_ranks} ranks fits their memory; lower "
         f"{name_of('virtual_stages')} or {name_of('micro_batch_sizes')}, add ranks, or raise "
         f"{name_of('memory.limit_gb')}"
     )
@@ -242,7 +242,9 @@ class _Setting:
     def __init__(self, request: PlanRequest, schedule: str, report: SearchReport) -> None:
         self.request, self.report, self._schedule = request, report, schedule
         self.costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-        self.judge = SharedJudge(request, self.costs, schedule=first_schedule(schedule), report=report)
+        self.evaluator = SharedEvaluator(
+            request, self.costs, schedule=first_schedule(schedule), report=report
+        )
         self._partitioners: dict[int, Partitioner] = {}
 
     def partitioner(self, local: int) -> Partitioner:
@@ -279,8 +281,8 @@ class _Search:
 
     def __init__(self, request: PlanRequest, plan: PipelinePlan, setting: _Setting) -> None:
         self._request, self._plan = request, plan
-        self._costs, self._judge = setting.costs, setting.judge
-        self._judge.budget = BUDGET
+        self._costs, self._evaluator = setting.costs, setting.evaluator
+        self._evaluator.budget = BUDGET
         self._rules: BatchRules = batch_rules(request)
         self._partitioner = setting.partitioner(max(stage.local_batch_size for stage in plan.stages))
         self._is_small, self._is_large = len(request.graph.blocks) <= FEW_BLOCKS, is_large(request)
@@ -292,7 +294,7 @@ class _Search:
         most_groups = LARGE_GROUPS if self._is_large else None
         self._makers = StartMaker(request, self._rules, self._partitioner, plan, most_groups=most_groups)
         if self._is_large:
-            self._judge.budget = BUDGET // 2
+            self._evaluator.budget = BUDGET // 2
         self.num_starts = 0
         self.best_of_sizes: dict[int, float] = {}
 
@@ -303,8 +305,8 @@ class _Search:
         best: list[_Found] = []
         for _, start in found[:num_exact]:
             if not best:  # one of those that fit is taken, also where finding them has spent the budget
-                self._judge.budget = max(self._judge.budget, 1)
-            plan = self._judge.judged(start.drafts, is_exact=True)
+                self._evaluator.budget = max(self._evaluator.budget, 1)
+            plan = self._evaluator.evaluated(start.drafts, is_exact=True)
             if plan is not None:
                 best.append((plan, start))
         if not best:
@@ -313,23 +315,23 @@ class _Search:
         for timed, start in [*found, *best]:
             size = max(draft.micro_batch_size for draft in start.drafts)
             self.best_of_sizes[size] = min(self.best_of_sizes.get(size, math.inf), timed.iteration_us)
-        share = self._judge.budget // num_improved
+        share = self._evaluator.budget // num_improved
         improved = [self._improved(plan, start, share) for plan, start in best[:num_improved]]
         # of few tasks all were simulated exactly, and what is not shortest with the usual counts may be with others
         near = _shortest_first([*improved, *(found if self._is_small else best)])
         near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:num_refined]
-        self._judge.budget = BUDGET // 4 if self._is_large else BUDGET
-        plan, start = _shortest_first((self._judge.refined(plan), start) for plan, start in near)[0]
+        self._evaluator.budget = BUDGET // 4 if self._is_large else BUDGET
+        plan, start = _shortest_first((self._evaluator.refined(plan), start) for plan, start in near)[0]
         return self._named(plan, start), start.how
 
     def _simulated_starts(self) -> list[_Found]:
         """Return the starts that fit with their rough times, the shortest first."""
         found: list[_Found] = []
         for start in self._chosen_starts():
-            if self._is_large and self._judge.budget < BUDGET // 4:
+            if self._is_large and self._evaluator.budget < BUDGET // 4:
                 break  # what is left is for the best of them
             below = min((plan.iteration_us for plan, _ in found), default=math.inf)
-            plan = self._judge.judged(start.drafts, below_us=below * NEAR)
+            plan = self._evaluator.evaluated(start.drafts, below_us=below * NEAR)
             if plan is not None:
                 found.append((plan, start))
         return _shortest_first(found)
@@ -337,10 +339,7 @@ class _Search:
     def _named(self, plan: PipelinePlan, start: Start) -> PipelinePlan:
         """Return the plan of a start with the names of its stages."""
         named = build_plan(self._request, start.drafts, planner=self._plan.planner, costs=self._costs)
-        stages = tuple(
-            dataclasses.replace(stage, name=other.name)
-            for stage, other in zip(plan.stages, named.stages, strict=True)
-        )
+        stages = plan.with_each(name=[other.name for other in named.stages]).stages
         # its edges say what its orders reckon with
         return dataclasses.replace(named, stages=stages, edges=plan.edges, iteration_us=plan.iteration_us)
 
@@ -353,7 +352,7 @@ class _Search:
             distinct.setdefault(frozenset(start.drafts), start)
         self.num_starts = len(distinct)
         waiting = [
-            (self._judge.busiest_us(start.drafts), number, start, False)
+            (self._evaluator.busiest_us(start.drafts), number, start, False)
             for number, start in enumerate(distinct.values())
         ]
         heapq.heapify(waiting)
@@ -368,7 +367,7 @@ class _Search:
             if not (self._is_small or is_wanted or start.how == AS_PLANNED):
                 continue
             if not is_bound:
-                bound = max(bound, self._judge.least_us(self._judge.plan_of(start.drafts)))
+                bound = max(bound, self._evaluator.least_us(self._evaluator.plan_of(start.drafts)))
                 heapq.heappush(waiting, (bound, number, start, True))
                 continue
             chosen.append(start)
@@ -385,18 +384,18 @@ class _Search:
     def _improved(self, plan: PipelinePlan, start: Start, share: int) -> tuple[PipelinePlan, Start]:
         """Return the plan reached by taking every move that is shorter, within a share of the budget."""
         # What is compared roughly must be shorter exactly as well. Where nothing is left to spend the plan stays.
-        least = self._judge.budget - share
-        rough = self._judge.judged(start.drafts) or plan
+        least = self._evaluator.budget - share
+        rough = self._evaluator.evaluated(start.drafts) or plan
         is_improved = True
         while is_improved:
             is_improved = False
             for changed in self._neighbours(plan, start.drafts):
-                if self._judge.budget <= least:
+                if self._evaluator.budget <= least:
                     return plan, start
-                found = self._judge.judged(changed, below_us=plan.iteration_us)
+                found = self._evaluator.evaluated(changed, below_us=plan.iteration_us)
                 if found is None or found.iteration_us >= rough.iteration_us * (1 - ROUNDING):
                     continue
-                exact = self._judge.judged(changed, below_us=plan.iteration_us, is_exact=True)
+                exact = self._evaluator.evaluated(changed, below_us=plan.iteration_us, is_exact=True)
                 if exact is not None and exact.iteration_us < plan.iteration_us * (1 - ROUNDING):
                     plan, rough, is_improved = exact, found, True
                     start = dataclasses.replace(start, drafts=changed)
@@ -427,7 +426,7 @@ class _Search:
                 yield tuple(changed)
 
     def _other_blocks(self, plan: PipelinePlan, drafts: Drafts) -> Iterator[Drafts]:
-        """Yield what results when a boundary block of a stage, of the busiest ranks first, goes to another stage."""
+        """Yield what results when a boundary block of a stage, of the busiest ranks first, moves to another stage."""
         busy = [0.0] * plan.num_ranks
         for i, stage in enumerate(plan.stages):
             for rank in stage.ranks:
@@ -435,20 +434,11 @@ class _Search:
         sets = self._partitioner.sets
         masks = [sets.mask_of(draft.blocks) for draft in drafts]
         order = sorted(range(len(drafts)), key=lambda i: -max(busy[rank] for rank in drafts[i].ranks or (0,)))
-        for i in order:
-            for changed in moves.boundary_moves(sets, masks, i):
-                found = self._with_blocks(drafts, changed)
-                if found is not None:
-                    yield found
-        if len(sets.names) > FEW_BLOCKS:
-            return
-        changes = itertools.chain(
-            moves.swaps(sets, masks), moves.merged_and_cut(sets, masks, range(len(masks)))
-        )
-        for changed in changes:
-            found = self._with_blocks(drafts, changed)
-            if found is not None:
-                yield found
+        changes = itertools.chain.from_iterable(moves.boundary_moves(sets, masks, i) for i in order)
+        if len(sets.names) <= FEW_BLOCKS:
+            merged = moves.merged_and_cut(sets, masks, range(len(masks)))
+            changes = itertools.chain(changes, moves.swaps(sets, masks), merged)
+        yield from filter(None, (self._with_blocks(drafts, changed) for changed in changes))
 
     def _with_blocks(self, drafts: Drafts, masks: Sequence[int]) -> Drafts | None:
         """Return the stages with other blocks; None where one of them may not have its micro-batch size any more."""

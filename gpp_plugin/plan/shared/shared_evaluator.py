@@ -90,7 +90,7 @@ def _with_width(plan: PipelinePlan, cluster: Cluster, width: int) -> tuple[Pipel
         )
     if any(link.span % width and width % link.span for link in cluster.links):
         return None
-    # a level of fewer ranks than are one now joins nobody any more
+    # a level of fewer ranks than are one now joins none any more
     links = tuple(
         dataclasses.replace(link, span=link.span // width) for link in cluster.links if link.span % width == 0
     )
@@ -113,15 +113,15 @@ BUDGET = 60_000
 EXACT_TASKS = 160
 """Up to so many a plan is simulated exactly at once: as fast as that is with more of them roughly."""
 EXACT_COST = 6
-"""Finding the orders of stages together takes about so many times what turns of given orders take."""
+"""Finding the orders of stages together takes about so many times what turns of fixed orders take."""
 LEFT_OUT = "some ways to share ranks"
 """What is not searched when the budget is spent."""
 FACTORS = (1.0, 1.5, 2.0)
 """Times Table 2's in-flight counts that are tried in the end, where memory allows."""
 
 
-class SharedJudge:
-    """Judges plans of one request, within a budget of simulated tasks; what it was asked once it remembers.
+class SharedEvaluator:
+    """Evaluates plans of one request, within a budget of simulated tasks; results are cached.
 
     Args:
         schedule: of all stages of the plans that are made.
@@ -153,7 +153,7 @@ class SharedJudge:
 
     def busiest_us(self, drafts: Drafts) -> float:
         """Return how long the busiest rank of these stages computes: no more than `least_us`, and quick."""
-        # Few of a start's sets of ranks are wide (a branch on all ranks); the others are groups, alike or apart.
+        # Few of a start's sets of ranks are wide (a branch on all ranks); the others are groups, equal or disjoint.
         held: dict[tuple[int, ...], float] = {}
         for draft in drafts:
             if draft.ranks is not None:
@@ -189,7 +189,7 @@ class SharedJudge:
             least = max(least, min(heads[i] for i in own) + load + after)
         return least
 
-    def judged(
+    def evaluated(
         self, drafts: Drafts, *, below_us: float = math.inf, is_exact: bool = False
     ) -> PipelinePlan | None:
         """Return the plan of these stages with in-flight counts that fit, and its time.
@@ -209,8 +209,7 @@ class SharedJudge:
         self.budget -= plan.num_ranks + len(plan.stages)  # which has taken its time too
         if self.least_us(plan) >= below_us:
             return None
-        tasks = _num_tasks(plan)
-        factors = FACTORS if tasks <= EXACT_TASKS else FACTORS[:1]
+        factors = FACTORS if plan.num_rank_tasks <= EXACT_TASKS else FACTORS[:1]
         self._known[key] = best = self._best(self._fitting(plan, factors), is_exact=is_exact)
         return best
 
@@ -243,7 +242,7 @@ class SharedJudge:
             best = (
                 timed if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9) else best
             )
-        return self._with_moved_counts(best) if _num_tasks(best) <= EXACT_TASKS else best
+        return self._with_moved_counts(best) if best.num_rank_tasks <= EXACT_TASKS else best
 
     def _with_moved_counts(self, best: PipelinePlan) -> PipelinePlan:
         """Return the plan after every change of one in-flight count that makes its step shorter."""
@@ -280,25 +279,25 @@ class SharedJudge:
     def _timed(self, plan: PipelinePlan, *, is_exact: bool) -> PipelinePlan | None:
         """Return a plan with its simulated time; None where it cannot run."""
         small, cluster = collapsed(plan, self.costs.cluster)
-        tasks = _num_tasks(small)
+        tasks = small.num_rank_tasks
         is_exact = is_exact or tasks <= EXACT_TASKS
         self.budget -= tasks * (EXACT_COST if is_exact and plan.shares_ranks else 1)
         self.num_simulated += 1
         forward_only = forward_only_stages(plan)
         try:
-            kept = None
+            built = None
             if not is_exact or splits_backwards(plan):
-                kept = build_schedules(
+                built = build_schedules(
                     small if is_exact else on_own_ranks(small), forward_only_stages=forward_only
                 )
-            if kept is not None and splits_backwards(plan):
-                plan = with_pending(plan, self.costs, kept)
+            if built is not None and splits_backwards(plan):
+                plan = with_pending(plan, self.costs, built)
                 if memory_excess(self.request, plan)[0] > 0:
                     return None
             us = predict_iteration_us(
                 small,
                 cluster=cluster,
-                schedules=kept,
+                schedules=built,
                 forward_only_stages=forward_only,
                 reduce_us=self.costs.reduce_times(plan),
             )
@@ -375,16 +374,12 @@ class SharedJudge:
         return changed if memory_excess(self.request, changed)[0] <= 0 else None
 
 
-def _num_tasks(plan: PipelinePlan) -> int:
-    return sum(2 * plan.num_micro_batches(i) * s.degree for i, s in enumerate(plan.stages))
-
-
 def under(plan: PipelinePlan, schedule: str, costs: CostModel) -> PipelinePlan:
     """Return the plan with one schedule on all stages, and its in-flight counts."""
     k = k_of(schedule)
     name = schedule if k is None else "1f1b"
-    stages = tuple(dataclasses.replace(stage, schedule=name, k=k or 1) for stage in plan.stages)
-    changed = dataclasses.replace(plan, stages=stages)
+    count = len(plan.stages)
+    changed = plan.with_each(schedule=[name] * count, k=[k or 1] * count)
     return with_counts(changed, plan_in_flight(changed), costs)
 
 
@@ -395,9 +390,7 @@ def with_counts(plan: PipelinePlan, counts: Sequence[int], costs: CostModel) -> 
         if count == stage.in_flight:
             stages.append(stage)
             continue
-        memory = costs.on(stage).stage_memory(
-            costs.indices(stage.blocks), degree=stage.degree, local=stage.local_batch_size, in_flight=count
-        )
+        memory = costs.memory_of(stage, count)
         stages.append(dataclasses.replace(stage, in_flight=count, pending=0, memory_bytes=memory))
     return dataclasses.replace(plan, stages=tuple(stages))
 

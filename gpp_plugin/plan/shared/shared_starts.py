@@ -12,6 +12,7 @@ Tests: tests/plan/test_shared_ranks_plans.py
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ class StartMaker:
                 yield from self.colocated(branch)
 
     def _counts(self) -> Iterator[tuple[int, int]]:
-        """Yield (ranks of a group, stages in all) that are asked for or worth trying."""
+        """Yield (ranks of a group, stages in all) that are requested or worth trying."""
         # 8 ranks, virtual stages "auto": groups of 1, 2 and 4 with 2, 3 and 4 stages each: (1, 16), (1, 24) ...
         request = self._request
         for degree in self._degrees():
@@ -192,13 +193,8 @@ def _counted(number: int, what: str) -> str:
 
 def drafts_of(plan: PipelinePlan) -> Drafts:
     """Return the stages of a plan, on their ranks."""
+    drafts = (StageDraft.of(stage) for stage in plan.stages)
     return tuple(
-        StageDraft(
-            blocks=stage.blocks,
-            degree=stage.degree,
-            micro_batch_size=stage.micro_batch_size,
-            k=stage.k,
-            ranks=stage.ranks,
-        )
-        for stage in plan.stages
+        dataclasses.replace(draft, ranks=stage.ranks)
+        for draft, stage in zip(drafts, plan.stages, strict=True)
     )

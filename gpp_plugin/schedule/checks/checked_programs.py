@@ -78,6 +78,10 @@ class CheckedPrograms:
         """Return whether an edge carries something of some samples."""
         return self.presence is None or edge in self.presence.edges[samples.first_sample]
 
+    def fail_at_end(self, program: RankProgram, what: str) -> ScheduleError:
+        """Return the error that says ``what`` is wrong at the last instruction."""
+        return self.fail(program, len(program.instructions) - 1, what)
+
     def fail(self, program: RankProgram, position: int, what: str) -> ScheduleError:
         """Return the error that says ``what`` is wrong at an instruction, with it marked in the grid.
 

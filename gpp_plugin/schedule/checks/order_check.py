@@ -17,8 +17,8 @@ from gpp_plugin.schedule.grid import format_grid
 # have come to it, a task with tensor ranks when all of its data position have, as it contains their collectives;
 # everything else ends at once, what passes between two stages of one rank included.
 #
-# Programs that finish so finish on any device, whatever its queues and whoever waits for it on the way: each of these
-# adds waits for what a rank has launched before, and here every rank waits for all of that at every instruction.
+# Programs that finish so finish on any device, whatever its queues and whichever rank waits for it on the way: each of
+# these adds waits for what a rank has launched before, and here every rank waits for all of that at every instruction.
 
 OF_STAGE = (InstructionKind.GATHER, InstructionKind.REDUCE_DATA)
 """What all ranks of a stage do together."""
@@ -38,13 +38,13 @@ class SharedInstruction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standstill:
+class Deadlock:
     """Where serial execution ended; every rank is through its program where nothing stopped.
 
     Args:
         stuck: rank -> index of the instruction at which it stands for ever.
         posted: message -> the rank that waits for its other end.
-        present: meeting -> those of its ranks that wait there.
+        present: shared instruction -> those of its ranks that wait there.
     """
 
     stuck: dict[int, int]
@@ -52,13 +52,13 @@ class Standstill:
     present: dict[SharedInstruction, list[int]]
 
 
-def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) -> Standstill:
+def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) -> Deadlock:
     """Execute the programs, by rank, as far as they go."""
-    # The state: ``position`` of the instruction a rank stands at. What ranks must come to together is kept where the
+    # The state: ``position`` of the instruction a rank stands at. What ranks must reach together is stored where the
     # first of them came: a message in ``posted`` with that rank, a collective in ``present`` with all that are there.
     #
     #     rank 0   F0  send x  reduce        rank 0 posts x and stands; rank 1 comes and takes it out again, both go
-    #     rank 1   receive x  F0  ...        on; rank 0 meets its stage's others at ``reduce``
+    #     rank 1   receive x  F0  ...        on; rank 0 reaches its stage's others at ``reduce``
     #
     # Order does not matter: to go on is never undone, so whatever order ready ranks are taken in, the same end comes.
     rows = _tensor_rows(plan)
@@ -72,7 +72,7 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
     present: dict[SharedInstruction, list[int]] = {}
     ready = list(programs)
 
-    def meeting_at(rank: int, instruction: Instruction) -> SharedInstruction | None:
+    def shared_at(rank: int, instruction: Instruction) -> SharedInstruction | None:
         if instruction.kind in OF_STAGE:
             stage = programs[rank].stage_of(instruction)
             assert stage is not None, "a gather or a reduction is of one stage"
@@ -92,13 +92,13 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
         program = programs[rank]
         while position[rank] < len(program.instructions):
             instruction = program.instructions[position[rank]]
-            meeting = meeting_at(rank, instruction)
-            if meeting is not None:
-                here = present.setdefault(meeting, [])
+            shared = shared_at(rank, instruction)
+            if shared is not None:
+                here = present.setdefault(shared, [])
                 here.append(rank)
-                if len(here) < len(meeting.ranks):
+                if len(here) < len(shared.ranks):
                     break
-                for peer in present.pop(meeting)[:-1]:
+                for peer in present.pop(shared)[:-1]:
                     move_on(peer)
             if instruction.message is not None and not instruction.message.is_hand_over:
                 other = posted.pop(instruction.message, None)
@@ -108,7 +108,7 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
                 move_on(other)
             position[rank] += 1
     stuck = {rank: at for rank, at in position.items() if at < len(programs[rank].instructions)}
-    return Standstill(stuck=stuck, posted=posted, present=present)
+    return Deadlock(stuck=stuck, posted=posted, present=present)
 
 
 def _tensor_rows(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:

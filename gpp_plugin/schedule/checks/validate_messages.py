@@ -85,11 +85,7 @@ def check_readiness(checked: CheckedPrograms, program: RankProgram) -> None:
             got[key].append(message)
     if got:
         messages = next(iter(got.values()))
-        raise checked.fail(
-            program,
-            len(program.instructions) - 1,
-            f"receives {messages[0]} for a task that it never runs",
-        )
+        raise checked.fail_at_end(program, f"receives {messages[0]} for a task that it never runs")
 
 
 def _check_inputs(
@@ -129,21 +125,21 @@ def _check_inputs(
         )
 
 
-def check_hand_overs(checked: CheckedPrograms, program: RankProgram) -> None:
+def check_local_transfers(checked: CheckedPrograms, program: RankProgram) -> None:
     """What passes between two stages of a rank is taken where it is made: a send and right behind it its receive."""
-    given: Message | None = None
+    unmatched: Message | None = None
     for position, instruction in enumerate(program.instructions):
         message = instruction.message if instruction.message and instruction.message.is_hand_over else None
         is_send = instruction.kind is InstructionKind.SEND
-        if given is not None and (message != given or is_send):
+        if unmatched is not None and (message != unmatched or is_send):
             raise checked.fail(
-                program, position, f"does not receive {given} right behind its send; lower anew"
+                program, position, f"does not receive {unmatched} right behind its send; lower anew"
             )
-        if given is None and message is not None and not is_send:
+        if unmatched is None and message is not None and not is_send:
             raise checked.fail(program, position, f"receives {message} before its send; lower anew")
-        given = message if is_send else None
-    if given is not None:
-        raise checked.fail(program, len(program.instructions) - 1, f"sends {given}, which it never receives")
+        unmatched = message if is_send else None
+    if unmatched is not None:
+        raise checked.fail_at_end(program, f"sends {unmatched}, which it never receives")
 
 
 def check_channels(checked: CheckedPrograms) -> None:
@@ -173,7 +169,7 @@ def check_channels(checked: CheckedPrograms) -> None:
         for message in departures:
             program = checked.programs[message.src_rank]
             position = next(i for i, m, is_send in messages_of(program) if is_send and m == message)
-            raise checked.fail(program, position, f"sends {message}, which nobody receives")
+            raise checked.fail(program, position, f"sends {message}, which no rank receives")
 
 
 def _key_of(task: Task) -> _TaskKey:
@@ -252,10 +248,10 @@ def _cut(samples: SampleRange, size: int) -> list[SampleRange]:
 
 def needed_cells(plan: PipelinePlan, edge_index: int, direction: Direction, rank: int) -> range:
     """Return the cells that a receiving rank needs of each tensor that a message of an edge holds."""
-    (senders, sent_axis), (receivers, kept_axis), receiver = _ends(plan, edge_index, direction)
+    (senders, sent_axis), (receivers, received_axis), receiver = _ends(plan, edge_index, direction)
     if sent_axis is None:
         return range(1)
-    if sent_axis != kept_axis:
+    if sent_axis != received_axis:
         return range(senders)
     position = receiver.position(rank)[1]
     return range(position * senders, (position + 1) * senders)
@@ -263,14 +259,14 @@ def needed_cells(plan: PipelinePlan, edge_index: int, direction: Direction, rank
 
 def received_cells(plan: PipelinePlan, message: Message) -> range:
     """Return those of them that a message brings; none where its sender has nothing of them."""
-    (_, sent_axis), (receivers, kept_axis), _ = _ends(plan, message.edge, message.direction)
+    (_, sent_axis), (receivers, received_axis), _ = _ends(plan, message.edge, message.direction)
     needed = needed_cells(plan, message.edge, message.direction, message.dst_rank)
     if sent_axis is None:
         return needed
     edge = plan.edges[message.edge]
     sender = plan.stages[edge.src if message.direction is Direction.ACTIVATION else edge.dst]
     position = sender.position(message.src_rank)[1]
-    count = receivers if sent_axis == kept_axis else 1
+    count = receivers if sent_axis == received_axis else 1
     return range(max(needed.start, position * count), min(needed.stop, (position + 1) * count))
 
 

@@ -16,11 +16,11 @@ What is proven for a plan, its schedules and the programs of all ranks:
    as asynchronous ones do, have a reduction and a step of the stage behind each, before its next task, and nowhere
    else);
 6. a stage that its ranks hold in parts (ZeRO 3) is gathered before each of its tasks, on all of them between the same
-   two; it is let go of before the step, and nothing that is whole anyway is gathered;
+   two; it is freed before the step, and nothing that is whole anyway is gathered;
 7. everything finishes when each rank executes its instructions serially, in order, with rendezvous messages: a send
    or a receive ends when its other end is posted; a gather or a reduction of data when all ranks of the stage have come
    to it, and a task, which has the collectives of tensor parallelism inside, when all tensor ranks of its data position
-   have. Then it finishes on any device as well, whoever waits for it on the way (`rendezvous`).
+   have. Then it finishes on any device as well, whichever rank waits for it on the way (`rendezvous`).
 
 Source: this project
 Tests: tests/schedule/test_validate.py, tests/schedule/test_gathers.py
@@ -37,10 +37,10 @@ from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 from gpp_plugin.schedule.build_graph import Presence
 from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER, CheckedPrograms, messages_of
-from gpp_plugin.schedule.checks.order_check import Standstill, execute_serially
+from gpp_plugin.schedule.checks.order_check import Deadlock, execute_serially
 from gpp_plugin.schedule.checks.validate_messages import (
     check_channels,
-    check_hand_overs,
+    check_local_transfers,
     check_messages,
     check_readiness,
 )
@@ -50,7 +50,7 @@ from gpp_plugin.schedule.grid import program_grid
 
 
 def check_gathers(checked: CheckedPrograms, part: RankProgram) -> None:
-    """Check what a rank does for one of its stages: gathered, its tasks, let go of, and so on.
+    """Check what a rank does for one of its stages: gathered, its tasks, freed, and so on.
 
     Raises:
         ScheduleError: a task runs, or a step is taken, while it must not; or there is a gather that nothing needs.
@@ -85,9 +85,8 @@ def check_gathers(checked: CheckedPrograms, part: RankProgram) -> None:
                 "steps while its parameters are gathered, and it steps parts of them; free them before",
             )
     if is_whole and is_sharded:
-        end = len(part.instructions) - 1
-        raise checked.fail(
-            part, end, "ends while its parameters are gathered; free them behind its last task"
+        raise checked.fail_at_end(
+            part, "ends while its parameters are gathered; free them behind its last task"
         )
 
 
@@ -112,7 +111,7 @@ def validate_programs(
     checked = CheckedPrograms(plan, schedules, programs, presence)
     _check_ranks(checked, [program.rank for program in programs])
     for program in checked.programs.values():
-        check_hand_overs(checked, program)
+        check_local_transfers(checked, program)
     for part in checked.parts:
         _check_tasks(checked, part)
         check_messages(checked, part)
@@ -185,10 +184,8 @@ def _check_collectives_agree(checked: CheckedPrograms, *, steps_each_backward: b
         if found != first:
             shown = [f"{kind.value} after {count} tasks" for count, kind in found]
             wanted = [f"{kind.value} after {count} tasks" for count, kind in first]
-            raise checked.fail(
-                part,
-                len(part.instructions) - 1,
-                f"has {shown}, rank {lead} of its stage {wanted}; they must agree",
+            raise checked.fail_at_end(
+                part, f"has {shown}, rank {lead} of its stage {wanted}; they must agree"
             )
     if steps_each_backward:
         return
@@ -198,27 +195,25 @@ def _check_collectives_agree(checked: CheckedPrograms, *, steps_each_backward: b
     }
     if len(set(steps.values())) > 1:
         program = checked.programs[next(rank for rank, has_step in steps.items() if not has_step)]
-        end = len(program.instructions) - 1
-        raise checked.fail(
-            program, end, "has no step while other ranks do; all ranks agree on norm and overflow"
-        )
+        what = "has no step while other ranks do; all ranks agree on norm and overflow"
+        raise checked.fail_at_end(program, what)
 
 
 def _check_completion(checked: CheckedPrograms) -> None:
-    """Execute all programs serially with rendezvous; whoever still waits at the end is stuck."""
+    """Execute all programs serially with rendezvous; a rank that still waits at the end is stuck."""
     end = execute_serially(checked.plan, checked.programs)
     if end.stuck:
         _raise_deadlock(checked, end)
 
 
-def _raise_deadlock(checked: CheckedPrograms, end: Standstill) -> None:
+def _raise_deadlock(checked: CheckedPrograms, end: Deadlock) -> None:
     waits_for: dict[int, tuple[int, Message | str]] = {}
     for message, rank in end.posted.items():
         waits_for[rank] = (message.dst_rank if rank == message.src_rank else message.src_rank, message)
-    for meeting, ranks in end.present.items():
-        late = next(rank for rank in meeting.ranks if rank not in ranks)
-        kind = "a gather" if meeting.what.kind is InstructionKind.GATHER else "a reduction"
-        what = kind if meeting.what.task is None else f"their task {meeting.what}"
+    for shared, ranks in end.present.items():
+        late = next(rank for rank in shared.ranks if rank not in ranks)
+        kind = "a gather" if shared.what.kind is InstructionKind.GATHER else "a reduction"
+        what = kind if shared.what.task is None else f"their task {shared.what}"
         waits_for.update(dict.fromkeys(ranks, (late, what)))
     rank = next(iter(end.stuck))
     path: list[int] = []
@@ -261,11 +256,7 @@ def _check_tasks(checked: CheckedPrograms, program: RankProgram) -> None:
         if task != planned:
             raise checked.fail(program, position, f"runs {task} where the schedule has {planned}; lower anew")
     if len(ran) != len(due):
-        raise checked.fail(
-            program,
-            len(program.instructions) - 1,
-            f"runs {len(ran)} tasks of the {len(due)} scheduled; lower anew",
-        )
+        raise checked.fail_at_end(program, f"runs {len(ran)} tasks of the {len(due)} scheduled; lower anew")
     # That the schedule was followed says nothing of the schedule, so the parts of each micro-batch are checked by
     # themselves: after each task they must begin one of F B, F I W, Fa Fb B and Fa Fb I W (F and Fa Fb where nothing
     # is trained), and at the end be whole. ``2F0a 2F0b 2B0 2F1`` leaves parts {0: [Fa, Fb, B], 1: [F]}: 1 is
@@ -288,9 +279,8 @@ def _check_tasks(checked: CheckedPrograms, program: RankProgram) -> None:
         wanted = set(range(checked.plan.num_micro_batches(program.stage)))
     lacking = [m for m in sorted(wanted) if not parts[m] or parts[m][-1] not in ends]
     if lacking or len(parts) != len(wanted):
-        raise checked.fail(
+        raise checked.fail_at_end(
             program,
-            len(program.instructions) - 1,
             f"runs {len(parts)} micro-batches where {len(wanted)} are due, unfinished {lacking[:4]}; "
             "schedule each once",
         )
@@ -377,4 +367,4 @@ def _check_steps(checked: CheckedPrograms, program: RankProgram) -> None:
         if instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD:
             expected = [InstructionKind.REDUCE_DATA, InstructionKind.STEP]
     if expected:
-        raise checked.fail(program, len(program.instructions) - 1, f"ends without {expected[0].value}")
+        raise checked.fail_at_end(program, f"ends without {expected[0].value}")

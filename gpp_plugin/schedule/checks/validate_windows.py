@@ -1,4 +1,4 @@
-"""Proves the programs of windows, asynchronous ones and those that look ahead: in a row, and each by itself.
+"""Proves the programs of windows, asynchronous or with frozen-branch prefetch: in a row, and each by itself.
 
 Windows that are run one after the other, and the drain after them, are one long program of a longer mini-batch: all
 that is proven for programs (`validate_programs`) is proven for that. The windows that repeat are run twice in it, the
@@ -7,7 +7,7 @@ second time shifted. Besides, no window may need a later one:
 1. the messages of a window (or a drain) are sent and received in it;
 2. a window finishes by itself under serial rendezvous execution, whatever ranks do between two of them.
 
-Programs that look ahead (`look_ahead`) are windows too: the branch by itself, mini-batches with the branch's next one,
+Programs with prefetch (`look_ahead`) are windows too: the branch by itself, mini-batches with the branch's next one,
 and one without. They end with a reduction and a step each, which are checked by the window.
 
 Source: this project
@@ -63,7 +63,7 @@ def validate_windows(
 
 
 def validate_ahead(plan: PipelinePlan, programs: AheadPrograms) -> None:
-    """Check the programs of a plan whose frozen branch runs a mini-batch ahead, of all ranks together.
+    """Check the programs of a plan whose frozen branch runs a mini-batch early, of all ranks together.
 
     Raises:
         ScheduleError: what is wrong, with which values, and the grid with the bad cell marked.
@@ -94,7 +94,7 @@ def _check_alone(plan: PipelinePlan, programs: Programs, name: str) -> None:
     if sent != received:
         message = next(iter(sent ^ received))
         lacks = "receives" if message in sent else "sends"
-        raise ScheduleError(f"{name}: nobody {lacks} {message} in it; a window needs nothing of later ones")
+        raise ScheduleError(f"{name}: no rank {lacks} {message} in it; a window needs nothing of later ones")
     end = execute_serially(plan, {program.rank: program for program in programs})
     if end.stuck:
         raise ScheduleError(

@@ -1,6 +1,6 @@
 """Asynchronous 1F1B on a graph of stages (PipeDream, SOSP 2019, section 3.2): a pipeline that never drains.
 
-Every stage holds k micro-batches, counted from the sinks, and goes on without end: k forwards, then one backward
+Every stage holds k micro-batches, counted from the sinks, and continues without end: k forwards, then one backward
 and one forward in turn. After each backward the stage updates its weights, so a micro-batch's backward comes k - 1
 updates after its forward, and uses the weights of that forward.
 
@@ -101,9 +101,9 @@ class Windows:
         return window * self.micro_batches >= max(1, 2 * (self.longest - 1))
 
     def num_reported(self, window: int) -> int:
-        """Return how many losses have been told when a window ends.
+        """Return how many losses are known when a window ends.
 
-        Only those are waited for that nobody waits for anyway: a loss is computed ``longest`` - 1 forwards after
+        Only those are waited for that are not waited for anyway: a loss is computed ``longest`` - 1 forwards after
         the first stage began the micro-batch. The first window waits for the first loss.
         """
         return max(1, window * self.micro_batches - self.longest + 1)

@@ -7,7 +7,7 @@ Deviations:
 
 - The guard ``c_b + 1 <= c_f <= B / b`` that the paper leaves out.
 - ``IsTimeOptimal`` runs the order against the successors' fixed schedules in the simulator, with all
-  stages behind the successors; what other branches feed them is taken to be there in time.
+  stages behind the successors; what other branches send them is taken to be there in time.
 - The shortest running time is that of GPipe's order: every forward is as early as it can be, so every
   gradient comes as early as it can, and the backwards follow each other without a forward between.
 - Every edge between stages that run backwards counts as one with gradients (see `in_flight`).
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import Schedule
 from gpp_plugin.schedule.build_graph import build_task_graph
@@ -70,22 +70,22 @@ def greedy_schedule(
     # So it takes F0 F1 B0 F2 B1 B2 and holds two, where GPipe holds three and ends no earlier.
     count = plan.num_micro_batches(stage)
     cap = count if most_in_flight is None else min(most_in_flight, count)
-    judge = _Judge(on_own_ranks(plan), stage, behind, cluster)
-    goal = judge.running_us([*range(count), *(~m for m in range(count))]) * (1.0 + SLACK)
+    evaluator = _Evaluator(on_own_ranks(plan), stage, behind, cluster)
+    goal = evaluator.running_us([*range(count), *(~m for m in range(count))]) * (1.0 + SLACK)
     order = [0]
     forward, backward = 1, 0
     while backward < count:
         is_full = forward - backward == cap or forward == count
         may_backward = backward < forward
         if may_backward and (
-            is_full or judge.running_us(_continued(order, forward, backward, count)) <= goal
+            is_full or evaluator.running_us(_continued(order, forward, backward, count)) <= goal
         ):
             order.append(~backward)
             backward += 1
         else:
             order.append(forward)
             forward += 1
-    if judge.running_us(order) == float("inf"):
+    if evaluator.running_us(order) == float("inf"):
         raise ScheduleError(
             f"stage {plan.stages[stage].name!r}: no order that holds {cap} micro-batches can run with its "
             "successors; raise in_flight"
@@ -116,28 +116,25 @@ def _tasks(stage: int, order: Sequence[int]) -> tuple[Task, ...]:
     )
 
 
-def _with_gradients(edge: StageEdge) -> StageEdge:
-    """Return the edge with gradients for all its tensors, as in-flight counts are made for."""
-    return dataclasses.replace(edge, gradient_tensors=(*edge.batch_tensors, *edge.whole_tensors))
-
-
-class _Judge:
+class _Evaluator:
     """The stage and all behind it as one task graph, run again for every order tried."""
 
     def __init__(
         self, plan: PipelinePlan, stage: int, behind: Mapping[int, StageSchedule], cluster: Cluster | None
     ) -> None:
-        # Stages that this one does not feed run alone: without their edges they delay nothing.
-        kept = stages_behind(plan)[stage]
-        trained = {stage, *(index for index in kept if has_backwards(behind[index]))}
+        # Stages that this one does not send to run alone: without their edges they delay nothing.
+        followers = stages_behind(plan)[stage]
+        trained = {stage, *(index for index in followers if has_backwards(behind[index]))}
         edges = tuple(
-            _with_gradients(edge) if {edge.src, edge.dst} <= trained else edge
+            dataclasses.replace(edge, gradient_tensors=(*edge.batch_tensors, *edge.whole_tensors))
+            if {edge.src, edge.dst} <= trained
+            else edge
             for edge in plan.edges
-            if edge.src in kept or edge.src == stage
+            if edge.src in followers or edge.src == stage
         )
         alone = dataclasses.replace(plan, edges=edges)
         schedules = [
-            behind[index] if index in kept else gpipe_schedule(index, plan.num_micro_batches(index))
+            behind[index] if index in followers else gpipe_schedule(index, plan.num_micro_batches(index))
             for index in range(len(plan.stages))
         ]
         self._graph: TaskGraph = build_task_graph(alone, schedules)

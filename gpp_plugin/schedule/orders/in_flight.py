@@ -1,9 +1,9 @@
 """How many micro-batches each stage holds between forward and backward, counted from the sink.
 
-`table_2` has the number for one pair of stages. A stage takes the most that any successor asks for.
+`table_2` has the number for one pair of stages. A stage takes the most that any successor needs.
 
 Edges without gradients count like the others. Less would do for a pair of stages, but where a frozen
-stage feeds two branches that meet again it could stop all three; this way every order of a graph with
+stage sends to two branches that join again it could stop all three; this way every order of a graph with
 gradients everywhere is also one of this graph.
 
 Source: GraphPipe (arXiv 2406.17145), section 6, Table 2, and appendix A.1
@@ -12,7 +12,6 @@ Tests: tests/schedule/test_in_flight.py
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 from gpp_plugin.ir.plan import PipelinePlan, Stage
@@ -29,8 +28,8 @@ __all__ = ["compute_in_flight", "in_flight_from_source", "plan_in_flight"]
 def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
     """Return for each stage the micro-batches it holds, from the sinks back to the sources.
 
-    A stage takes the most that any of its successors asks for, at most all micro-batches; one whose schedule
-    holds all of them (GPipe) takes all, one whose schedule knows its order beforehand (greedy) what that comes to.
+    A stage takes the most that any of its successors needs, at most all micro-batches; one whose schedule
+    holds all of them (GPipe) takes all, one whose order is known beforehand (greedy) what that comes to.
 
     Raises:
         PlanError: micro-batches do not divide the mini-batch, or the stages depend on each other in a circle.
@@ -59,8 +58,8 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
         elif free is not None:
             needed = free.num_in_flight * stage.micro_batch_size
         else:
-            asked = [_ask(stage, plan.stages[other], samples[other]) for other in outgoing[index]]
-            needed = max([stage.k * stage.micro_batch_size, *asked])
+            wanted = [_ask(stage, plan.stages[other], samples[other]) for other in outgoing[index]]
+            needed = max([stage.k * stage.micro_batch_size, *wanted])
         counts[index] = min(-(-needed // stage.micro_batch_size), plan.num_micro_batches(index))
         samples[index] = counts[index] * stage.micro_batch_size
         behind.settle(index, counts[index], free)
@@ -85,11 +84,8 @@ class _OrdersBehind(Mapping[int, StageSchedule]):
         if index not in self._counts:
             raise KeyError(index)
         if index not in self._orders:
-            stages = tuple(
-                dataclasses.replace(stage, in_flight=self._counts.get(i, stage.in_flight))
-                for i, stage in enumerate(self._plan.stages)
-            )
-            settled = dataclasses.replace(self._plan, stages=stages)
+            counts = [self._counts.get(i, stage.in_flight) for i, stage in enumerate(self._plan.stages)]
+            settled = self._plan.with_each(in_flight=counts)
             self._orders[index] = build_stage_schedule(settled, index, self)
         return self._orders[index]
 
@@ -121,7 +117,7 @@ def in_flight_from_source(plan: PipelinePlan) -> tuple[int, ...]:
 
 
 def _ask(stage: Stage, successor: Stage, samples: int) -> int:
-    """Return the samples that a successor with ``samples`` in flight asks of a stage."""
+    """Return the samples that a successor with ``samples`` in flight needs of a stage."""
     return compute_in_flight(
         k_x=stage.k,
         b_x=stage.micro_batch_size,

@@ -29,7 +29,7 @@ In V shapes (rank r of p holds stages r and 2p - 1 - r; zero bubble) a rank's me
 `in_flight_within` finds the counts. With F, I and W of 1 a stage and the memory of V-Min and V-Half (Qi et al. 2024)
 the whole mini-batch takes no longer than those papers' spans; with that of 1F1B the last rank idles up to 2 beyond the
 p - 1 forwards before its first, where V-ZB's steady state idles nowhere. Counts are peaks of each stage: where two
-stages of a rank peak at different times their sum is up to 3 above the limit asked for.
+stages of a rank peak at different times their sum is up to 3 above the requested limit.
 
 Deviations: Megatron's warm-up is a formula of rank and chunk, here it is what equal times make of it; in the group at
 the end, where m is no multiple of p, Megatron refuses and this does not.
@@ -66,7 +66,7 @@ _Found = tuple[float, Sequence[StageSchedule]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Policy:
-    """What a rank goes by when it chooses.
+    """What a rank chooses by.
 
     Args:
         has_equal_times: the simulation's tasks of a stage take equal times, whatever they take in the plan.
@@ -91,17 +91,17 @@ def interleaved_schedules(
             schedule is no 1F1B and no zero bubble; they stay for all where no other orders can run.
 
     Raises:
-        PlanError: stages of unlike tensor rows share a rank.
+        PlanError: stages of different tensor rows share a rank.
     """
     check_shared_rows(plan)
     free = {index for index in range(len(plan.stages)) if _is_free(plan, index, schedules[index])}
-    kept = [schedules[index] for index in range(len(plan.stages))]
+    chosen = [schedules[index] for index in range(len(plan.stages))]
     if not free:
         return dict(schedules)
-    setting = _Setting(plan, kept, free)
+    setting = _Setting(plan, chosen, free)
     found = list(_orders_under(setting, {}))
     if not found or found[-1][0] > setting.least_us * (1.0 + SLACK):
-        found.append((_length(plan, kept), kept))
+        found.append((_length(plan, chosen), chosen))
     return dict(enumerate(_shortest(plan, found)))
 
 
@@ -109,19 +109,16 @@ def in_flight_within(plan: PipelinePlan, most_held: Mapping[int, float]) -> tupl
     """Return the in-flight counts with which ranks hold at most so much, or None where no order was found.
 
     Of stages that share ranks it is the rank's memory that is limited, not that of each stage. The counts are those of
-    the shortest order found under these limits; every stage keeps room for one micro-batch of those behind it.
+    the shortest order found under these limits; every stage reserves memory for one micro-batch of those behind it.
 
     Args:
         plan: its in-flight counts are not read.
         most_held: by rank, how many micro-batches it may hold, those of all its stages together.
     """
-    stages = tuple(
-        dataclasses.replace(stage, in_flight=plan.num_micro_batches(index))
-        for index, stage in enumerate(plan.stages)
-    )
-    freed = dataclasses.replace(plan, stages=stages)
-    kept = [_template(freed, index) for index in range(len(plan.stages))]
-    found = list(_orders_under(_Setting(freed, kept, set(range(len(stages)))), most_held))
+    every = range(len(plan.stages))
+    freed = plan.with_each(in_flight=map(plan.num_micro_batches, every))
+    chosen = [_template(freed, index) for index in every]
+    found = list(_orders_under(_Setting(freed, chosen, set(every)), most_held))
     return tuple(order.num_in_flight for order in _shortest(freed, found)) if found else None
 
 
@@ -223,7 +220,7 @@ class _Order:
 
     Args:
         limit: micro-batches it may hold.
-        tasks: what has been chosen, (code, micro-batch); all of it, from the start, where the order is given.
+        tasks: what has been chosen, (code, micro-batch); all of it, from the start, where the order is fixed.
         turns: of each of the first of those, when a first rank started it.
         total: how many tasks there will be.
         size: samples of a micro-batch.
@@ -302,8 +299,8 @@ class _Setting:
         self.schedules = schedules
         self.free = free
         self.templates = [_template(plan, i) if i in free else schedules[i] for i in range(len(schedules))]
-        apart = on_own_ranks(plan)
-        graph = build_task_graph(apart, self.templates)
+        separate = on_own_ranks(plan)
+        graph = build_task_graph(separate, self.templates)
         self.num_waits = list(graph.num_waits)
         for follower in graph.next_on_rank:
             if follower >= 0:
@@ -315,7 +312,7 @@ class _Setting:
         times = {are_equal: _times(plan, self.templates, are_equal=are_equal) for are_equal in (True, False)}
         self.times = {are_equal: [0.0] * len(self.num_waits) for are_equal in times}
         for index, template in enumerate(self.templates):
-            ends = zip(plan.stages[index].data_ranks(0), apart.stages[index].data_ranks(0), strict=True)
+            ends = zip(plan.stages[index].data_ranks(0), separate.stages[index].data_ranks(0), strict=True)
             for rank, own in ends:
                 row = graph.orders[own]
                 nodes: _Nodes = ({}, {}, {})
@@ -394,9 +391,9 @@ class _Run:
         )
 
     def run(self, most_us: float) -> bool:
-        """Run as far as it goes; return whether that is to the end, which is no later than ``most_us``."""
+        """Run as far as possible; return whether that is to the end, which is no later than ``most_us``."""
         # As in `shared_ranks`, all tasks that end at one time end before any rank chooses. Two clocks run: that of the
-        # simulation (``now``), in which tasks may take equal times, and the plan's (`_goes_on`).
+        # simulation (``now``), in which tasks may take equal times, and the plan's (`_finish_bound`).
         rank_of, times, waits = self._setting.rank_of, self._times, self._waits
         after, late = self._setting.after, self._setting.late
         ends: list[tuple[float, int]] = []
@@ -419,7 +416,7 @@ class _Run:
                     self._is_forward_next[rank] = code != _FORWARD
                 busy[rank] = True
                 node = unit.nodes[code][micro_batch]
-                if self._goes_on(node) > most_us:
+                if self._finish_bound(node) > most_us:
                     return False
                 heapq.heappush(ends, (now + times[node], node))
             if not ends:
@@ -441,7 +438,7 @@ class _Run:
                     free.append(rank_of[other])
         return all(unit.done == unit.order.total for units in self._units.values() for unit in units)
 
-    def _goes_on(self, node: int) -> float:
+    def _finish_bound(self, node: int) -> float:
         """Let the node's rank run it, with the plan's times; return what the whole takes at least."""
         # A rank that has run until 70 and has tasks of 30 left, behind the least of which 20 must follow elsewhere,
         # makes it 120.
@@ -477,8 +474,8 @@ class _Run:
         waits = self._waits
         for unit in self._units[rank]:
             order, nodes, done = unit.order, unit.nodes, unit.done
-            is_given = done < len(order.tasks)
-            if is_given:
+            is_fixed = done < len(order.tasks)
+            if is_fixed:
                 options = [order.tasks[done]]
             elif order.is_free:
                 options = order.options()
@@ -487,24 +484,24 @@ class _Run:
             for code, micro_batch in options:
                 if waits[nodes[code][micro_batch]]:
                     continue
-                if code == _FORWARD and not is_given and not self._has_room(rank, unit):
+                if code == _FORWARD and not is_fixed and not self._fits(rank, unit):
                     continue
                 key = self._key(rank, unit, code, micro_batch)
                 if best_key is None or key < best_key:
                     best_key, best = key, (unit, code, micro_batch)
         return best
 
-    def _has_room(self, rank: int, unit: _Unit) -> bool:
+    def _fits(self, rank: int, unit: _Unit) -> bool:
         """Return whether a rank may hold one more micro-batch of a stage, and still one of each stage behind."""
         if rank not in self._most_held:
             return True
         others = self._units[rank]
         held = sum(other.order.held for other in others)
-        kept = sum(
+        reserved = sum(
             other.stage > unit.stage and other.order.held == 0 and other.order.forwards < other.order.count
             for other in others
         )
-        return held + kept + 1 <= self._most_held[rank]
+        return held + reserved + 1 <= self._most_held[rank]
 
     def _key(self, rank: int, unit: _Unit, code: int, micro_batch: int) -> tuple[int, int, int, int]:
         """Return what a rank compares: whether its kind is due, its group, how far along it is."""

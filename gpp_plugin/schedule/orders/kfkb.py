@@ -17,7 +17,7 @@ from gpp_plugin.plugins import Schedule
 def kfkb_schedule(stage: int, micro_batches: int, *, k: int, num_in_flight: int) -> StageSchedule:
     """Return the kFkB order of one stage: ``num_in_flight`` forwards, then k backwards and k forwards in turn.
 
-    The paper's definition asks nothing of the warm-up; a multiple of k keeps the groups of forwards
+    The paper's definition leaves the warm-up open; a multiple of k keeps the groups of forwards
     and backwards aligned, but Table 2 gives others too, and the last group may be short.
 
     Args:
@@ -37,7 +37,7 @@ def kfkb_schedule(stage: int, micro_batches: int, *, k: int, num_in_flight: int)
             f"stage {stage}: {k}F{k}B runs {k} forwards before a backward, so {num_in_flight} micro-batches in "
             f"flight are too few; allow {k} or lower k"
         )
-    # Four micro-batches, three held. With k = 1 (1F1B) and k = 2; the steady part goes on until forwards run out, and
+    # Four micro-batches, three held. With k = 1 (1F1B) and k = 2; the steady part continues until forwards run out, and
     # the cool-down is the backwards left:
     #
     #     1F1B   F0 F1 F2 | B0 F3 | B1 B2 B3             2F2B   F0 F1 F2 | B0 B1 F3 | B2 B3

@@ -112,7 +112,7 @@ def slice_warm_up(
     """Return ``plan`` with `Stage.num_sliced` along the longest path of the warm-up; as it was, if that is short.
 
     Args:
-        num_sliced: micro-batches to slice (of the largest size on the path); None asks Algorithm 2.
+        num_sliced: micro-batches to slice (of the largest size on the path); None: by Algorithm 2.
         joins_last: the halves of each stage's last warm-up forward leave together.
         whole_stages: stages that must not be halved; those with an odd number of samples a rank are not either.
         cluster: links; without one messages take no time.
@@ -213,8 +213,9 @@ def longest_start_up(plan: PipelinePlan, cluster: Cluster | None = None) -> tupl
         now = 0.0
         for number, (end, local, duration_us, is_sent) in enumerate(_warm_up_tasks(stage)):
             ready = [
-                (_made_at(made[src], end) + _message_us(plan, src, index, local, cluster), src)
+                (time + _message_us(plan, src, index, local, cluster), src)
                 for src in incoming[index]
+                for time in [next((time for until, time in made[src] if until >= end), float("inf"))]
             ]
             latest = max(ready, key=lambda r: (r[0], plan.stages[r[1]].num_sliced == 0), default=(0.0, -1))
             if latest[0] == float("inf"):
@@ -249,10 +250,6 @@ def _warm_up_tasks(stage: Stage) -> list[tuple[int, int, float, bool]]:
         else:
             tasks.append((end, local, stage.forward_us, True))
     return tasks
-
-
-def _made_at(made: Sequence[tuple[int, float]], end: int) -> float:
-    return next((time for until, time in made if until >= end), float("inf"))
 
 
 def halve_forwards(schedule: StageSchedule, num_sliced: int, *, joins_last: bool = False) -> StageSchedule:

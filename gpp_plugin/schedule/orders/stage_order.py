@@ -1,8 +1,8 @@
-"""What the graph of a plan's stages says: sinks first, who is behind whom, who is waited for; and ranks apart."""
+"""What the graph of a plan's stages says: sinks first, who is behind whom, who is waited for; a rank for each stage."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -50,12 +50,10 @@ def on_own_ranks(plan: PipelinePlan) -> PipelinePlan:
     """Return the plan with ranks of its own for every stage: itself where no stages share any."""
     if not plan.shares_ranks:
         return plan
-    stages = []
-    first = 0
-    for stage in plan.stages:
-        stages.append(dataclasses.replace(stage, ranks=tuple(range(first, first + len(stage.ranks)))))
-        first += len(stage.ranks)
-    return dataclasses.replace(plan, stages=tuple(stages))
+    ends = itertools.accumulate(len(stage.ranks) for stage in plan.stages)
+    return plan.with_each(
+        ranks=[tuple(range(end - len(s.ranks), end)) for end, s in zip(ends, plan.stages, strict=True)]
+    )
 
 
 def sends_gradients(plan: PipelinePlan, stage: int) -> bool:

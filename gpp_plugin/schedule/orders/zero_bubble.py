@@ -1,6 +1,6 @@
 """Zero bubble on a DAG: split backwards, weight gradients where a stage would wait, never more in flight.
 
-This is ZB-H1 of Qi et al. for stage graphs: the input gradient (I) goes on to the stages before at once, the weight
+This is ZB-H1 of Qi et al. for stage graphs: the input gradient (I) is sent to the stages before at once, the weight
 gradient (W) comes later, where there is nothing else to do or the memory of its micro-batch is needed. Three stages,
 four micro-batches, F = I = W and B = I + W, with the same 3, 2 and 1 micro-batches in flight:
 
@@ -16,7 +16,7 @@ input gradient, else a forward, else a weight gradient, whichever can start; sta
 their order. At most ``in_flight`` micro-batches are held, from forward to W. It cannot stop where 1F1B with
 those counts does not: what can run stays so until it is run, and 1F1B allows less at every point.
 
-Two choices are open, so that each is tried and the shortest simulation wins: whether a weight gradient goes
+Two choices are open, so that each is tried and the shortest simulation wins: whether a weight gradient runs
 before an input gradient when a forward waits only for memory, and whether a stage waits a little for what
 arrives soon rather than begin a weight gradient. Two fixed orders are tried too: 1F1B with W right behind I, so that
 the result is never slower than 1F1B but for what splitting costs, and ZB-H1 itself: 1F1B at the least counts that
@@ -24,8 +24,8 @@ cannot stop, with W as many micro-batches behind I as the limit allows beyond th
 what starts now may keep a stage busy when something better arrives.
 
 Deviations: every stage has its own limit (ZB-H1 grants all stages that of the first); a stage that sends no gradient,
-as the first one, runs whole backwards, as nobody waits for its input gradient; messages take what the plan's edges say
-(`StageEdge.message_us`), nothing where they say nothing, so that the order depends on the plan alone (the simulator
+as the first one, runs whole backwards, as no stage waits for its input gradient; messages take what the plan's edges
+say (`StageEdge.message_us`), nothing where they say nothing, so that the order depends on the plan alone (the simulator
 decides with links that are shared whether it pays); the ranks of a stage move together, as in Table 2, so that counts
 below Table 2's (which the greedy schedule may find, seeing single ranks) can be too few and are refused.
 
@@ -53,7 +53,7 @@ from gpp_plugin.schedule.orders.stage_order import sends_gradients
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 
 POLICIES = ((False, 0.0), (False, 0.5), (True, 0.0), (True, 0.5))
-"""(whether W goes first for a forward that waits for memory, most waiting before a W over its time)."""
+"""(whether W runs first for a forward that waits for memory, most waiting before a W over its time)."""
 
 
 def zero_bubble_schedules(
@@ -136,7 +136,7 @@ def _schedule_of(stage: int, order: list[tuple[TaskKind, int]]) -> StageSchedule
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Feed:
+class _Arrivals:
     """What a stage receives from another one.
 
     Args:
@@ -167,7 +167,7 @@ class _State:
         order: fixed tasks; None where the simulation chooses.
         limit: micro-batches it may hold.
         inputs, gradients: what it receives activations and gradients from.
-        consumers: what must have taken its activations before it forgets them.
+        consumers: what must have taken its activations before it frees them.
         forward_to, backward_to: what its forwards and its backwards are sent by, of other stages.
         watchers: stages that may be able to go on when this one ends a task.
         forwards, backwards, weights: ended so far; ``backwards`` counts B and I.
@@ -182,12 +182,12 @@ class _State:
     is_trained: bool
     is_split: bool
     times_us: dict[TaskKind, float]
-    inputs: list[_Feed]
-    gradients: list[_Feed]
-    consumers: list[tuple[_State, int]]
-    forward_to: list[_Feed]
-    backward_to: list[_Feed]
-    watchers: list[_State]
+    inputs: list[_Arrivals] = field(default_factory=list)
+    gradients: list[_Arrivals] = field(default_factory=list)
+    consumers: list[tuple[_State, int]] = field(default_factory=list)
+    forward_to: list[_Arrivals] = field(default_factory=list)
+    backward_to: list[_Arrivals] = field(default_factory=list)
+    watchers: list[_State] = field(default_factory=list)
     forwards: int = 0
     backwards: int = 0
     weights: int = 0
@@ -210,7 +210,7 @@ class _ListRun:
     ) -> None:
         # Each stage is a state machine that runs its forwards in order, its input gradients in order and its weight
         # gradients in order; only which kind comes next is open. So three counts say how far it is, and whether a
-        # task may start is a comparison of counts with those of the stages that feed it (`_has_inputs`,
+        # task may start is a comparison of counts with those of the stages that send to it (`_has_inputs`,
         # `_has_gradients`):
         #
         #     stage 0  forwards 3, backwards 1        stage 1's F2 needs ``forwards >= 3`` of stage 0: it may start
@@ -233,12 +233,6 @@ class _ListRun:
                 is_trained=index in free or has_backwards(others[index]),
                 is_split=sends_gradients(plan, index),
                 times_us={kind: stage_task_us(stage, kind) for kind in TaskKind},
-                inputs=[],
-                gradients=[],
-                consumers=[],
-                forward_to=[],
-                backward_to=[],
-                watchers=[],
             )
             for index, stage in enumerate(plan.stages)
         ]
@@ -247,11 +241,11 @@ class _ListRun:
             # Tensors without a batch axis come with the consumer's first sample only; their gradients are complete with
             # the micro-batch that has this sample, as all others are.
             group = 1 if edge.batch_tensors else plan.stages[edge.dst].local_batch_size
-            dst.inputs.append(_Feed(state=src, group=group, receiver=dst, us=edge.message_us))
+            dst.inputs.append(_Arrivals(state=src, group=group, receiver=dst, us=edge.message_us))
             src.forward_to.append(dst.inputs[-1])
             src.consumers.append((dst, group))
             if any(gradient_kinds(edge)) and src.is_trained and dst.is_trained:
-                src.gradients.append(_Feed(state=dst, group=1, receiver=src, us=edge.gradient_us))
+                src.gradients.append(_Arrivals(state=dst, group=1, receiver=src, us=edge.gradient_us))
                 dst.backward_to.append(src.gradients[-1])
             src.watchers.append(dst)
             dst.watchers.append(src)
@@ -262,12 +256,12 @@ class _ListRun:
         Raises:
             ValueError: it stops.
         """
-        # Time goes from one end of a task, or of a message that takes time, to the next. All that end at one time end
+        # Time moves from one end of a task, or of a message that takes time, to the next. All that end at one time end
         # before any stage chooses, so the choice does not depend on the order of stages; only those that something
         # ended for choose again. An event is a time and a stage's number, or -1, -2, ... for messages on their way.
         now = 0.0
         events: list[tuple[float, int]] = []
-        on_their_way: list[_Feed] = []
+        on_their_way: list[_Arrivals] = []
         free = self._states
         while True:
             for state in free:
@@ -283,18 +277,18 @@ class _ListRun:
             while events and events[0][0] == now:
                 number = heapq.heappop(events)[1]
                 if number < 0:
-                    feed = on_their_way[-1 - number]
-                    feed.arrived += 1
-                    touched[feed.receiver.index] = feed.receiver
+                    arrivals = on_their_way[-1 - number]
+                    arrivals.arrived += 1
+                    touched[arrivals.receiver.index] = arrivals.receiver
                     continue
                 state = self._states[number]
-                for feed in self._end(state):
-                    feed.due_us.append(now + feed.us)
-                    if feed.us > 0.0:
-                        on_their_way.append(feed)
-                        heapq.heappush(events, (feed.due_us[-1], -len(on_their_way)))
+                for arrivals in self._end(state):
+                    arrivals.due_us.append(now + arrivals.us)
+                    if arrivals.us > 0.0:
+                        on_their_way.append(arrivals)
+                        heapq.heappush(events, (arrivals.due_us[-1], -len(on_their_way)))
                     else:
-                        feed.arrived += 1
+                        arrivals.arrived += 1
                 touched[state.index] = state
                 touched.update((other.index, other) for other in state.watchers)
             free = [touched[index] for index in sorted(touched)]
@@ -311,7 +305,7 @@ class _ListRun:
         state.running = kind
         state.ends_us = now + state.times_us[kind]
 
-    def _end(self, state: _State) -> list[_Feed]:
+    def _end(self, state: _State) -> list[_Arrivals]:
         """End what a stage runs, and return what it is sent by."""
         kind, state.running = state.running, None
         if kind is _F:
@@ -329,7 +323,7 @@ class _ListRun:
         if state.order is not None:
             return self._next_in_order(state)
         # The rule, in order: I, because the stage before waits for it; F, because the stage behind does; W, because
-        # nobody waits for it, where the stage would idle. A W lets go of the micro-batch's memory, so a stage that is
+        # no stage waits for it, where the stage would idle. A W frees the micro-batch's memory, so a stage that is
         # full and has a forward waiting must run one:
         #
         #     limit 2   F0  F1  I0  (F2 is here, 2 held)  W0  F2  I1  ...
@@ -338,7 +332,7 @@ class _ListRun:
         # time has passed: the W would delay what the others wait for.
         may_forward, may_backward = _has_inputs(state), _has_gradients(state)
         is_full = state.forwards - state.weights >= state.limit
-        if not state.is_split:  # nobody waits for its backwards
+        if not state.is_split:  # no stage waits for its backwards
             if may_forward and not is_full:
                 return _F
             return _B if may_backward else None
@@ -362,7 +356,7 @@ class _ListRun:
             return None
         kind = state.order[state.next_in_order][0]
         if kind is _F:
-            can_run = _has_inputs(state) and (state.is_trained or _is_let_go(state))
+            can_run = _has_inputs(state) and (state.is_trained or _is_released(state))
         else:
             can_run = kind is _W or _has_gradients(state)
         if not can_run:
@@ -385,18 +379,18 @@ def _has_inputs(state: _State) -> bool:
     if state.forwards >= state.count:
         return False
     end = (state.forwards + 1) * state.size
-    return all(feed.has(end) for feed in state.inputs)
+    return all(arrivals.has(end) for arrivals in state.inputs)
 
 
 def _has_gradients(state: _State) -> bool:
     if state.backwards >= state.forwards:
         return False
     end = (state.backwards + 1) * state.size
-    return all(feed.has(end) for feed in state.gradients)
+    return all(arrivals.has(end) for arrivals in state.gradients)
 
 
-def _is_let_go(state: _State) -> bool:
-    """Return whether consumers have taken what a stage without backwards must let go of before its next forward."""
+def _is_released(state: _State) -> bool:
+    """Return whether consumers have taken what a stage without backwards must free before its next forward."""
     end = (state.forwards - state.limit + 1) * state.size
     return end <= 0 or all(
         other.forwards * other.size >= _needed(end, group) for other, group in state.consumers
@@ -408,21 +402,21 @@ def _needed(end: int, group: int) -> int:
     return (end - 1) // group * group + 1
 
 
-def _ready_us(feeds: list[_Feed], end: int, *, is_forward: bool) -> float:
+def _ready_us(arrivals_of: list[_Arrivals], end: int, *, is_forward: bool) -> float:
     """Return when all that feeds a task is there if each stage only ends what it runs; else inf."""
     latest = 0.0
-    for feed in feeds:
-        other = feed.state
-        count = -(-_needed(end, feed.group) // other.size)  # messages of it that the task waits for
-        if feed.arrived >= count:
+    for arrivals in arrivals_of:
+        other = arrivals.state
+        count = -(-_needed(end, arrivals.group) // other.size)  # messages of it that the task waits for
+        if arrivals.arrived >= count:
             continue
-        if len(feed.due_us) >= count:
-            latest = max(latest, feed.due_us[count - 1])
+        if len(arrivals.due_us) >= count:
+            latest = max(latest, arrivals.due_us[count - 1])
             continue
         is_on_it = other.running is _F if is_forward else other.running in (_B, _I)
-        if not is_on_it or len(feed.due_us) + 1 < count:
+        if not is_on_it or len(arrivals.due_us) + 1 < count:
             return float("inf")
-        latest = max(latest, other.ends_us + feed.us)
+        latest = max(latest, other.ends_us + arrivals.us)
     return latest
 
 
@@ -433,7 +427,7 @@ class ZeroBubble(Schedule):
     splits_backward = True
 
     def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
-        """Return 1F1B: it stands for the stage until `together` knows all stages."""
+        """Return 1F1B: it stands for the stage until `together` has all stages."""
         return one_f_one_b_schedule(
             index, plan.num_micro_batches(index), num_in_flight=plan.stages[index].in_flight
         )

@@ -28,7 +28,7 @@ from gpp_plugin.errors import ConfigError
 PATCHES = read_patches(PATCH_DIR)
 PACKAGES = sorted({patch.package for patch in PATCHES})
 HAS_PINNED = all(
-    patch_check._version(patch.distribution) == patch.version for patch in PATCHES
+    patch_check.installed_version(patch.distribution) == patch.version for patch in PATCHES
 )  # as constraints.txt asks for
 
 needs_pinned = pytest.mark.skipif(not HAS_PINNED, reason="DeepSpeed or megatron-core of another version")

@@ -112,7 +112,7 @@ def test_driver_and_compilers(monkeypatch):
     said = {"nvidia-smi": "Driver Version: 535.104.05   CUDA Version: 12.2", "nvcc": "release 11.8, V11.8.89"}
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    monkeypatch.setattr(preflight, "_ask", lambda command: said[os.path.basename(command[0])])
+    monkeypatch.setattr(preflight, "_output_of", lambda command: said[os.path.basename(command[0])])
     monkeypatch.setattr(preflight.shutil, "which", lambda name, path=None: f"/usr/bin/{name}")
     driver, nvcc, ninja = check_driver(), check_nvcc(), check_ninja()
     assert driver.is_failure and driver.found == "driver 535.104.05, torch's CUDA 13.0, NCCL 2.27.3"

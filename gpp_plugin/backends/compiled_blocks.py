@@ -44,22 +44,18 @@ def compile_with_inductor(module: fx.GraphModule, tensors: list[Tensor]) -> Call
 
 
 class BlockCompiler:
-    """Compiles blocks; knows those that it has compiled.
+    """Compiles blocks, each distinct one once.
 
     Args:
-        compile: what does it; None: inductor.
+        compile: the compiler; None: inductor.
     """
 
     def __init__(self, compile: Compile | None = None) -> None:
         self._compile = compile or compile_with_inductor
         self._known: dict[tuple[object, ...], Callable[..., Sequence[Tensor]]] = {}
+        self.name: str = getattr(self._compile, "__name__", "")
         self.seconds = 0.0
         """What compiling took in all; backwards are compiled when they first run, and are not in it."""
-
-    @property
-    def name(self) -> str:
-        """Return what compiles, by name."""
-        return getattr(self._compile, "__name__", "")
 
     @property
     def num_compiled(self) -> int:
@@ -72,29 +68,24 @@ class BlockCompiler:
         Raises:
             BackendRefused: it cannot be compiled; names the operator.
         """
-        key = (
-            structure_of(module),
-            *((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors),
-        )
+        layouts = ((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
+        key = (structure_of(module), *layouts)
         found = self._known.get(key)
         if found is None:
             start = time.perf_counter()
-            # leaves of their own that lie as these do: tracing asks for shapes, strides and flags, and writes nothing
+            # new leaves with the same layout: tracing reads shapes, strides and flags, and writes nothing
             examples = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
             try:
-                # tracing may draw random numbers: training must not notice; and what an evaluation meets first is
-                # compiled with its backward, as training may run it next
+                # tracing may draw random numbers, which must not change training's. Code that an evaluation runs first
+                # is compiled with its backward, as training may run it next.
                 with torch.enable_grad(), kept_streams(tensors[0].device if tensors else torch.device("cpu")):
                     found = self._compile(fx.GraphModule(module, module.graph), examples)
             except Exception as error:  # whatever a compiler raises
-                raise BackendRefused(named_operator(_calls(module), error)) from error
+                calls = [node for node in module.graph.nodes if node.op == "call_function"]
+                raise BackendRefused(named_operator(calls, error)) from error
             self._known[key] = found
             self.seconds += time.perf_counter() - start
         return found
-
-
-def _calls(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "call_function"]
 
 
 def refusal(nodes: Iterable[fx.Node]) -> str:
@@ -147,7 +138,9 @@ class CutCode:
             reason = refusal(unit)
             if reason:
                 raise BackendRefused(f"block {block!r}: {reason}")
-            reads, makes = _borders(unit)
+            inside = set(unit)
+            reads = list(dict.fromkeys(n for node in unit for n in node.all_input_nodes if n not in inside))
+            makes = [node for node in unit if not inside.issuperset(node.users)]
             own = self.blocks[block] = _Block(_module_of(unit, reads, makes), compiler)
             place = f"block_{len(self.blocks)}"
             root.add_module(place, own)
@@ -188,20 +181,12 @@ def _in_order(graph: fx.Graph, owner: Mapping[str, str]) -> list[list[fx.Node]]:
     return [units[key] for key in done]
 
 
-def _borders(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return what a block reads of others, and what others read of it, both in order of use."""
-    inside = set(nodes)
-    reads = dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside)
-    makes = [node for node in nodes if any(user not in inside for user in node.users)]
-    return list(reads), makes
-
-
 def _module_of(
     nodes: Sequence[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    # names of their own: blocks of equal code are equal texts, to torch's cache on disk as well
+    # numbered names: blocks of equal code are equal texts, to torch's cache on disk as well
     graph = fx.Graph()
-    mapping = {read: graph.placeholder(f"given_{i}") for i, read in enumerate(reads)}
+    mapping = {read: graph.placeholder(f"input_{i}") for i, read in enumerate(reads)}
     for i, node in enumerate(nodes):
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         mapping[node].name = f"made_{i}"
@@ -210,7 +195,7 @@ def _module_of(
 
 
 class _Block(nn.Module):
-    """A block of a stage's code: compiled where it first runs, on what it is then given."""
+    """A block of a stage's code: compiled at its first call, for the operands of that call."""
 
     def __init__(self, module: fx.GraphModule, compiler: BlockCompiler) -> None:
         super().__init__()
@@ -220,9 +205,9 @@ class _Block(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the block."""
-        # once: this code runs at one shape, and what compiled code is given lies as it did the first time
+        # once: this code runs at one shape, on operands with the layout of the first call
         if self._run is None:
             if not all(isinstance(tensor, Tensor) for tensor in tensors):
-                raise BackendRefused("a block is given numbers beside tensors")
+                raise BackendRefused("a block takes numbers beside tensors")
             self._run = self._compiler.compiled(self.code[0], tensors)
         return self._run(*tensors)

@@ -2,8 +2,8 @@
 
     at start    each rank runs a forward and a backward of its stages on both, one rank after the other: results and
                 gradients must be torch's to rounding, or the stage stays on torch with one warning
-    training    code for another shape, or without attention's masks, is compiled where it first runs, held against
-                torch there on copies of what it is given, and the log says so; code for all lengths stays on torch
+    training    code for another shape, or without attention's masks, is compiled where it first runs, and compared
+                with torch there on copies of its operands, and the log says so; code for all lengths stays on torch
 
 Source: this project
 Tests: tests/backends/test_compiled_blocks.py, tests/integrations/test_compiled_training.py
@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
+from gpp_plugin.backends.forward_code import module_in_use
 from gpp_plugin.backends.measured_backends import compare_outputs
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, first_line
@@ -47,7 +48,7 @@ class CompiledCode:
     """A stage's code whose blocks are compiled: called as the code is.
 
     Args:
-        stage: what is known of the stage's code at all its shapes.
+        stage: the state of the stage's code at all its shapes.
         blocks: those to be compiled -> their operators.
     """
 
@@ -57,34 +58,27 @@ class CompiledCode:
 
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """Run the code."""
-        function = self.function
-        module = function.module if function.choice is None else function.choice.module
-        assert module is not None, "only generated code is compiled"
-        if self.stage.meets(module):
-            count = len(function.tensors)
-            # hooks of their own: those around a forward count what its backward keeps, and these backwards free it
-            with self.stage.telling(), saved_tensors_hooks(_same, _same):
+        function, count = self.function, len(self.function.tensors)
+        module = module_in_use(function)
+        if self.stage.is_new(module):
+            # separate hooks: those around a forward count the tensors its backward saves, and these backwards free them
+            with self.stage.logging_times(), saved_tensors_hooks(lambda t: t, lambda t: t):
                 try_code(self, args[:count], args[count:])
         forward = self.stage.forward_of(module, self.blocks)
         if forward is None:
             return function.call(*args)
-        # what was compiled is for tensors that lie as those of the first call, which were whole
-        count = len(function.tensors)
-        given = (tensor.contiguous() for tensor in args[count:])
+        # compiled for operands with the layout of the first call, which were contiguous
+        operands = (tensor.contiguous() for tensor in args[count:])
         try:
-            outputs: tuple[Tensor, ...] = forward(*function.bound, *args[:count], *given)
+            outputs: tuple[Tensor, ...] = forward(*function.bound, *args[:count], *operands)
         except BackendRefused as error:
             self.stage.refuse(str(error))
             return function.call(*args)
         return outputs
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class CompiledStage:
-    """What of a stage's code was compiled, by the versions of it; shared by its lanes.
+    """The compiled versions of a stage's code; shared by all runners of the stage.
 
     Args:
         name: the stage's, for messages.
@@ -93,66 +87,60 @@ class CompiledStage:
     def __init__(self, name: str, compiler: BlockCompiler) -> None:
         self._name = name
         self._compiler = compiler
-        # the module is kept: another one made later may have its number
+        # holds the module: another one made later may have its id
         self._cuts: dict[int, tuple[fx.GraphModule, Callable[..., tuple[Tensor, ...]] | None]] = {}
-        self._met: set[tuple[int, bool]] = set()
+        self._tried: set[tuple[int, bool]] = set()
         self.is_under_way = False
-        """Whether training has begun: what is compiled from now on keeps other ranks waiting."""
-        self._is_refused = self._has_said = False
+        """Whether training has begun: from now on other ranks wait while this one compiles."""
+        self._is_refused = self._has_warned = False
 
     def refuse(self, reason: str) -> None:
-        """Leave the stage on torch, and say so once."""
+        """Leave the stage on torch, with one warning."""
         if not self._is_refused:
             logger.warning("stage %s stays on torch instead of compiled code: %s", self._name, reason)
         self._is_refused = True
 
     def leave(self, reason: str) -> None:
-        """Say once why some of its code is not compiled."""
-        if not self._has_said:
+        """Warn once why some of its code is not compiled."""
+        if not self._has_warned:
             logger.warning("stage %s: %s", self._name, reason)
-        self._has_said = True
+        self._has_warned = True
 
     def forward_of(
         self, module: fx.GraphModule, blocks: Mapping[str, Sequence[str]]
     ) -> Callable[..., tuple[Tensor, ...]] | None:
-        """Return what runs a version of the code; None: the code itself does."""
+        """Return the compiled forward of a version of the code; None: the code itself runs."""
         if self._is_refused:
             return None
         if id(module) not in self._cuts:
-            if len(self._cuts) >= MOST_VERSIONS:  # and nothing is kept of further ones
+            if len(self._cuts) >= MOST_VERSIONS:  # further ones are not even noted
                 self.leave(
                     f"further shapes run on torch's operators: {MOST_VERSIONS} are compiled; pad to a few lengths"
                 )
                 return None
-            self._cuts[id(module)] = module, self._cut(module, blocks)
+            self._cuts[id(module)] = module, None
+            try:
+                self._cuts[id(module)] = module, CutCode(module, blocks, self._compiler).forward
+            except BackendRefused as error:
+                self.refuse(str(error))
         return self._cuts[id(module)][1]
 
-    def _cut(
-        self, module: fx.GraphModule, blocks: Mapping[str, Sequence[str]]
-    ) -> Callable[..., tuple[Tensor, ...]] | None:
-        try:
-            cut = CutCode(module, blocks, self._compiler)
-        except BackendRefused as error:
-            self.refuse(str(error))
-            return None
-        return cut.forward
-
-    def meets(self, module: fx.GraphModule) -> bool:
+    def is_new(self, module: fx.GraphModule) -> bool:
         """Return, once, whether training has begun and this version, with or without gradients, was not run before."""
         version = id(module), torch.is_grad_enabled()
         is_left = self._is_refused or (id(module) not in self._cuts and len(self._cuts) >= MOST_VERSIONS)
-        if is_left or version in self._met:
+        if is_left or version in self._tried:
             return False
-        self._met.add(version)
+        self._tried.add(version)
         return self.is_under_way
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Say in the log how long compiling took, where it is done in here."""
+    def logging_times(self) -> Iterator[None]:
+        """Log how long compiling took inside the context."""
         start, before = time.perf_counter(), self._compiler.num_compiled
         yield
         number = self._compiler.num_compiled - before
-        if number and not self._is_refused:  # a refusal has been said
+        if number and not self._is_refused:  # a refusal is logged already
             logger.warning(
                 "stage %s met a new shape: %d blocks compiled in %.1f s; pad to a few lengths, or set compile to false",
                 self._name,
@@ -183,7 +171,7 @@ class CompiledStages:
         return CompiledCode(stage=known, function=function, blocks=blocks)
 
     def start(self) -> None:
-        """From now on what is compiled keeps others waiting."""
+        """Note that training begins: from now on other ranks wait for what is compiled."""
         for stage in self._stages.values():
             stage.is_under_way = True
 
@@ -230,14 +218,14 @@ def run_both(
     # Weights that train are leaves over the same memory, which nothing writes. Buffers are copies: a BatchNorm updates
     # them in each forward, and neither the model's nor the second run may see that. What no output depends on has a
     # gradient of zeros on one side and none on the other: both are zeros here.
-    given = [
+    operands = [
         tensor.detach().requires_grad_(True) if tensor.requires_grad else tensor.detach().clone()
         for tensor in (*parameters, *tensors)
     ]
     torch.manual_seed(0)
-    outputs = tuple(call(*given))
+    outputs = tuple(call(*operands))
     roots = [output for output in outputs if output.requires_grad]
-    leaves = [tensor for tensor in given if tensor.requires_grad]
+    leaves = [tensor for tensor in operands if tensor.requires_grad]
     seeds = [torch.randn_like(root) for root in roots]
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if roots and leaves:

@@ -9,6 +9,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -56,7 +57,7 @@ class ExportedBackend(Backend):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let a converter say nothing but its error: what it prints and warns of is of no use beside a table."""
+    """Silence a converter but for its error: its prints and warnings are of no use beside a table."""
     registry = logging.getLogger(_REGISTRY)
     was_disabled, registry.disabled = registry.disabled, True
     try:
@@ -71,12 +72,16 @@ def quiet() -> Iterator[None]:
         registry.disabled = was_disabled
 
 
+def _arrays(tensors: Sequence[Tensor], read: Sequence[int]) -> list[Any]:
+    return [tensors[index].detach().contiguous().numpy() for index in read]
+
+
 @torch.no_grad()
 def exported(code: ForwardCode) -> tuple[torch.export.ExportedProgram, tuple[int, ...]]:
     """Return the frozen code as converters read it, and which of the tensors that change it takes.
 
-    Converters leave out what no operator reads (the mask of a batch that is not padded), some and not others: here all
-    of it is left out, so that a backend is given what is read.
+    Some converters leave out what no operator reads (the mask of a batch that is not padded), others do not. Here all
+    of it is left out, so that a backend takes only what is read.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(code.frozen.graph, {}))
@@ -91,8 +96,13 @@ def exported(code: ForwardCode) -> tuple[torch.export.ExportedProgram, tuple[int
     return torch.export.export(module, examples, strict=False), tuple(read)
 
 
+def _check_inputs(left: int, read: Sequence[int]) -> None:
+    if left != len(read):
+        raise BackendRefused(f"{left} inputs are left of {len(read)}")
+
+
 MOST_BYTES = 1 << 31
-"""What a model may hold in memory: its format has no room for more without files beside it."""
+"""What a model may hold in memory: its format takes no more without files beside it."""
 
 
 class OnnxRuntimeBackend(ExportedBackend):
@@ -122,16 +132,12 @@ class OnnxRuntimeBackend(ExportedBackend):
         session = onnxruntime.InferenceSession(
             program.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        names = [given.name for given in session.get_inputs()]
-        if len(names) != len(read):
-            raise BackendRefused(f"{len(names)} inputs are left of {len(read)}")
+        names = [each.name for each in session.get_inputs()]
+        _check_inputs(len(names), read)
 
         def run(*tensors: Tensor) -> Sequence[Tensor]:
-            given = {
-                name: tensors[index].detach().contiguous().numpy()
-                for name, index in zip(names, read, strict=True)
-            }
-            return [torch.from_numpy(array) for array in session.run(None, given)]
+            inputs = dict(zip(names, _arrays(tensors, read), strict=True))
+            return [torch.from_numpy(array) for array in session.run(None, inputs)]
 
         return run
 
@@ -161,16 +167,13 @@ class OpenVinoBackend(ExportedBackend):
             "INFERENCE_PRECISION_HINT": "f32",  # by default some processors get half precision
         }
         compiled = openvino.Core().compile_model(model, "CPU", settings)
-        if len(compiled.inputs) != len(read):
-            raise BackendRefused(f"{len(compiled.inputs)} inputs are left of {len(read)}")
+        _check_inputs(len(compiled.inputs), read)
         request = compiled.create_infer_request()
-        count = len(compiled.outputs)
 
         def run(*tensors: Tensor) -> Sequence[Tensor]:
-            given = [tensors[index].detach().contiguous().numpy() for index in read]
-            # what it returns lies in the request, which the next call writes: copied by whoever keeps it
-            found = request.infer(given, share_inputs=True, share_outputs=True)
-            return [torch.from_numpy(found[i]) for i in range(count)]
+            # the results lie in the request, which the next call writes: `BuiltForward` copies them
+            found = request.infer(_arrays(tensors, read), share_inputs=True, share_outputs=True)
+            return [torch.from_numpy(found[i]) for i in range(len(compiled.outputs))]
 
         return run
 

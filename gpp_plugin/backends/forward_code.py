@@ -1,4 +1,4 @@
-"""A forward that takes no gradients, as backends are given it: operators, weights, and examples of what changes.
+"""A forward without gradients in the form that backends build from: operators, weights, and examples of what changes.
 
 Generated stage code takes sizes, constants and parameters as arguments, so that training can change them. A backend
 wants the opposite: everything that stays the same is part of the module (`ForwardCode.frozen`), which takes nothing but
@@ -25,13 +25,15 @@ from torch import Tensor, fx, nn
 
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.layout.layouts import is_random
+from gpp_plugin.capture.tracing.clean import may_alias, written_arguments
 from gpp_plugin.errors import first_line
+from gpp_plugin.runtime.stage_module import StageFunction
 
 ForwardRunner = Callable[..., Sequence[Tensor]]
 """Takes the tensors that change, in the order of `ForwardCode.examples`, and returns the outputs."""
 
 READS_VALUES = ("item", "_local_scalar_dense", "nonzero")
-"""Operators whose results' shapes, or numbers, are known only when they run: what is built once cannot have them."""
+"""Operators whose results' shapes, or numbers, are only decided at run time: what is built once cannot have them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,14 +61,16 @@ class ForwardCode:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Return the floating types of weights and examples."""
-        tensors = [t for t in (*self.bound, *self.parameters, *self.examples) if isinstance(t, Tensor)]
-        return {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+        return {tensor.dtype for tensor in self._tensors if tensor.dtype.is_floating_point}
 
     @property
     def devices(self) -> set[str]:
         """Return the kinds of devices of weights and examples."""
-        tensors = [t for t in (*self.bound, *self.parameters, *self.examples) if isinstance(t, Tensor)]
-        return {tensor.device.type for tensor in tensors}
+        return {tensor.device.type for tensor in self._tensors}
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [t for t in (*self.bound, *self.parameters, *self.examples) if isinstance(t, Tensor)]
 
     @torch.no_grad()
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -81,12 +85,13 @@ class ForwardCode:
                 return f"{node.name} runs a module as it is"
             if is_random(node):
                 return f"{node.name} ({node.target}) draws random numbers"
-            if _writes_given(node):
-                return f"{node.name} ({node.target}) writes into what it is given"
-            if operator_name(node) in READS_VALUES:
+            name = operator_name(node)
+            if _writes_operands(node):
+                updates = name in ("batch_norm", "instance_norm")
+                written = "updates its running statistics" if updates else "writes into its operands"
+                return f"{node.name} ({node.target}) {written}"
+            if name in READS_VALUES:
                 return f"{node.name} ({node.target}) depends on values"
-            if _updates_statistics(node):
-                return f"{node.name} ({node.target}) updates its running statistics"
         return ""
 
     @functools.cached_property
@@ -97,13 +102,12 @@ class ForwardCode:
         graph = fx.Graph()
         root = nn.Module()
         mapping: dict[fx.Node, Any] = {}
-        given = (*self.bound, *self.parameters)
-        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        for i, (node, value) in enumerate(
-            zip(placeholders, (*given, *[None] * len(self.examples)), strict=True)
-        ):
+        fixed = (*self.bound, *self.parameters)
+        values = (*fixed, *[None] * len(self.examples))
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        for i, (node, value) in enumerate(zip(placeholders, values, strict=True)):
             if value is None:
-                mapping[node] = graph.placeholder(f"given_{i - len(given)}")
+                mapping[node] = graph.placeholder(f"input_{i - len(fixed)}")
             elif isinstance(value, Tensor):
                 root.register_buffer(f"held_{i}", value.detach())
                 mapping[node] = graph.get_attr(f"held_{i}")
@@ -126,8 +130,28 @@ class ForwardCode:
         #     (2, 8) torch.float32
         #     call_function aten.linear.default ((%1, %0), {})
         values = (*self.bound, *self.parameters, *self.examples)
-        given = [f"{tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else repr(v) for v in values]
-        return hashlib.sha256("\n".join((*given, structure_of(self.module))).encode()).hexdigest()[:16]
+        operands = [f"{tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else repr(v) for v in values]
+        return hashlib.sha256("\n".join((*operands, structure_of(self.module))).encode()).hexdigest()[:16]
+
+
+def module_in_use(function: StageFunction) -> fx.GraphModule:
+    """Return the version of a stage's code that is in use (attention with or without masks)."""
+    module = function.module if function.choice is None else function.choice.module
+    assert module is not None, "backends and compilers take generated code alone"
+    return module
+
+
+def forward_code(
+    name: str, function: StageFunction, parameters: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> ForwardCode:
+    """Return the code of a stage, or of a part of one, in the version that is in use."""
+    return ForwardCode(
+        name=name,
+        module=module_in_use(function),
+        bound=function.bound,
+        parameters=tuple(parameters),
+        examples=tuple(tensor.detach() for tensor in tensors),
+    )
 
 
 def structure_of(module: fx.GraphModule) -> str:
@@ -153,14 +177,9 @@ def _copied(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) -> Any:
     """Copy a call; what drops nothing out (dropout in evaluation, or of 0) is left out."""
     if operator_name(node) in ("dropout", "feature_dropout") and not is_random(node):
         return mapping[node.args[0]]  # type: ignore[index]
-    copied = graph.create_node(
-        node.op,
-        node.target,
-        fx.map_arg(node.args, lambda n: mapping[n]),
-        fx.map_arg(node.kwargs, lambda n: mapping[n]),
-        node.name,
-    )
-    return copied
+    arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: mapping[n])
+    args, kwargs = arguments
+    return graph.create_node(node.op, node.target, args, kwargs, node.name)
 
 
 def operator_name(node: fx.Node) -> str:
@@ -173,25 +192,11 @@ def operator_name(node: fx.Node) -> str:
     )
 
 
-def writes(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors that a call writes into (``relu_``, ``copy_``)."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    written = [
-        i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    ]
-    found = [
-        node.args[i] if i < len(node.args) else node.kwargs.get(schema.arguments[i].name) for i in written
-    ]
-    return [read for read in found if isinstance(read, fx.Node)]
-
-
-def _writes_given(node: fx.Node) -> bool:
-    """Return whether a call writes into a weight, or into what the code is called with."""
+def _writes_operands(node: fx.Node) -> bool:
+    """Return whether a call writes into a weight, or into an argument of the code."""
     # relu_(conv2d(x)) writes what is made here, and may stay; relu_(view(x)) writes x. A call whose schema says that
     # its result may share the memory of what it reads ("Tensor(a)") is followed to what it reads.
-    waiting, seen = writes(node), set()
+    waiting, seen = written_arguments(node), set()
     while waiting:
         source = waiting.pop()
         if source in seen:
@@ -199,17 +204,9 @@ def _writes_given(node: fx.Node) -> bool:
         seen.add(source)
         if source.op != "call_function":
             return True
-        schema = getattr(source.target, "_schema", None)
-        if schema is None or any(result.alias_info is not None for result in schema.returns):
+        if may_alias(source):
             waiting += source.all_input_nodes
     return False
-
-
-def _updates_statistics(node: fx.Node) -> bool:
-    """Return whether a normalisation over the batch writes its buffers: its schema says nothing of it."""
-    # aten.batch_norm(input, weight, bias, running_mean, running_var, training, ...); instance_norm likewise
-    name = operator_name(node)
-    return name in ("batch_norm", "instance_norm") and bool(node.args[3]) and bool(node.args[5])
 
 
 def named_operator(operators: Iterable[fx.Node], error: BaseException) -> str:

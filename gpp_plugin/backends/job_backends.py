@@ -1,4 +1,4 @@
-"""Chooses the backends of a job's stages: one rank measures at a time, and all are told.
+"""Chooses the backends of a job's stages: one rank measures at a time, and all ranks get the choice.
 
 Source: this project
 Tests: tests/integrations/test_backend_training.py
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.backends.compiled_stage import CompiledStages, try_code
-from gpp_plugin.backends.forward_code import ForwardCode
+from gpp_plugin.backends.forward_code import ForwardCode, forward_code
 from gpp_plugin.backends.measured_backends import TORCH, BackendLog
 from gpp_plugin.backends.place_forward import UNMATCHED
-from gpp_plugin.backends.stage_backends import Asked, check_stages, choose_backend, forward_code
+from gpp_plugin.backends.stage_backends import Asked, check_stages, choose_backend
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_backends(
-    asked: Asked,
+    requested: Asked,
     lane: RankLane,
     batch: Batch,
     *,
@@ -55,12 +55,12 @@ def choose_backends(
         ConfigError: a stage is named that is none, or that trains.
     """
     # Stages 0 and 2 train nothing, on ranks (0, 1) and (3): rank 0 measures stage 0 while 1, 2 and 3 wait in the
-    # exchange, then rank 3 measures stage 2 while the others wait. Rank 1 takes rank 0's word for its own part.
+    # exchange, then rank 3 measures stage 2 while the others wait. Rank 1 uses rank 0's choice.
     plan = lane.plan
     forward_only = sorted(forward_only_stages(plan))
     names = [stage.name for stage in plan.stages]
     own = [names[index] for index in forward_only]
-    check_stages(asked, own, [name for name in names if name not in own])
+    check_stages(requested, own, [name for name in names if name not in own])
     chosen: dict[str, StageBackend] = {}
     for index in forward_only:
         stage = names[index]
@@ -69,30 +69,26 @@ def choose_backends(
             if lane.rank != plan.stages[index].ranks[0]:
                 return None
             code, weights = lane.lane_of(index).code_and_weights(batch)
-            # a unit's tensors are as they are; others may be described at another number of samples
+            # a unit's tensors have their own sizes; others may be described at another number of samples
             samples = None if lane.units else plan.stages[index].local_batch_size
-            is_shared_out = plan.stages[index].tensor > 1
-            if code.function.module is None or is_shared_out:
+            has_tensor_ranks = plan.stages[index].tensor > 1
+            if code.function.module is None or has_tensor_ranks:
                 torch_alone = (PlacedGroup(backend=TORCH),)
-                note = (
-                    "its tensor ranks compute together"
-                    if is_shared_out
-                    else "a module of yours, run as it is"
-                )
+                user_module = "a module of yours, run as it is"
+                note = "its tensor ranks compute together" if has_tensor_ranks else user_module
                 return StageBackend(stage=stage, groups=torch_alone, notes=(note,))
             return choose_backend(
-                asked, stage, lambda: code_of_stage(stage, code, weights, batch, samples, device), log
+                requested, stage, lambda: code_of_stage(stage, code, weights, batch, samples, device), log
             )
 
         answers = exchange(choose, what=f"measuring backends of stage {stage!r}", group=group)
         found = next(answer for answer in answers if answer is not None)
         chosen[stage] = found
-        if (
-            lane.rank == 0
-        ):  # who lists backends hears of what cannot run it or matches nothing; "auto" takes what can
+        if lane.rank == 0:
+            # a user who lists backends is warned of those that cannot run it or match nothing; "auto" takes what can
             fails = any(cost.refused for cost in found.costs) or any(UNMATCHED in n for n in found.notes)
-            is_told = fails and asked != "auto"
-            logger.log(logging.WARNING if is_told else logging.INFO, "%s", describe(found))
+            level = logging.WARNING if fails and requested != "auto" else logging.INFO
+            logger.log(level, "%s", describe(found))
     if not forward_only and lane.rank == 0:
         logger.info("backends: every stage trains, and all of them run on torch")
     return chosen
@@ -107,14 +103,14 @@ def compile_stages(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Compile the stages whose plan says so, and hold them against torch's operators; collective.
+    """Compile the stages whose plan says so, and compare them with torch's operators; collective.
 
     What rank 0 measured while it planned is in the compiler's cache on disk.
 
     Args:
         lane: this rank's, bound.
         batch: the sample batch.
-        whole: entered where anything is compiled, by all ranks: holds the weights that ranks keep in parts.
+        whole: entered where anything is compiled, by all ranks: gathers weights that ranks hold in shards.
     """
     # Stages 0 and 1 on ranks 0 and 1: both compile at the same time, rank 0 finds its blocks on disk, rank 1 those that
     # are like rank 0's. A stage that turns out wrong stays on torch on its own rank alone: plans and programs are the
@@ -160,9 +156,9 @@ def with_backends(plan: PipelinePlan, chosen: Mapping[str, StageBackend]) -> Pip
 
 def describe(chosen: StageBackend) -> str:
     """Return what a stage runs on, and why, in one line."""
-    # Not measured (it was given by name):   stage vision runs on openvino
-    # measured, and another won:             stage vision runs on openvino: a forward takes 5.10 ms, on torch 7.02 (...)
-    # measured, and torch won:               stage vision runs on torch: 7.02 ms a forward, the best other 1.03 x ...
+    # Not measured (the user named it):   stage vision runs on openvino
+    # measured, and another won:          stage vision runs on openvino: a forward takes 5.10 ms, on torch 7.02 (...)
+    # measured, and torch won:            stage vision runs on torch: 7.02 ms a forward, the best other 1.03 x ...
     text = f"stage {chosen.stage} runs on {chosen.backend}"
     if chosen.us and chosen.torch_us:
         if chosen.is_torch:
@@ -204,16 +200,16 @@ def examples_of(code: StageCode, batch: Batch, samples: int | None, device: torc
     return tensors + [_example(code.tensors[name], None, samples, device) for name in function.received]
 
 
-def _example(spec: TensorSpec, given: Any, samples: int | None, device: torch.device) -> Tensor:
-    """Return a tensor of a shape and type: the first rows of a given one, random numbers, or zeros."""
+def _example(spec: TensorSpec, entry: Any, samples: int | None, device: torch.device) -> Tensor:
+    """Return a tensor of a shape and type: the first rows of a batch's entry, random numbers, or zeros."""
     dtype = getattr(torch, spec.dtype)
     shape = spec.shape_for(spec.num_samples if samples is None else samples)
-    if isinstance(given, Tensor) and not given.is_meta:
-        sizes = zip(given.shape, shape, strict=False)
-        if given.ndim == len(shape) and all(there >= wanted for there, wanted in sizes):
-            return given[tuple(slice(size) for size in shape)].to(device, dtype).contiguous()
+    if isinstance(entry, Tensor) and not entry.is_meta:
+        sizes = zip(entry.shape, shape, strict=False)
+        if entry.ndim == len(shape) and all(there >= wanted for there, wanted in sizes):
+            return entry[tuple(slice(size) for size in shape)].to(device, dtype).contiguous()
     if dtype.is_floating_point:
-        # a generator of its own: what training draws does not depend on what was measured
+        # a separate generator: what training draws does not depend on what was measured
         generator = torch.Generator().manual_seed(0)
         return torch.randn(shape, generator=generator).to(device, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

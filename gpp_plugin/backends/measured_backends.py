@@ -1,8 +1,8 @@
-"""Builds a forward on backends, checks each against torch, times them in turn, and keeps what was measured.
+"""Builds a forward on backends, checks each against torch, times them in turn, and stores the measurements.
 
 A backend that cannot run the code, fails, or is further from torch than the tolerance is refused with the reason. Times
 are medians of runs in turn, so that a slow moment of the machine hits all of them. The log on disk has one file for
-each forward, backend, version, device, types and number of threads: what is there is not measured again, nor built.
+each forward, backend, version, device, types and number of threads: what is stored is neither measured nor built again.
 
 Source: Collage (PACT 2022, arXiv 2111.00655; here by the thesis, section 2.4.2: the log of measurements)
 Tests: tests/backends/test_backends.py
@@ -59,15 +59,15 @@ class BackendLog:
         )
 
     def find(self, code: ForwardCode, backend: str) -> BackendCost | None:
-        """Return the cost that is kept; None where there is none, or none that can be read."""
+        """Return the stored cost; None where there is none, or none that can be read."""
         return self.look_up(BackendCost, self._key(code, backend))
 
     def put(self, code: ForwardCode, cost: BackendCost) -> None:
-        """Keep a cost; where the disk refuses, say so and go on without."""
+        """Store a cost; where the disk refuses, warn and continue without."""
         self.keep(self._key(code, cost.backend), cost)
 
     def look_up(self, kind: type[Cost], key: Mapping[str, object]) -> Cost | None:
-        """Return what is kept under a key: all that it may depend on."""
+        """Return the cost stored under a key: all that it may depend on."""
         path = self._path(key)
         if not path.exists():
             return None
@@ -78,7 +78,7 @@ class BackendLog:
             return None
 
     def keep(self, key: Mapping[str, object], cost: BackendCost | CompiledCost) -> None:
-        """Keep a cost under a key; where the disk refuses, say so and go on without."""
+        """Store a cost under a key; where the disk refuses, warn and continue without."""
         try:
             save(cost, self._path(key))
         except OSError as error:
@@ -170,9 +170,9 @@ def build_checked(
         raise BackendRefused(f"its first run failed: {type(error).__name__}: {error}") from error
     build_s = time.perf_counter() - start
     distance = compare_outputs(first, expected, tolerance)
-    # Does it write where it wrote, or hand out what it was given? The same memory says so, while the first is held.
-    # A library that keeps its results in the request (OpenVINO) gives the same places again; one that passes an input
-    # on (a stage that only hands a tensor to another) gives the caller's.
+    # Does it reuse its results' memory, or return an operand? Equal addresses say so while the first results are held.
+    # A library that holds its results in the request (OpenVINO) returns the same memory again. A stage that only passes
+    # a tensor on returns the caller's.
     second = run(*tensors)
     held = {t.untyped_storage().data_ptr() for t in (*first, *tensors) if t.numel()}
     overwrites = any(t.untyped_storage().data_ptr() in held for t in second if t.numel())
@@ -233,7 +233,7 @@ def compare_outputs(
 
 def time_in_turn(runs: Mapping[str, Callable[[], object]], *, rounds: int = ROUNDS) -> dict[str, float]:
     """Return the median microseconds of each call, made in turn: one round is one of each."""
-    # On one thread the process's CPU time is what it would take on a free core, whoever else has it.
+    # On one thread the process's CPU time is what it would take on a free core.
     clock = time.process_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else _clock
     # torch a b torch a b ...: a core that slows down for a second slows all of them; the median leaves out the rest
     laps: dict[str, list[float]] = {name: [] for name in runs}
@@ -263,20 +263,18 @@ def measure_backends(
 
     Args:
         names: of backends; torch is measured with them.
-        log: what it has is not measured again; None: all is measured, and kept nowhere.
+        log: what it has is not measured again; None: all is measured, and nothing is stored.
     """
     names = list(dict.fromkeys((TORCH, *names)))
     reason = code.refusal()
     if reason:
         refused = {name: BackendCost(backend=name, refused=reason) for name in names}
         return {**refused, TORCH: BackendCost(backend=TORCH)}
-    costs: dict[str, BackendCost] = {}
-    for name in names:
-        known = log.find(code, name) if log is not None and not find_backend(name).missing() else None
-        if known is not None:
-            costs[name] = known
+    stored = [name for name in names if log is not None and not find_backend(name).missing()]
+    found = {name: log.find(code, name) for name in stored if log is not None}
+    costs = {name: cost for name, cost in found.items() if cost is not None}
     # The log has torch and openvino, new is inductor: it and torch are built and timed in turn, openvino is not built
-    # at all. Of torch the new time counts in this answer; the log keeps the old one.
+    # at all. Of torch the new time counts in this answer; the old one stays in the log.
     todo = [name for name in names if name not in costs]
     if not todo:
         return {name: costs[name] for name in names}
@@ -291,8 +289,7 @@ def measure_backends(
     times = time_in_turn(runs, rounds=rounds)
     for name, own in built.items():
         costs[name] = BackendCost(backend=name, us=times[name], build_s=own.build_s, error=own.error)
-    for name in todo if log is not None else ():
-        assert log is not None
-        if not find_backend(name).missing():
+    for name in todo:
+        if log is not None and name in stored:
             log.put(code, costs[name])
     return {name: costs[name] for name in names}

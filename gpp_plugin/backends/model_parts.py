@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.backends.forward_code import ForwardCode
+from gpp_plugin.backends.forward_code import ForwardCode, forward_code
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import ConfigError, nearest
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 
 WHOLE = "(whole)"
-"""What the part is called that is the model itself."""
+"""The name of the part that is the model itself."""
 
 
 def use_threads(count: int | None) -> int:
@@ -45,13 +45,13 @@ def part_codes(
     """
     captured = capture_model(model.eval(), batch, training=False, outputs=outputs)
     graph = captured.op_graph
-    everything = [node.name for node in graph.nodes]
+    generator = _Generator(captured, model, batch)
     leaving = [name for name in (graph.loss, *graph.outputs.values()) if name is not None]
     if not parts:
-        return [_Part(captured, model, batch).code(WHOLE, everything, leaving)]
+        return [generator.code(WHOLE, [node.name for node in graph.nodes], leaving)]
     codes = []
     for path in parts:
-        # what a module made of inputs alone (masks) is replicated: computed again by whoever reads it
+        # what a module made of inputs alone (masks) is replicated: each reader computes it again
         own = [
             node.name
             for node in graph.nodes
@@ -71,12 +71,12 @@ def part_codes(
         }
         tensors = {node.name for node in graph.nodes if node.output is not None}
         made = [name for name in own if name in tensors and (name in read or name in leaving)]
-        codes.append(_Part(captured, model, batch).code(path, own, made))
+        codes.append(generator.code(path, own, made))
     return codes
 
 
-class _Part:
-    """Makes code of operators of a captured model, with the model's weights and values of a batch."""
+class _Generator:
+    """Generates code of operators of a captured model, with the model's weights and values of a batch."""
 
     def __init__(self, captured: CapturedGraph, model: nn.Module, batch: Mapping[str, Any]) -> None:
         self._captured = captured
@@ -86,32 +86,24 @@ class _Part:
 
     def code(self, name: str, nodes: Sequence[str], outputs: Sequence[str]) -> ForwardCode:
         """Return the code of some operators."""
-        function = self._function(nodes, outputs)
-        module = function.module if function.choice is None else function.choice.module
-        assert module is not None, "it was generated"
-        return ForwardCode(
-            name=name,
-            module=module,
-            bound=function.bound,
-            parameters=self._parameters(function),
-            examples=(*self._inputs(function), *self._values(function.received)),
-        )
+        function, parameters, inputs = self._generate(nodes, outputs)
+        received: tuple[Tensor, ...] = ()
+        if function.received:
+            # of visual_projection: pixels -> ... -> pooled, which it reads; the text tower and the loss do not run
+            before, *operands = self._generate(self._ancestors(function.received), function.received)
+            received = before.call(*operands[0], *operands[1])
+        return forward_code(name, function, parameters, (*inputs, *received))
 
-    def _function(self, nodes: Sequence[str], outputs: Sequence[str]) -> StageFunction:
-        return build_stage_function(self._captured, nodes, outputs, ones=self._captured.analysis.unpadded)
+    def _generate(
+        self, nodes: Sequence[str], outputs: Sequence[str]
+    ) -> tuple[StageFunction, list[Tensor], list[Tensor]]:
+        """Return code, and the weights and entries of the batch that it takes."""
+        function = build_stage_function(self._captured, nodes, outputs, ones=self._captured.analysis.unpadded)
+        weights = [self._weights[name].detach() for name in function.tensors]
+        return function, weights, [self._batch[key] for key in function.batch_inputs]
 
-    def _parameters(self, function: StageFunction) -> tuple[Tensor, ...]:
-        return tuple(self._weights[name].detach() for name in function.tensors)
-
-    def _inputs(self, function: StageFunction) -> list[Tensor]:
-        return [self._batch[key] for key in function.batch_inputs]
-
-    def _values(self, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """Return what the operators before make of the batch."""
-        # of visual_projection: pixels -> ... -> pooled, which is what it reads; the text tower and the loss do not run
-        if not names:
-            return ()
-        # all operators that these depend on, and nothing behind them: a loss may be costly
+    def _ancestors(self, names: Sequence[str]) -> list[str]:
+        """Return all operators that these depend on, and themselves; a loss behind them may be costly."""
         known = {node.name: node for node in self._captured.op_graph.nodes}
         needed, waiting = set(), list(names)
         while waiting:
@@ -119,5 +111,4 @@ class _Part:
             if name in known and name not in needed:
                 needed.add(name)
                 waiting += known[name].inputs
-        function = self._function([name for name in known if name in needed], names)
-        return function.call(*self._parameters(function), *self._inputs(function))
+        return [name for name in known if name in needed]

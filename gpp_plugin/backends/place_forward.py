@@ -6,17 +6,17 @@ Tests: tests/backends/test_backends.py
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, operator_name, writes
+from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, operator_name
 from gpp_plugin.backends.measured_backends import (
     TORCH,
     BackendLog,
@@ -25,6 +25,7 @@ from gpp_plugin.backends.measured_backends import (
     measure_backends,
     time_in_turn,
 )
+from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.collage.candidates import Candidates, OperatorGroup, Placement, find_candidates, patterns_of
 from gpp_plugin.collage.graph_search import SearchSettings, search_placements
 from gpp_plugin.collage.op_placement import place_operators
@@ -42,10 +43,7 @@ from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
 # go with it.
 
 BuildGroup = Callable[[str, ForwardCode], ForwardRunner]
-"""From a backend's name and code to what computes it."""
-
-
-_Part = tuple[ForwardCode, tuple[str, ...], tuple[str, ...]]
+"""From a backend's name and code to the callable that computes it."""
 
 
 class CuttableForward:
@@ -62,22 +60,24 @@ class CuttableForward:
         self.code = code
         graph = code.frozen.graph
         if any(node.op in ("call_module", "call_method") for node in graph.nodes) or any(
-            node.op == "get_attr" and not isinstance(_attribute(code, node), Tensor) for node in graph.nodes
+            not isinstance(operator.attrgetter(str(node.target))(code.frozen), Tensor)
+            for node in graph.find_nodes(op="get_attr")
         ):
             raise BackendRefused(f"stage {code.name!r} holds functions of functions, and cannot be cut")
-        written = next((node for node in graph.nodes if writes(node)), None)
-        if written is not None:  # who reads it must run behind it, which no edge says
+        written = next((node for node in graph.nodes if written_arguments(node)), None)
+        if written is not None:  # its readers must run behind it, and no edge says so
             raise BackendRefused(
                 f"operator {written.name} ({written.target}) writes into a tensor: it is not cut"
             )
-        watched = _Watched(code.frozen)
         with torch.no_grad():
-            watched.run(*code.examples)
-        self._values = watched.values
+            interpreter = fx.Interpreter(code.frozen, garbage_collect_values=False)
+            interpreter.run(*code.examples)
+        self._values = {node.name: value for node, value in interpreter.env.items()}
         self._nodes = {node.name: node for node in graph.nodes}
         (output,) = (node for node in graph.nodes if node.op == "output")
         self._outputs = [node.name for node in output.args[0]]
-        self._parts: dict[int, _Part] = {}
+        # the same set has the same code, so that what was built of it can be found again
+        self.part = functools.cache(self._part)
         self._owner: dict[str, str] = {}
         self._members: dict[str, list[str]] = {}
         for node in graph.nodes:
@@ -110,16 +110,8 @@ class CuttableForward:
             key=key, name=operator_name(node), inputs=tuple(inputs), attr=_attributes(node, self._values)
         )
 
-    def part(self, mask: int) -> _Part:
-        """Return the code of a convex set of operators, the names of what it takes, and of what it returns.
-
-        The same set has the same code, so that what was built of it can be found again.
-        """
-        if mask not in self._parts:
-            self._parts[mask] = self._part(mask)
-        return self._parts[mask]
-
-    def _part(self, mask: int) -> _Part:
+    def _part(self, mask: int) -> tuple[ForwardCode, tuple[str, ...], tuple[str, ...]]:
+        """Return the code of a convex set of operators, the names of what it takes, and of what it returns."""
         # For {relu, add} of conv -> relu -> add(relu, w) -> norm, with 0-d size n = 8 read by add:
         #     takes w (held), conv (from outside); n is the number 8 in the code; returns add, which norm reads
         keys = set(self.graph.keys(mask))
@@ -130,14 +122,10 @@ class CuttableForward:
         outside = [n for n in reads if n.name not in inside and not self._is_constant(n)]
         held = [n for n in reads if n.op == "get_attr"]
         mapping: dict[str, Any] = {n.name: graph.placeholder(n.name) for n in (*held, *outside)}
+        operand = lambda n: mapping[n.name] if n.name in mapping else self._values[n.name]  # noqa: E731
         for node in own:
-            mapping[node.name] = graph.create_node(
-                node.op,
-                node.target,
-                fx.map_arg(node.args, lambda n: self._mapped(n, mapping)),
-                fx.map_arg(node.kwargs, lambda n: self._mapped(n, mapping)),
-                node.name,
-            )
+            args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
+            mapping[node.name] = graph.create_node(node.op, node.target, args, kwargs, node.name)
         outputs = tuple(
             n.name
             for n in own
@@ -156,9 +144,6 @@ class CuttableForward:
 
     def _is_constant(self, node: fx.Node) -> bool:
         return node.op == "get_attr" or (node.op == "call_function" and self._is_number(node))
-
-    def _mapped(self, node: fx.Node, mapping: Mapping[str, Any]) -> Any:
-        return mapping[node.name] if node.name in mapping else self._values[node.name]
 
     def groups(self, placed: Sequence[PlacedGroup]) -> list[tuple[str, int]]:
         """Return the groups of a placement as sets of this graph's operators.
@@ -185,48 +170,18 @@ class CuttableForward:
         steps = []
         for backend, mask in groups:
             code, reads, makes = self.part(mask)
-            steps.append(_Step(build_group(backend, code), reads, makes))
-        given = [node.name for node in self._nodes.values() if node.op == "placeholder"]
-        kept = {
-            name: self._values[name] for name in self._outputs if self._is_constant(self._nodes[name])
-        }  # a weight, or a constant, that is returned as it is
-        outputs = self._outputs
+            steps.append((build_group(backend, code), reads, makes))
+        inputs = [node.name for node in self._nodes.values() if node.op == "placeholder"]
+        # weights and constants that are returned as they are
+        fixed = {name: self._values[name] for name in self._outputs if self._is_constant(self._nodes[name])}
 
         def run(*tensors: Tensor) -> Sequence[Tensor]:
-            values: dict[str, Any] = {**kept, **dict(zip(given, tensors, strict=True))}
-            for step in steps:
-                made = step.run(*(values[name] for name in step.reads))
-                values.update(zip(step.makes, made, strict=True))
-            return [values[name] for name in outputs]
+            values: dict[str, Any] = {**fixed, **dict(zip(inputs, tensors, strict=True))}
+            for compute, reads, makes in steps:
+                values.update(zip(makes, compute(*(values[name] for name in reads)), strict=True))
+            return [values[name] for name in self._outputs]
 
         return run
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    run: ForwardRunner
-    reads: tuple[str, ...]
-    makes: tuple[str, ...]
-
-
-class _Watched(fx.Interpreter):
-    """Keeps what every operator makes."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.values: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run an operator and keep what it makes."""
-        self.values[n.name] = super().run_node(n)
-        return self.values[n.name]
-
-
-def _attribute(code: ForwardCode, node: fx.Node) -> Any:
-    found: Any = code.frozen
-    for part in str(node.target).split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _attributes(node: fx.Node, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +214,7 @@ LEAST_GAIN = 1.05
 UNMATCHED = "matches nothing here"
 """Of a pattern or rule, in a choice's notes."""
 LEAST_US = 50.0
-"""Operators that take less on torch are given to no library by themselves."""
+"""Operators that take less on torch are not placed on a library by themselves."""
 
 
 def choose_single(
@@ -285,11 +240,6 @@ def choose_single(
     )
 
 
-def runs_parts_alone(names: Sequence[str]) -> bool:
-    """Return whether some backend runs nothing but the groups of its patterns and rules."""
-    return any(not patterns_of(name).runs_any for name in names)
-
-
 @torch.no_grad()
 def place_forward(
     code: ForwardCode,
@@ -307,7 +257,10 @@ def place_forward(
     names = [name for name in dict.fromkeys(names) if name != TORCH]
     whole = [name for name in names if patterns_of(name).runs_any]
     single = choose_single(code.name, list(measure_backends(code, whole, log=log).values()))
-    if not (runs_parts_alone(names) if searches is None else searches) or code.refusal():
+    runs_parts_alone = len(whole) < len(
+        names
+    )  # a backend that runs nothing but groups of its patterns and rules
+    if not (runs_parts_alone if searches is None else searches) or code.refusal():
         return single
     try:
         return _Mixing(code, (TORCH, *names), log=log, settings=settings).best(single)
@@ -334,8 +287,9 @@ class _Mixing:
         self._graph = self._forward.graph
         self._known = [patterns_of(name) for name in names]
         self._expected = code.run(*code.examples)
-        self._runs: dict[tuple[OperatorGroup, ...], ForwardRunner] = {}
-        self._built: dict[tuple[str, int], ForwardRunner] = {}
+        self._runner = functools.cache(self._build_placement)
+        # most parts of two placements are the same; parts live as long as the forward, and are known by identity
+        self._build = functools.cache(build_forward)
         self._libraries = [own.backend for own in self._known if own.runs_any and own.backend != TORCH]
 
     def best(self, single: StageBackend) -> StageBackend:
@@ -362,27 +316,21 @@ class _Mixing:
         (own,) = single.groups
         alone = self._runner((OperatorGroup(own.backend, self._graph.everything),))
         runs = {"alone": alone, "mixed": self._runner(best.groups), "torch": self._code.run}
-        times = time_in_turn(
-            {name: functools.partial(run, *self._code.examples) for name, run in runs.items()}
-        )
-        # a "mix" of one group is a single backend, which was chosen among its like already
-        if len(best.groups) == 1 or times["mixed"] * LEAST_GAIN > times["alone"]:
-            return StageBackend(
-                stage=single.stage,
-                groups=single.groups,
-                us=times["alone"],
-                torch_us=times["torch"],
-                costs=single.costs,
-                notes=notes,
-            )
-        return StageBackend(
-            stage=single.stage,
-            groups=placed_groups(self._forward, [(g.backend, g.operators) for g in best.groups]),
-            us=times["mixed"],
+        times = self._times(runs)
+        # a "mix" of one group is a single backend, and `single` is the best of those already
+        wins = len(best.groups) > 1 and times["mixed"] * LEAST_GAIN <= times["alone"]
+        mixed = placed_groups(self._forward, [(g.backend, g.operators) for g in best.groups])
+        return dataclasses.replace(
+            single,
+            groups=mixed if wins else single.groups,
+            us=times["mixed" if wins else "alone"],
             torch_us=times["torch"],
-            costs=single.costs,
             notes=notes,
         )
+
+    def _times(self, runs: Mapping[str, ForwardRunner], **options: Any) -> dict[str, float]:
+        calls = {name: functools.partial(run, *self._code.examples) for name, run in runs.items()}
+        return time_in_turn(calls, **options)
 
     def _cost_of(self, group: OperatorGroup) -> float | None:
         """Return what a group costs by itself, of the log where it is there."""
@@ -398,37 +346,25 @@ class _Mixing:
 
     def _switch_us(self) -> float:
         """Return epsilon: what a group more costs, by a placement of all operators one by one against the whole."""
-        # say 120 operators take 900 us one by one and 840 together: 0.5 us a group, for looking up what it takes and
-        # keeping what it makes
+        # say 120 operators take 900 us one by one and 840 together: 0.5 us a group, to look up its operands and to
+        # store its results
         singles = tuple(OperatorGroup(TORCH, 1 << i) for i in range(len(self._graph.operators)))
         runs = {"cut": self._runner(singles), "whole": self._code.run}
-        times = time_in_turn(
-            {name: functools.partial(run, *self._code.examples) for name, run in runs.items()}, rounds=3
-        )
+        times = self._times(runs, rounds=3)
         return max(times["cut"] - times["whole"], 0.0) / max(len(singles), 1)
 
-    def _runner(self, groups: tuple[OperatorGroup, ...]) -> ForwardRunner:
-        if groups not in self._runs:
-            self._runs[groups] = build_checked(
-                lambda: self._forward.build([(g.backend, g.operators) for g in groups], self._build),
-                self._code.examples,
-                self._expected,
-            )
-        return self._runs[groups]
-
-    def _build(self, backend: str, code: ForwardCode) -> ForwardRunner:
-        """Return what a backend builds of a part, built once: most parts of two placements are the same."""
-        key = (backend, id(code))  # parts are kept as long as the forward is
-        if key not in self._built:
-            self._built[key] = build_forward(backend, code)
-        return self._built[key]
+    def _build_placement(self, groups: tuple[OperatorGroup, ...]) -> ForwardRunner:
+        build = functools.partial(
+            self._forward.build, [(g.backend, g.operators) for g in groups], self._build
+        )
+        return build_checked(build, self._code.examples, self._expected)
 
     def _time_of(self, placement: Placement) -> float | None:
         try:
             run = self._runner(placement.groups)
         except BackendRefused:
             return None
-        return time_in_turn({"own": functools.partial(run, *self._code.examples)}, rounds=3)["own"]
+        return self._times({"own": run}, rounds=3)["own"]
 
 
 def _notes(found: Candidates, op_level: Placement, num_tried: int) -> tuple[str, ...]:

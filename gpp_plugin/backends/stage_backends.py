@@ -1,12 +1,12 @@
 """The backends of a job: chosen together before the first mini-batch, built where a stage first runs, checked there.
 
     choose        each forward-only stage is measured on its first rank, one rank after the other while the rest wait;
-                  every rank is told all choices
+                  every rank gets all choices
     run           at each shape the first micro-batch runs on torch; the backend is built, must give the same, and
                   takes over with the next one
 
-What is built holds copies of the weights: where these were written since (a checkpoint was loaded) it is built anew. A
-failure, or a result that differs, leaves the stage on torch at that shape, with one warning.
+A built forward holds copies of the weights: where these were written since (a checkpoint was loaded) it is built anew.
+A failure, or a result that differs, leaves the stage on torch at that shape, with one warning.
 
 Source: this project
 Tests: tests/backends/test_backends.py, tests/integrations/test_backend_training.py
@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpp_plugin.backends.compiled_stage import CompiledStages
-from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
+from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, forward_code, module_in_use
 from gpp_plugin.backends.measured_backends import (
     TORCH,
     BackendLog,
@@ -42,41 +41,41 @@ from gpp_plugin.runtime.stage_source import StageCode
 logger = logging.getLogger(__name__)
 
 MOST_SHAPES = 8
-"""Shapes of a stage that are built for: building takes seconds, and a stage that meets many is better off on torch."""
+"""Shapes of a stage that are built for: building takes seconds, and a stage of many shapes is better off on torch."""
 
 Asked = str | Sequence[str] | Mapping[str, str]
 """``off``, ``auto``, a list of backends, or the backend of each stage: the value of ``graph_pipeline.backends``."""
 
 
-def backends_asked(asked: Asked, stage: str) -> tuple[str, ...]:
-    """Return the backends that a stage may run on beside torch; one that is given for it by name is taken as it is."""
-    if isinstance(asked, str):
+def requested_backends(requested: Asked, stage: str) -> tuple[str, ...]:
+    """Return the backends that a stage may run on beside torch; one that the user names for it is taken as it is."""
+    if isinstance(requested, str):
         usable = [name for name in BACKENDS.names() if not find_backend(name).missing()]
-        return () if asked == "off" else tuple(name for name in usable if name != TORCH)
-    if isinstance(asked, Mapping):
-        return (asked[stage],) if stage in asked else ()
-    return tuple(name for name in asked if name != TORCH)
+        return () if requested == "off" else tuple(name for name in usable if name != TORCH)
+    if isinstance(requested, Mapping):
+        return (requested[stage],) if stage in requested else ()
+    return tuple(name for name in requested if name != TORCH)
 
 
-def check_asked(asked: Asked) -> None:
+def check_asked(requested: Asked) -> None:
     """Refuse backends whose packages are not there, before a model is captured.
 
     Raises:
         ConfigError: names the backend, and what to install.
     """
-    for name in named_backends(asked):
+    for name in named_backends(requested):
         reason = find_backend(name).missing()
         if reason:
             raise ConfigError(f"graph_pipeline.backends: backend {name!r} {reason}, or leave it out")
 
 
-def check_stages(asked: Asked, forward_only: Sequence[str], trained: Sequence[str]) -> None:
+def check_stages(requested: Asked, forward_only: Sequence[str], trained: Sequence[str]) -> None:
     """Refuse stages that are none, or that train.
 
     Raises:
         ConfigError: names the stage.
     """
-    for stage, backend in asked.items() if isinstance(asked, Mapping) else ():
+    for stage, backend in requested.items() if isinstance(requested, Mapping) else ():
         if stage in forward_only or backend == TORCH and stage in trained:
             continue
         where = f"graph_pipeline.backends: {stage!r}: {backend!r}"
@@ -90,66 +89,63 @@ def check_stages(asked: Asked, forward_only: Sequence[str], trained: Sequence[st
 
 
 def choose_backend(
-    asked: Asked, stage: str, make_code: Callable[[], ForwardCode], log: BackendLog
+    requested: Asked, stage: str, make_code: Callable[[], ForwardCode], log: BackendLog
 ) -> StageBackend:
-    """Return what a stage runs on: what is given for it, or the fastest of what may be used, as measured.
+    """Return the backend of a stage: the one that the user names, or the fastest of those that may be used.
 
     Args:
         make_code: the stage's code, made where it is measured.
     """
-    names = backends_asked(asked, stage)
-    if isinstance(asked, Mapping) or not names:
+    names = requested_backends(requested, stage)
+    if isinstance(requested, Mapping) or not names:
         return StageBackend(stage=stage, groups=(PlacedGroup(backend=names[0] if names else TORCH),))
     return place_forward(make_code(), names, log=log)
 
 
 class BackendForward:
-    """A stage's forward on its backend; called as the stage's code is, and what the stage's code does first.
+    """A stage's forward on its backend, called as the stage's code is; the first call at a shape runs that code.
 
     Args:
         chosen: the stage's backends.
         function: the stage's code; ``parameters`` are its first arguments.
-        built: what was built of the stage, here and in its other lanes.
+        built: the forwards built of the stage, shared by all its runners.
     """
 
     def __init__(
-        self,
-        chosen: StageBackend,
-        function: StageFunction,
-        parameters: Sequence[Tensor],
-        built: BuiltOfStage,
+        self, chosen: StageBackend, function: StageFunction, parameters: Sequence[Tensor], built: BuiltOfStage
     ) -> None:
         self._chosen = chosen
         self._shared = built
         self._function = function
         self._parameters = tuple(parameters)
         self._reads_weights = all(find_backend(group.backend).reads_weights for group in chosen.groups)
-        # by the version of the code (attention with or without masks), as long as the weights are these
-        self._built: dict[int, _Taken] = {}
+        # by the id of the code's version (attention with or without masks): the version, which is held so that no later
+        # one gets its id; what runs it, None on torch; and the state of the weights that this holds for
+        self._built: dict[int, tuple[torch.fx.GraphModule, BuiltForward | None, int]] = {}
 
     @torch.no_grad()
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """Run the forward."""
-        version = _module_of(self._function)
-        taken = self._built.get(id(version))
-        if taken is None or (not self._reads_weights and taken.writes != self._writes()):
+        version = module_in_use(self._function)
+        _, forward, writes = self._built.get(id(version), (None, None, None))
+        if writes is None or (not self._reads_weights and writes != self._writes()):
             return self._take_over(version, args)
-        if taken.forward is None:
+        if forward is None:
             return self._function.call(*args)
-        return taken.forward(*args[len(self._parameters) :])
+        return forward(*args[len(self._parameters) :])
 
     @property
     def is_taken(self) -> bool:
         """Return whether the backend has taken over at any version of the code."""
-        return any(taken.forward is not None for taken in self._built.values())
+        return any(forward is not None for _, forward, _ in self._built.values())
 
     def _writes(self) -> int:
-        """Return how often the weights were written, and where they lie."""
+        """Return a number that changes with each write into the weights, and with their addresses."""
         return hash(tuple((tensor.data_ptr(), tensor._version) for tensor in self._parameters))
 
     def _take_over(self, module: torch.fx.GraphModule, args: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run on torch, and let the backend take over from the next micro-batch if it gives the same."""
-        # 1st micro-batch   torch computes and its result goes on; the backend is built, runs twice, and is compared
+        """Run on torch; the backend takes over from the next micro-batch on if it gives the same."""
+        # 1st micro-batch   torch's result is used; the backend is built, runs twice, and is compared
         # 2nd and later     the backend computes, or torch for good, at this shape and with these weights
         tensors = args[len(self._parameters) :]
         before = self._writes()
@@ -168,8 +164,7 @@ class BackendForward:
             logger.warning(
                 "stage %s stays on torch instead of %s: %s", self._chosen.stage, self._chosen.backend, error
             )
-        # the module is kept: another one made later may have its number
-        self._built[id(module)] = _Taken(module=module, forward=forward, writes=self._writes())
+        self._built[id(module)] = module, forward, self._writes()
         return outputs
 
     def _build(self, code: ForwardCode) -> Callable[..., Sequence[Tensor]]:
@@ -181,7 +176,7 @@ class BackendForward:
 
 
 class BuiltOfStage:
-    """What was built of a stage, by operators and shapes: training and evaluation may run the same.
+    """The forwards built of a stage, by operators and shapes: training and evaluation may share one.
 
     Args:
         most: shapes that are built for.
@@ -189,7 +184,8 @@ class BuiltOfStage:
 
     def __init__(self, most: int = MOST_SHAPES) -> None:
         self._most = most
-        self._built: dict[str, _Known] = {}
+        # by signature: the constants inside, the state of the weights inside, and the forward
+        self._built: dict[str, tuple[Sequence[Tensor | int], int, BuiltForward]] = {}
         self.refused = ""
         """Why the last shape stayed on torch; empty where none did."""
 
@@ -199,81 +195,40 @@ class BuiltOfStage:
         return bool(self.refused) and not self._built
 
     def build(
-        self,
-        code: ForwardCode,
-        writes: int,
-        build: Callable[[], ForwardRunner],
-        expected: Sequence[Tensor],
+        self, code: ForwardCode, writes: int, build: Callable[[], ForwardRunner], expected: Sequence[Tensor]
     ) -> BuiltForward:
-        """Return code built with weights in this state, and checked; what is there already is checked again.
+        """Return code built with weights in this state, and checked; an earlier build is checked again.
 
         Raises:
             BackendRefused: as of `build_checked`, or there are as many shapes as are built for.
         """
         key = code.signature
-        known = self._built.get(key)
-        if known is None and len(self._built) >= self._most:
+        if key not in self._built and len(self._built) >= self._most:
             raise BackendRefused(
                 f"it has met {self._most} shapes, each of which is built for anew; pad to a few lengths"
             )
 
         def again() -> ForwardRunner:
-            return known.forward.run if known is not None and known.holds(code, writes) else build()
+            if key in self._built:
+                # sizes are part of the signature; constants of equal shapes (masks) may have other values
+                bound, writes_then, forward = self._built[key]
+                if writes_then == writes and all(
+                    torch.equal(own, other)
+                    for own, other in zip(bound, code.bound, strict=True)
+                    if isinstance(own, Tensor) and isinstance(other, Tensor)
+                ):
+                    return forward.run
+            return build()
 
-        # building may draw random numbers (examples, tuning): training must not notice
+        # building may draw random numbers (examples, tuning), which must not change training's
         with kept_streams(expected[0].device):
             found = build_checked(again, code.examples, expected)
-        self._built[key] = _Known(bound=code.bound, writes=writes, forward=found)
+        self._built[key] = code.bound, writes, found
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    """Something built, and what is inside of it: constants, and weights as often written."""
-
-    bound: tuple[Tensor | int, ...]
-    writes: int
-    forward: BuiltForward
-
-    def holds(self, code: ForwardCode, writes: int) -> bool:
-        """Return whether it was built with the constants of this code, and with weights in this state."""
-        # sizes are part of the signature; constants of equal shapes (masks) may have other values
-        return self.writes == writes and all(
-            torch.equal(own, other)
-            for own, other in zip(self.bound, code.bound, strict=True)
-            if isinstance(own, Tensor) and isinstance(other, Tensor)
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
-    module: torch.fx.GraphModule
-    forward: BuiltForward | None
-    writes: int
-
-
-def forward_code(
-    stage: str, function: StageFunction, parameters: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> ForwardCode:
-    """Return a stage's code as backends are given it, the version that is in use."""
-    return ForwardCode(
-        name=stage,
-        module=_module_of(function),
-        bound=function.bound,
-        parameters=tuple(parameters),
-        examples=tuple(tensor.detach() for tensor in tensors),
-    )
-
-
-def _module_of(function: StageFunction) -> torch.fx.GraphModule:
-    """Return the version of a stage's code that is in use (attention with or without masks)."""
-    module = function.module if function.choice is None else function.choice.module
-    assert module is not None, "only generated code is given to backends"
-    return module
-
-
 class StageBackends:
-    """The backends of a job's stages, once they are chosen; makes the forwards of lanes.
+    """The backends of a job's stages, once they are chosen; makes the forwards of stage runners.
 
     Args:
         choices: by the stage's name.
@@ -285,7 +240,7 @@ class StageBackends:
         self._built: dict[str, BuiltOfStage] = {}
 
     def in_use(self) -> dict[str, StageBackend]:
-        """Return what stages run on, by name: those of this rank on torch where what was chosen does not run."""
+        """Return the backend of each stage, by name; torch for stages of this rank whose backend does not run."""
         left = {stage: built for stage, built in self._built.items() if built.is_left}
         return self.choices | {
             stage: StageBackend(
@@ -299,7 +254,7 @@ class StageBackends:
     def forward(
         self, stage: str, function: StageFunction, parameters: Sequence[Tensor]
     ) -> Callable[..., tuple[Tensor, ...]] | None:
-        """Return what runs a stage's forward at a shape; None: its code does.
+        """Return the callable that runs a stage's forward at a shape; None: its code.
 
         Args:
             parameters: none of them takes a gradient, or the stage stays as it is.

@@ -34,7 +34,7 @@ class InductorBackend(Backend):
 
     def build(self, code: ForwardCode) -> ForwardRunner:
         """Return compiled code; compiling takes seconds to minutes, less where torch's own cache has it."""
-        # A module of its own each time: its forward is its own code, so that torch's limit of recompilations, which
+        # A separate module each time: its forward is its own code, so that torch's limit of recompilations, which
         # counts by code, is never reached; weights are buffers of it, which freezing folds into the kernels' layouts.
         compiled = torch.compile(code.frozen, fullgraph=True, dynamic=False, options={"freezing": True})
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from gpp_plugin.capture.annotate import Note, annotate, module_path, written_placeholders
-from gpp_plugin.capture.attention import attention_masks, without_masks
+from gpp_plugin.capture.attention import mask_candidates, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
 from gpp_plugin.capture.layout.layouts import (
+    LayoutAnalysis,
     Layouts,
-    analyse_layouts,
     describe_coupling,
     find_clusters,
     is_random,
@@ -32,9 +33,9 @@ from gpp_plugin.capture.layout.layouts import (
 from gpp_plugin.capture.lengths import resized
 from gpp_plugin.capture.mask_values import Mask, MaskFinder
 from gpp_plugin.capture.sharding.find_regions import find_sharding
-from gpp_plugin.capture.tracing.carried_state import LeavesState, kept_tensors
+from gpp_plugin.capture.tracing.carried_state import LeavesState, states_of_written
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
-from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, overlapping, tracing_device
+from gpp_plugin.capture.tracing.shadow import MetaCopy, dtype_name, overlapping, tracing_device
 from gpp_plugin.capture.tracing.traced import Traced, structure_of
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis, Sharding
@@ -97,7 +98,7 @@ logger = logging.getLogger(__name__)
 def analysed(
     model: str,
     traced: Traced,
-    shadow: Shadow,
+    meta_copy: MetaCopy,
     pair: tuple[Traced, Traced] | None,
     rows: dict[str, int],
     unpadded: Collection[str],
@@ -110,66 +111,68 @@ def analysed(
         pair: exports at n and 2n samples; None where the model takes whole units.
         rows: of a sample of each input.
         unpadded: inputs that hold ones only.
-        eager: modules that are kept whole.
+        eager: modules that run as they are.
     """
-    masks = masks_of(traced, shadow).find()
-    notes = notes_of(traced, shadow, masks, unpadded, training=training)
-    _check_written(traced, notes, shadow)
+    masks = masks_of(traced, meta_copy).find()
+    notes = notes_of(traced, meta_copy, masks, unpadded, training=training)
+    _check_written(traced, notes, meta_copy)
     clusters = find_clusters(traced.graph, notes)
     if pair is not None:
-        # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
-        layouts = analyse_layouts(
-            *pair,
-            clusters,
-            rows,
-            tracing_device(shadow.device),
-            written=written_placeholders(traced.graph, notes),
-        )
+        # Clusters twice: layouts are found cluster by cluster, and tensors that cannot be cut make clusters larger.
+        written = written_placeholders(traced.graph, notes)
+        device = tracing_device(meta_copy.device)
+        layouts = LayoutAnalysis(*pair, clusters, rows, device, written=written).run()
         clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
     else:
         layouts = whole_layouts(traced)
     replicable = find_replicable(traced, notes, clusters, layouts)
     _couple_readers_of_counts(traced, layouts, replicable)
-    op_graph = _op_graph(model, shadow, traced, notes, layouts, replicable)
+    op_graph = _op_graph(model, meta_copy, traced, notes, layouts, replicable)
     of_masks = {key for mask in masks.values() for key in mask.inputs}
     analysis = Analysis(
         op_graph=op_graph,
         nodes=structure_of(traced.graph),
         is_training=training,
-        dtype=dtype_name(shadow.dtype) if shadow.dtype is not None else None,
-        device_type=shadow.device.type,
-        layer_lists=find_layer_lists(shadow.model),
+        dtype=dtype_name(meta_copy.dtype) if meta_copy.dtype is not None else None,
+        device_type=meta_copy.device.type,
+        layer_lists=find_layer_lists(meta_copy.model),
         clusters=clusters,
         unpadded=tuple(sorted(of_masks.intersection(unpadded))),
         eager=eager,
         means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
-        # Where one sample is cut like many is not seen at one: [1, heads, ...] and [heads, ...] look alike.
-        sharding=_sharding(traced if pair is None else pair[0], shadow, notes),
-        carried=shadow.carried,
+        # At one sample a cut along samples shows nowhere: [1, heads, ...] and [heads, ...] look alike.
+        sharding=_sharding(traced if pair is None else pair[0], meta_copy, notes),
+        carried=meta_copy.carried,
     )
-    return assemble(traced, op_graph, shadow, analysis, masks)
+    return assemble(traced, op_graph, meta_copy, analysis, masks)
 
 
-def _sharding(traced: Traced, shadow: Shadow, notes: Mapping[str, Note]) -> Sharding:
-    buffers = {p.name for p in shadow.parameters if p.is_buffer}
+def _sharding(traced: Traced, meta_copy: MetaCopy, notes: Mapping[str, Note]) -> Sharding:
+    buffers = {p.name for p in meta_copy.parameters if p.is_buffer}
     return find_sharding(
         traced.graph,
         parameters={n: own for n, own in traced.parameters.items() if own not in buffers},
         called={**traced.inputs, **traced.parameters},
         needs_gradient={name for name, note in notes.items() if note.requires_grad},
-        styles=getattr(shadow.original, "_tp_plan", None) or {},
+        styles=getattr(meta_copy.original, "_tp_plan", None) or {},
     )
 
 
-def masks_of(traced: Traced, shadow: Shadow) -> MaskFinder:
+def masks_of(traced: Traced, meta_copy: MetaCopy) -> MaskFinder:
     """Return what finds the masks of attention that eager models leave out where some entries hold ones only."""
     own = {name: key for name, key in traced.inputs.items() if key not in traced.received}
-    where = tracing_device(shadow.device)
-    return attention_masks(traced.graph, inputs=own, constants=traced.constants, traced_on=where)
+    where = tracing_device(meta_copy.device)
+    candidates = mask_candidates(traced.graph)
+    return MaskFinder(traced.graph, candidates, inputs=own, constants=traced.constants, traced_on=where)
 
 
 def notes_of(
-    traced: Traced, shadow: Shadow, masks: Mapping[str, Mask], unpadded: Collection[str], *, training: bool
+    traced: Traced,
+    meta_copy: MetaCopy,
+    masks: Mapping[str, Mask],
+    unpadded: Collection[str],
+    *,
+    training: bool,
 ) -> dict[str, Note]:
     """Return what is found of each operator, with the costs of attention as it is for batches like the first one.
 
@@ -179,7 +182,7 @@ def notes_of(
     graph, unread = without_masks(traced.graph, masks, unpadded)
     notes = annotate(
         graph,
-        shadow,
+        meta_copy,
         traced.fakes,
         traced.attributes,
         received=traced.received,
@@ -190,13 +193,13 @@ def notes_of(
         if isinstance(node.meta.get("val"), torch.Tensor):
             notes[node.name].shapes = (tuple(node.meta["val"].shape),)
     if training:
-        _check_loss(traced, notes, shadow)
+        _check_loss(traced, notes, meta_copy)
     return notes
 
 
-def _check_loss(traced: Traced, notes: Mapping[str, Note], shadow: Shadow) -> None:
+def _check_loss(traced: Traced, notes: Mapping[str, Note], meta_copy: MetaCopy) -> None:
     """Refuse a training loss that no backward starts from; a model without weights has nothing to train anyway."""
-    own = [p for p in shadow.parameters if not p.is_buffer]
+    own = [p for p in meta_copy.parameters if not p.is_buffer]
     if not own or traced.loss is None or notes[traced.loss].requires_grad:
         return
     trained = sum(p.requires_grad for p in own)
@@ -207,12 +210,12 @@ def _check_loss(traced: Traced, notes: Mapping[str, Note], shadow: Shadow) -> No
         else "unfreeze what is to be trained (requires_grad_)"
     )
     raise CaptureError(
-        f"the loss of {type(shadow.model).__name__} needs no gradient, so that nothing would train: {trained} of its "
-        f"{len(own)} parameters take one; {why}"
+        f"the loss of {type(meta_copy.model).__name__} needs no gradient, so that nothing would train: {trained} of "
+        f"its {len(own)} parameters take one; {why}"
     )
 
 
-def _check_written(traced: Traced, notes: Mapping[str, Note], shadow: Shadow) -> None:
+def _check_written(traced: Traced, notes: Mapping[str, Note], meta_copy: MetaCopy) -> None:
     """Refuse, or carry, what the forward writes and no stage would have.
 
     Raises:
@@ -222,14 +225,15 @@ def _check_written(traced: Traced, notes: Mapping[str, Note], shadow: Shadow) ->
     written = written_placeholders(traced.graph, notes)
     constants = [tensor for name, tensor in traced.constants.items() if name in written]
     if constants:
-        raise LeavesState(kept_tensors(shadow.model, constants))
+        raise LeavesState(states_of_written(meta_copy.model, constants))
     own = {traced.parameters[name] for name in written if name in traced.parameters}
-    own |= {p.name for p in shadow.parameters if p.requires_grad}
-    for one, other in overlapping(shadow.original):
+    own |= {p.name for p in meta_copy.parameters if p.requires_grad}
+    for one, other in overlapping(meta_copy.original):
         if one in own or other in own:
             raise CaptureError(
-                f"{type(shadow.original).__name__}: {one} and {other} are two tensors in the same memory, and a stage "
-                "has each by itself: register one, and compute the other in forward (self.weight.t(), self.queue[0])"
+                f"{type(meta_copy.original).__name__}: {one} and {other} are two tensors in the same memory, and a "
+                "stage has each by itself: register one, and compute the other in forward (self.weight.t(), "
+                "self.queue[0])"
             )
 
 
@@ -241,12 +245,12 @@ def _couple_readers_of_counts(traced: Traced, layouts: Layouts, replicable: set[
 
 
 def assemble(
-    traced: Traced, op_graph: OpGraph, shadow: Shadow, analysis: Analysis, masks: Mapping[str, Mask]
+    traced: Traced, op_graph: OpGraph, meta_copy: MetaCopy, analysis: Analysis, masks: Mapping[str, Mask]
 ) -> CapturedGraph:
     """Return the capture of a trace, its operators on the device that they will run on."""
     logger.debug("captured %s: %d operators", op_graph.model, len(op_graph.nodes))
     # Traced for a device that this build of torch lacks, the graph says cpu wherever it will compute on that device.
-    device, traced_on = shadow.device, tracing_device(shadow.device).type
+    device, traced_on = meta_copy.device, tracing_device(meta_copy.device).type
     if traced_on != device.type:
         place_graph(traced.graph, device, of_type=traced_on)
         bodies = traced.attributes.items()
@@ -269,7 +273,7 @@ def assemble(
 
 def _op_graph(
     model: str,
-    shadow: Shadow,
+    meta_copy: MetaCopy,
     traced: Traced,
     notes: Mapping[str, Note],
     layouts: Layouts,
@@ -282,22 +286,15 @@ def _op_graph(
     for node in traced.operators:
         note = notes[node.name]
         layout = _layout(layouts, node.name, note, traced.num_samples)
+        read = (known.get(s.name, s.name) for s in node.all_input_nodes if s.op != "get_attr")
         nodes.append(
             OpNode(
                 name=node.name,
                 target=str(node.target),
-                inputs=tuple(
-                    dict.fromkeys(
-                        known.get(s.name, s.name) for s in node.all_input_nodes if s.op != "get_attr"
-                    )
-                ),
+                inputs=tuple(dict.fromkeys(read)),
                 module=module_path(node),
                 output=None if note.is_tuple else _spec(node.name, note, traced.num_samples, layout),
-                flops=note.flops,
-                saved_bytes=note.saved_bytes,
-                keeps=note.keeps,
-                kept_inside_bytes=note.kept_inside_bytes,
-                storage=note.storage,
+                **_costs(note),
                 is_coupling=node.name in layouts.coupling,
                 is_random=is_random(node),
                 is_replicable=node.name in replicable,
@@ -312,13 +309,19 @@ def _op_graph(
             )
             for name, key in traced.inputs.items()
         ),
-        parameters=_with_written(shadow.parameters, traced, notes),
+        parameters=_with_written(meta_copy.parameters, traced, notes),
         nodes=tuple(nodes),
         loss=traced.loss,
         outputs=traced.outputs,
         couplings=tuple(describe_coupling(by_name[name], reason) for name, reason in layouts.reasons.items()),
         received=traced.received,
     )
+
+
+def _costs(note: Note) -> dict[str, Any]:
+    """Return the fields of an `OpNode` that another export changes, beside its output."""
+    names = ("flops", "saved_bytes", "keeps", "kept_inside_bytes", "storage")
+    return {name: getattr(note, name) for name in names}
 
 
 def _with_written(
@@ -356,8 +359,8 @@ def _reaches_result(graph: fx.Graph, name: str) -> bool:
 def _is_statistic(node: fx.Node, source: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    own = [name for name, value in given.items() if value is source]
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    own = [name for name, value in arguments.items() if value is source]
     return bool(own) and set(own) <= {"running_mean", "running_var"}
 
 
@@ -369,20 +372,8 @@ def carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note]) 
     nodes = []
     for old in reference.nodes:
         note = notes[old.name]
-        output = None
-        if old.output is not None:
-            output = _respec(old.output, note, samples)
-        nodes.append(
-            dataclasses.replace(
-                old,
-                output=output,
-                flops=note.flops,
-                saved_bytes=note.saved_bytes,
-                keeps=note.keeps,
-                kept_inside_bytes=note.kept_inside_bytes,
-                storage=note.storage,
-            )
-        )
+        output = None if old.output is None else _respec(old.output, note, samples)
+        nodes.append(dataclasses.replace(old, output=output, **_costs(note)))
     names = {key: name for name, key in traced.inputs.items()}
     inputs = tuple(_respec(old, notes[names[old.name]], samples) for old in reference.inputs)
     return dataclasses.replace(reference, num_samples=samples, nodes=tuple(nodes), inputs=inputs)

@@ -19,7 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.eager.trial_run import FlopCount
 from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
-from gpp_plugin.capture.tracing.shadow import Shadow
+from gpp_plugin.capture.tracing.shadow import MetaCopy
+from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Note:
 
 @dataclass(slots=True)
 class _Saved:
-    """Bytes kept for backward, each storage charged to the node that first saves it."""
+    """Bytes saved for backward, each storage charged to the node that first saves it."""
 
     free: set[int]
     bytes: int = 0
@@ -70,7 +71,7 @@ class _Saved:
         self.now = {}
 
     def pack(self, tensor: torch.Tensor) -> None:
-        """Charge the storage of a tensor that autograd saves; nobody asks for it again."""
+        """Charge the storage of a tensor that autograd saves; it is never unpacked."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # the address of torch's own object: the same for all views of one memory
         # Parameters and inputs are there anyway; what several operators keep is in memory once, and charged to the
@@ -84,7 +85,7 @@ class _Saved:
 
 
 class _StorageOwners:
-    """Tells storages apart by small numbers, in the order in which they appear, and remembers who made each."""
+    """Numbers storages in the order in which they appear, and notes the operator that made each."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -94,25 +95,21 @@ class _StorageOwners:
         """Return the numbers of the storages that the tensors of ``value`` lie in."""
         return frozenset(
             self._numbers.setdefault(t.untyped_storage()._cdata, len(self._numbers))
-            for t in _tensors_in(value)
+            for t in tensors_in(value)
         )
 
     def maker_of(self, value: Any, node: str) -> str:
         """Return who made the storage that ``node`` put its result into, "" where it is a new one."""
         other = ""
-        for tensor in _tensors_in(value):
+        for tensor in tensors_in(value):
             maker = self.makers.setdefault(tensor.untyped_storage()._cdata, node)
             other = maker if maker != node else ""
         return other
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def annotate(
     graph: fx.Graph,
-    shadow: Shadow,
+    meta_copy: MetaCopy,
     tensors: Mapping[str, torch.Tensor],
     attributes: Mapping[str, Any],
     *,
@@ -129,22 +126,22 @@ def annotate(
     Args:
         tensors: placeholder name -> fake tensor.
         received: placeholders of what other stages make, which is not there anyway.
-        training: record gradient flags and what is kept for backward.
+        training: record gradient flags and what is saved for backward.
         unread: operators that the code of a stage leaves out; they cost nothing.
     """
-    tensors = {name: _in_mode(tensor, shadow) for name, tensor in tensors.items()}
+    tensors = {name: _in_mode(tensor, meta_copy) for name, tensor in tensors.items()}
     values: dict[fx.Node, Any] = {}
     notes: dict[str, Note] = {}
     costs = FlopCount()
     saved = _Saved(free={t.untyped_storage()._cdata for n, t in tensors.items() if n not in received})
     storages = _StorageOwners()
     hooks = saved_tensors_hooks(saved.pack, _no_backward)
-    with shadow.mode, costs, torch.set_grad_enabled(training), hooks:
+    with meta_copy.mode, costs, torch.set_grad_enabled(training), hooks:
         for node in graph.nodes:
             if node.op == "output":
                 continue
             # What a node reads and writes is looked up before it runs: an operator in place gives its result the
-            # storage of its argument, so that afterwards the two could not be told apart.
+            # storage of its argument, so that afterwards the two could not be distinguished.
             args = fx.map_arg(node.args, lambda n: values[n])
             reads = storages.of([values[n] for n in node.all_input_nodes])
             writes = storages.of([values[n] for n in written_arguments(node)])
@@ -162,7 +159,7 @@ def annotate(
             flops = node.target.observed.flops if isinstance(node.target, OpaqueCall) else float(costs.flops)
             note.flops = 0.0 if node.name in unread else flops
             note.saved_bytes = saved.bytes
-            if ADDED in node.meta:  # no operator of the capture: what is kept of it is inside of who keeps it
+            if ADDED in node.meta:  # no operator of the capture: its saved tensors count as inside its reader
                 continue
             note.storage = storages.maker_of(values[node], node.name)
             # only now: an operator that keeps its own result (relu) is itself the maker of what it keeps
@@ -171,7 +168,7 @@ def annotate(
     # that it was made without
     for node, value in values.items():
         if training and node.op == "call_function":
-            notes[node.name].requires_grad = any(tensor.requires_grad for tensor in _tensors_in(value))
+            notes[node.name].requires_grad = any(tensor.requires_grad for tensor in tensors_in(value))
     _forget_dead_ends(graph, notes)
     return notes
 
@@ -204,11 +201,11 @@ def _forget_dead_ends(graph: fx.Graph, notes: Mapping[str, Note]) -> None:
             note.requires_grad = False
 
 
-def _in_mode(tensor: torch.Tensor, shadow: Shadow) -> torch.Tensor:
-    """Return a fake tensor of the shadow's own mode: a view of another mode's would have another storage."""
-    if isinstance(tensor, FakeTensor) and tensor.fake_mode is shadow.mode:
+def _in_mode(tensor: torch.Tensor, meta_copy: MetaCopy) -> torch.Tensor:
+    """Return a fake tensor of the meta_copy's own mode: a view of another mode's would have another storage."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is meta_copy.mode:
         return tensor
-    with shadow.mode:
+    with meta_copy.mode:
         own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return own.requires_grad_(tensor.requires_grad)
 
@@ -217,12 +214,12 @@ def _no_backward(_: object) -> torch.Tensor:
     raise AssertionError("what is only looked at has no backward")
 
 
-def _by_maker(kept: Mapping[int, int], makers: Mapping[int, str]) -> tuple[tuple[tuple[str, int], ...], int]:
-    """Return the bytes kept of each node's results, and those of no node's."""
+def _by_maker(saved: Mapping[int, int], makers: Mapping[int, str]) -> tuple[tuple[tuple[str, int], ...], int]:
+    """Return the bytes saved of each node's results, and those of no node's."""
     # No node's: what an operator makes for its own backward alone (the mask of dropout, the statistics of a norm).
     keeps: dict[str, int] = {}
     inside = 0
-    for key, num_bytes in kept.items():
+    for key, num_bytes in saved.items():
         if key in makers:
             keeps[makers[key]] = keeps.get(makers[key], 0) + num_bytes
         else:

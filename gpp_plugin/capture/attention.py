@@ -20,10 +20,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from gpp_plugin.capture.mask_values import Mask, MaskFinder
-from gpp_plugin.capture.tracing.clean import ADDED, written_arguments, written_storages
+from gpp_plugin.capture.mask_values import Mask
+from gpp_plugin.capture.tracing.clean import ADDED, copied, written_arguments, written_storages
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of, is_open
 
 aten = torch.ops.aten
@@ -34,21 +34,11 @@ _MASK = 3
 _COPIES = {aten.contiguous.default, aten.clone.default, aten.alias.default}
 _CHOICES = {aten.where.self, aten.where.ScalarOther}
 _MAX_GROUPED_WIDTH = 256
-"""Widest head for which eager lets attention repeat keys and values itself: wider ones have no kernel for it."""
+"""Widest head for which eager code has attention repeat keys and values itself: wider ones have no kernel for it."""
 
 
-def attention_masks(
-    graph: fx.Graph, *, inputs: Mapping[str, str], constants: Mapping[str, Tensor], traced_on: torch.device
-) -> MaskFinder:
-    """Return what finds the masks of attention that eager models leave out, by node name.
-
-    Args:
-        inputs, constants, traced_on: as of `MaskFinder`.
-    """
-    return MaskFinder(graph, _candidates(graph), inputs=inputs, constants=constants, traced_on=traced_on)
-
-
-def _candidates(graph: fx.Graph) -> Iterator[fx.Node]:
+def mask_candidates(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield what may be the masks of attention that eager models leave out."""
     for node in graph.nodes:
         mask = _mask_of(node)
         if mask is not None:
@@ -72,17 +62,16 @@ def without_masks(
     """Return a copy of a graph, or of part of it, whose attention has no masks where eager would have none.
 
     Args:
-        masks: as `attention_masks` finds them; those that the graph lacks are of other parts.
+        masks: as `MaskFinder` finds them; those that the graph lacks are of other parts.
         ones: batch keys of the inputs that hold ones only.
 
     Returns:
         The copy, and the operators in it that nobody reads any more.
     """
-    new = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = new.node_copy(node, copies.__getitem__)
-        assert copies[node].name == node.name, "names of a graph are fit for its copies"
+    new = copied(graph.nodes)
+    assert all(a.name == b.name for a, b in zip(graph.nodes, new.nodes, strict=True)), (
+        "a copy has the same names"
+    )
     idle = {n.name for n in graph.nodes if not n.users}
     known = {name: mask for name, mask in masks.items() if mask.inputs.issubset(ones)}
     if known:
@@ -106,10 +95,7 @@ def without_choices(
         masks, ones: as of `without_masks`.
         of: the operators that may be left out.
     """
-    new = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = new.node_copy(node, copies.__getitem__)
+    new = copied(graph.nodes)
     known = {name: m for name, m in masks.items() if m.inputs.issubset(ones) and not m.is_causal}
     written = written_storages(new)
     for node in list(new.nodes):
@@ -156,15 +142,18 @@ def _unread(graph: fx.Graph, idle: Collection[str]) -> frozenset[str]:
 
 def _drop_mask(node: fx.Node, *, is_causal: bool, written: Collection[fx.Node]) -> None:
     """Call attention without its mask, and with keys and values as they are before they are repeated for its heads."""
-    query, key, value, *rest = node.args
-    kwargs = {name: given for name, given in node.kwargs.items() if name != "attn_mask"}
+    operands: Any = node.args
+    query, key, value, *rest = operands
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
     rate = rest[1] if len(rest) > 1 else kwargs.pop("dropout_p", 0.0)
     few = [_unrepeated(operand) for operand in (key, value)]
-    if all(source is not None and source not in written for source in few) and _is_narrow(key, value):
+    widths = [operand.meta["val"].shape[-1] for operand in (key, value)]
+    is_narrow = bool(widths[0] == widths[1] <= _MAX_GROUPED_WIDTH)
+    if all(source is not None and source not in written for source in few) and is_narrow:
         key, value = few
         kwargs["enable_gqa"] = True
-    node.args = (query, key, value, None, rate, is_causal)
-    node.kwargs = {name: given for name, given in kwargs.items() if name != "is_causal"}
+    kwargs.pop("is_causal", None)
+    node.args, node.kwargs = (query, key, value, None, rate, is_causal), kwargs
 
 
 def _unrepeated(operand: Any) -> fx.Node | None:
@@ -180,13 +169,8 @@ def _unrepeated(operand: Any) -> fx.Node | None:
     return one.args[0] if is_joined and one.meta["val"].shape[2] == 1 else None
 
 
-def _is_narrow(key: Any, value: Any) -> bool:
-    width = key.meta["val"].shape[-1]
-    return bool(width == value.meta["val"].shape[-1] <= _MAX_GROUPED_WIDTH)
-
-
 def _skip_choice(node: fx.Node, known: Mapping[str, Mask], written: Collection[fx.Node]) -> None:
-    """Let ``where(mask, bias, least)`` be the bias, or hide of it what comes later, for attention that reads it."""
+    """Replace ``where(mask, bias, least)`` by the bias, or hide of it what comes later, for attention that reads it."""
     condition, bias = node.args[0], node.args[1]
     if not isinstance(condition, fx.Node) or condition.name not in known:
         return

@@ -4,7 +4,7 @@ Operators group by module path into layers (or parts of layers, or stay single).
 keeping it whole would close a cycle. What a model's own forward code computes between its modules (the
 glue: additions, normalisation, the loss) then joins a neighbour, but only where that makes no block
 depend on another that it did not depend on before: independent branches stay independent until they
-truly join. Where Python reads values, glue between two blocks goes to the first one if fewer tensors cross
+truly join. Where Python reads values, glue between two blocks joins the first one if fewer tensors cross
 then: not some an image, of which every batch has another number, but one of all images. Operators that mix
 samples do not join blocks that do not, except that the loss joins the block that makes the logits.
 
@@ -106,12 +106,10 @@ class Quotient:
         # Among several, the fewest bytes on edges; then rather the one before; then the first (a fixed order).
         before, after = set(self._graph.predecessors(group)), set(self._graph.successors(group))
         choices: list[tuple[float, int, int, Group]] = []
-        for other in sorted(before, key=lambda g: g.first):
-            if accepts(other) and before - {other} <= nx.ancestors(self._graph, other):
-                choices.append((self._cut_bytes(group, other), 0, other.first, other))
-        for other in sorted(after, key=lambda g: g.first):
-            if accepts(other) and after - {other} <= nx.descendants(self._graph, other):
-                choices.append((self._cut_bytes(group, other), 1, other.first, other))
+        for side, others, reach in ((0, before, nx.ancestors), (1, after, nx.descendants)):
+            for other in sorted(others, key=lambda g: g.first):
+                if accepts(other) and others - {other} <= reach(self._graph, other):
+                    choices.append((self._cut_bytes(group, other), side, other.first, other))
         if not choices:
             return False
         self._merge(group, min(choices, key=lambda choice: choice[:3])[3])
@@ -240,7 +238,7 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
     # Two graphs of the same operators: the partition follows the first capture's (`Analysis`), so that blocks are the
-    # same at all sizes; sizes, costs and what is kept are those of the capture at hand.
+    # same at all sizes; sizes, costs and saved tensors are those of the capture at hand.
     analysis = captured if isinstance(captured, Analysis) else captured.analysis
     partition = _partition(analysis, granularity)
     graph = _block_graph(captured.op_graph, analysis, partition)
@@ -280,7 +278,9 @@ def _partition(analysis: Analysis, granularity: str) -> list[tuple[str, list[str
     # pieces of a model's own code have nothing to do with each other; `_Merger` finds them neighbours.
     latest: dict[str, Group] = {}
     for unit in units:
-        key = _unit_key(unit, nodes, keys)
+        # the key of the costliest member that is not glue, the first such on a tie
+        named = [name for name in unit if not keys[name].is_glue] or list(unit)
+        key = keys[max(named, key=lambda name: nodes[name].flops)]
         group = latest.get(key.path)
         if key.is_glue or group is None or not quotient.extend(group, unit):
             latest[key.path] = quotient.open(key, unit)
@@ -291,12 +291,6 @@ def _partition(analysis: Analysis, granularity: str) -> list[tuple[str, list[str
             quotient.move_up(before, after, _leaning(quotient, before, after, units, nodes, glue))
     quotient.merge_isolated()
     return _named(quotient, graph.loss)
-
-
-def _unit_key(unit: Sequence[str], nodes: dict[str, OpNode], keys: dict[str, Key]) -> Key:
-    """Return the key of the costliest member that is not glue, the first such on a tie."""
-    named = [name for name in unit if not keys[name].is_glue] or list(unit)
-    return keys[max(named, key=lambda name: nodes[name].flops)]
 
 
 def _leaning(
@@ -376,16 +370,11 @@ class _Merger:
                     is_due = group in self._quotient and self._is_glue(group)
                     if is_due and self._is_coupled(group) == coupled:
                         is_changing |= self._quotient.merge_into_neighbour(group, accepts)
-        self._merge_loss()
-
-    def _merge_loss(self) -> None:
-        """Let a loss without parameters join the one block that makes what it reads."""
-        # With one source the loss joins lm_head, whose logits are a language model's widest tensor; with two (the loss
-        # of a CLIP) joining one tower would make it wait for the other.
+        # A loss without parameters joins the one block that makes what it reads: lm_head, whose logits are a language
+        # model's widest tensor. With two sources (the loss of a CLIP) one tower would wait for the other.
         last = next((group for group in self._quotient.groups if self._loss in group.nodes), None)
-        if last is None or self._has_parameters(last) or len(self._quotient.sources(last)) != 1:
-            return
-        self._quotient.merge_into_neighbour(last, lambda other: True)
+        if last is not None and not self._has_parameters(last) and len(self._quotient.sources(last)) == 1:
+            self._quotient.merge_into_neighbour(last, lambda other: True)
 
     def _has_parameters(self, group: Group) -> bool:
         return any(s in self._parameters for name in group.nodes for s in self._nodes[name].inputs)
@@ -465,30 +454,29 @@ def _saved_tensors(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -
     block_of = {name: block for block, names in partition for name in names}
     position = {block: i for i, (block, _) in enumerate(partition)}
     # ``found``: storage -> (block that makes it, blocks that keep it, bytes). linear(h) keeps h for its weight's
-    # gradient, and so does the residual's reader in the next block: one storage, kept by both, charged to the first.
+    # gradient, and so does the residual's reader in the next block: one storage, saved by both, charged to the first.
     found: dict[str, tuple[str, dict[str, None], int]] = {}
     views: dict[str, list[str]] = {}
     for node in graph.nodes:
-        keeper = block_of.get(node.name)
-        if keeper is None:
+        block = block_of.get(node.name)
+        if block is None:
             continue
         if node.storage:
             views.setdefault(node.storage, []).append(node.name)
         if node.kept_inside_bytes:
-            found[f"{node.name}:inside"] = keeper, {keeper: None}, node.kept_inside_bytes
+            found[f"{node.name}:inside"] = block, {block: None}, node.kept_inside_bytes
         for maker, num_bytes in node.keeps:
             if maker in block_of or maker in graph.received:
-                keepers = found.setdefault(maker, (block_of.get(maker, ""), {}, num_bytes))[1]
-                keepers[keeper] = None
+                found.setdefault(maker, (block_of.get(maker, ""), {}, num_bytes))[1][block] = None
     return tuple(
         SavedTensor(
             name=name,
             made_by=maker,
-            kept_by=tuple(sorted(keepers, key=position.__getitem__)),
+            kept_by=tuple(sorted(blocks, key=position.__getitem__)),
             bytes=num_bytes,
             views=tuple(views.get(name, ())),
         )
-        for name, (maker, keepers, num_bytes) in found.items()
+        for name, (maker, blocks, num_bytes) in found.items()
     )
 
 

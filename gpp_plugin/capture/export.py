@@ -1,4 +1,4 @@
-"""Capture a model for the first time: the exports that an analysis is made of, and what is kept whole."""
+"""Capture a model for the first time: the exports that an analysis is made of, and the eager submodules."""
 
 from __future__ import annotations
 
@@ -30,12 +30,8 @@ from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
-from gpp_plugin.capture.tracing.shadow import Shadow, make_shadow
-from gpp_plugin.capture.tracing.torch_export import (
-    Call,
-    Reads,
-    call_by_key,
-)
+from gpp_plugin.capture.tracing.shadow import MetaCopy, make_shadow
+from gpp_plugin.capture.tracing.torch_export import Call, call_by_key
 from gpp_plugin.capture.tracing.traced import Exported, Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState
@@ -66,7 +62,7 @@ def capture_model(
         batch: tensors with the samples along axis 0, and constants (``return_loss=True``).
         training: capture with the modes that the model's modules are in (as after ``model.train()``, where all of it
             is in eval mode); else as after ``model.eval()``. A loss is optional in evaluation, and where outputs are
-            asked for.
+            requested.
         outputs: fields of the model's output to return beside the loss, e.g. ``("logits",)``.
         received: entries of the batch that other stages make -> whether they take a gradient.
         dtype: floating parameters and batch tensors become this type before tracing; buffers keep theirs.
@@ -82,9 +78,9 @@ def capture_model(
         CaptureError: the model cannot be exported, has no loss, or its structure depends on the number
             of samples; the message names the module, the line and the remedy.
     """
-    asked = find_asked(model, eager)
+    requested = find_asked(model, eager)
     hooked = hooked_modules(model)
-    whole = without_inner((*asked, *hooked))
+    whole = without_inner((*requested, *hooked))
     if has_hooks(model):
         logger.warning(
             "hooks on %s itself are not called in training; register them on modules in it, which then run as they are",
@@ -119,8 +115,8 @@ def capture_model(
                 raise refused(model, again[0].name, "is left behind in more than one way") from None
             states.update({state.name: state for state in found.states})
         except CaptureError as error:
-            # The innermost module that fails is kept whole, and the rest traced anew; where that does not help, the
-            # first failure is what the user should know of.
+            # The innermost module that fails runs as it is, and the rest is traced anew. Where that does not help, the
+            # first failure is reported.
             more = None
             if isinstance(error, Untraceable) and (error.culprit or _reads_own_state(model, error, states)):
                 more = with_culprit(model, whole, error.culprit)
@@ -131,22 +127,22 @@ def capture_model(
                         "are: %s",
                         *(", ".join(hooked), error),
                     )
-                    hooked, whole = (), asked
+                    hooked, whole = (), requested
                     reasons.clear()
                     continue
                 raise (reasons[0] if reasons else error) from None
             assert isinstance(error, Untraceable)
-            logger.debug("kept whole, as tracing failed: %s (%s)", error.culprit, error)
+            logger.debug("runs as it is, as tracing failed: %s (%s)", error.culprit, error)
             reasons.append(error)
             whole = more
-    _log_what_is_special(captured, whole, asked=asked, hooked=hooked, reasons=reasons)
+    _log_what_is_special(captured, whole, requested=requested, hooked=hooked, reasons=reasons)
     return captured
 
 
 def _reads_own_state(model: nn.Module, error: Untraceable, states: Mapping[str, CarriedState]) -> bool:
     """Return whether the Python of the model itself reads what it keeps: it then runs as one block.
 
-    Of other values its author is told to move what reads them into a module of its own: the rest is then cut.
+    For other values the error advises to move what reads them into a module of its own: the rest is then cut.
     """
     keeps = error.is_of_state or bool(model._buffers) or any(state.tensors for state in states.values())
     return keeps and lacks_values(error)
@@ -156,13 +152,13 @@ def _log_what_is_special(
     captured: CapturedGraph,
     whole: Sequence[str],
     *,
-    asked: Sequence[str],
+    requested: Sequence[str],
     hooked: Sequence[str],
     reasons: Sequence[Untraceable],
 ) -> None:
-    """Log which modules are kept whole, and why where nobody asked, and the state that is carried."""
+    """Log which modules run as they are, and why where it was not requested, and the state that is carried."""
     for path in whole:
-        # of modules that failed alike, the first says why; of one that was kept for another inside it, that other
+        # of modules that failed alike, the first says why; of one that is eager for another inside it, that other
         why = next((e for e in reasons if is_within(e.culprit, path)), None)
         if not path:
             logger.warning(
@@ -172,13 +168,13 @@ def _log_what_is_special(
             )
         elif path in hooked:
             logger.warning("%s is kept whole and runs as it is, on whole loss units, with its hooks", path)
-        elif path not in asked and why is not None:
+        elif path not in requested and why is not None:
             logger.warning("%s is kept whole and runs as it is, on whole loss units: %s", path, why)
     left = [state.name for state in captured.analysis.carried if state.tensors]
     if left:
         logger.info("state that each forward leaves for the next one: %s", ", ".join(left))
     if whole:
-        logger.info("kept whole, run as they are: %s", ", ".join(path or "the model" for path in whole))
+        logger.info("modules that run as they are: %s", ", ".join(path or "the model" for path in whole))
 
 
 def _capture(
@@ -193,27 +189,29 @@ def _capture(
     eager: tuple[str, ...],
     states: tuple[CarriedState, ...],
 ) -> CapturedGraph:
-    """Capture a model, as `capture_model` does, with these modules kept whole, and this state carried."""
+    """Capture a model, as `capture_model` does, with these eager submodules, and this state carried."""
     # One export at the batch's own number of samples, n; more at 2 and 4 (3 and 6 where n is 3): what is twice as long
     # at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself. Profiles are
     # measured at such numbers too: they take what was exported here.
-    shadow = make_shadow(model, training=training, dtype=dtype, device=device, carried=states)
+    meta_copy = make_shadow(model, training=training, dtype=dtype, device=device, carried=states)
     export = functools.partial(
-        trace, shadow, outputs=outputs, received=received, training=training, call=call, eager=eager
+        trace, meta_copy, outputs=outputs, received=received, training=training, call=call, eager=eager
     )
-    traced, pair = _traced_or_whole(export, batch, shadow)
+    traced, pair = _traced_or_whole(export, batch, meta_copy)
     if pair is not None:
         traced = _aligned(pair[0], traced)
     rows = {} if pair is None else rows_per_sample(resize_batch(batch, pair[0].num_samples))
     unpadded = inputs_of_ones(batch)
-    captured = analysed(type(model).__name__, traced, shadow, pair, rows, unpadded, training, eager)
+    captured = analysed(type(model).__name__, traced, meta_copy, pair, rows, unpadded, training, eager)
     others = [each for each in pair or () if each.num_samples != traced.num_samples]
     return dataclasses.replace(
-        captured, trials={each.num_samples: Exported(shadow=shadow, traced=each) for each in others}
+        captured, trials={each.num_samples: Exported(meta_copy=meta_copy, traced=each) for each in others}
     )
 
 
-def _first(export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, Any], shadow: Shadow) -> Traced:
+def _first(
+    export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, Any], meta_copy: MetaCopy
+) -> Traced:
     """Return the capture at the batch's own size, if it holds no number drawn outside the graph."""
     first = export(batch)
 
@@ -222,34 +220,34 @@ def _first(export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, An
         return again.as_text(), again.drawn
 
     if first.drawn:
-        check_draws(shadow.model, trace_again, (first.as_text(), first.drawn))
+        check_draws(meta_copy.model, trace_again, (first.as_text(), first.drawn))
     return first
 
 
 def _traced_or_whole(
-    export: Callable[..., Traced], batch: Mapping[str, Any], shadow: Shadow
+    export: Callable[..., Traced], batch: Mapping[str, Any], meta_copy: MetaCopy
 ) -> tuple[Traced, tuple[Traced, Traced] | None]:
     """Return the capture, and exports at n and 2n samples, n >= 2, small enough to try operators on.
 
-    Without these the model takes whole loss units, of which nothing is known of where samples lie: where the batch is
-    a unit already, where Python reads values (of what there is at another number of samples nobody knows them), and
+    Without these the model takes whole loss units, in which the place of samples is unknown: where the batch is
+    a unit already, where Python reads values (those at another number of samples are unknown), and
     where the graph is another one at another number of samples.
     """
     failure: CaptureError | None = None
     try:
-        traced = _first(export, batch, shadow)
+        traced = _first(export, batch, meta_copy)
     except CaptureError as error:
         if isinstance(error, Untraceable) and error.lacks_records:
             raise
         failure = error
-    if (
-        failure is not None
-    ):  # not in the handler: an error in there would be told as a consequence of this one
-        traced = _trace_with_values(export, batch, shadow, failure)
+    # not in the handler: an error in there would be reported as a consequence of this one
+    if failure is not None:
+        traced = _trace_with_values(export, batch, meta_copy, failure)
     if isinstance(batch, WholeUnit) or traced.recording is not None:
         return traced, None
     # Not one sample: export specialises sizes of one (broadcasting, contiguity), and a slice of one sample could not
-    # be told from a reduction over samples. A batch of 2, 3 or 4 saves an export: (3, 6); one of 16 is tried at (2, 4).
+    # be distinguished from a reduction over samples. A batch of 2, 3 or 4 saves an export: (3, 6); one of 16 is tried
+    # at (2, 4).
     base = 3 if traced.num_samples == 3 else 2
     pair = []
     try:
@@ -265,7 +263,7 @@ def _traced_or_whole(
 
 
 def _trace_with_values(
-    export: Callable[..., Traced], batch: Mapping[str, Any], shadow: Shadow, error: CaptureError
+    export: Callable[..., Traced], batch: Mapping[str, Any], meta_copy: MetaCopy, error: CaptureError
 ) -> Traced:
     """Return the model traced with what its Python reads of the batch.
 
@@ -273,7 +271,7 @@ def _trace_with_values(
         CaptureError: it cannot be; ``error``, that of the export without, where values are not what it lacks.
     """
     try:
-        traced = _first(functools.partial(export, reads=Reads.of(batch)), batch, shadow)
+        traced = _first(functools.partial(export, reads=batch), batch, meta_copy)
     except CaptureError as other:
         raise (other if lacks_values(error) and not lacks_values(other) else error) from None
     assert traced.recording is not None

@@ -27,9 +27,9 @@ def find_layer_lists(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of containers whose children are layers, outer ones before inner ones.
 
     Module lists and dicts always are; a sequential is one if two of its children with parameters are of
-    one class. A list of unlike modules that hold layer lists themselves (towers) only groups them.
+    one class. A list of different modules that hold layer lists themselves (towers) only groups them.
     """
-    # First all candidates, then without those that only hold unlike towers: ModuleDict(vision=ViT, text=GPT) with
+    # First all candidates, then without those that only hold different towers: ModuleDict(vision=ViT, text=GPT) with
     # layer lists in both is a namespace like any module, and so its towers' layers are the layers.
     found = []
     for path, module in model.named_modules():
@@ -39,19 +39,19 @@ def find_layer_lists(model: nn.Module) -> tuple[str, ...]:
             classes = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
             if classes and max(classes.values()) > 1:
                 found.append(path)
-    kept = []
+    lists = []
     for path in found:
         children = list(model.get_submodule(path).children())
         prefix = f"{path}." if path else ""
         inner = any(other != path and other.startswith(prefix) for other in found)
         is_namespace = inner and len(children) > 1 and len({type(c) for c in children}) == len(children)
         if not is_namespace:
-            kept.append(path)
-    return tuple(kept)
+            lists.append(path)
+    return tuple(lists)
 
 
 class ModuleKeys:
-    """Keys of module paths, given which containers hold repeated layers."""
+    """Keys of module paths, by which containers hold repeated layers."""
 
     def __init__(self, layer_lists: Sequence[str]) -> None:
         self._lists = frozenset(layer_lists)
@@ -150,7 +150,7 @@ def _matrix_parts(nodes: Sequence[OpNode], child: Mapping[str, str]) -> dict[str
     part_of: dict[str, str] = {}
     previous = ""
     for name, is_attention in order.items():
-        is_listed = "." in name or "." in previous  # elements of a list inside the layer stay apart
+        is_listed = "." in name or "." in previous  # elements of a list inside the layer stay separate
         joins = previous and not is_attention and not order[previous] and not is_listed
         part_of[name] = part_of[previous] if joins else name
         previous = name
@@ -177,10 +177,7 @@ def _light_units(
 
 
 def _place(
-    members: Iterable[str],
-    by_name: Mapping[str, OpNode],
-    placed: Mapping[str, str],
-    parameters: set[str],
+    members: Iterable[str], by_name: Mapping[str, OpNode], placed: Mapping[str, str], parameters: set[str]
 ) -> str:
     # A norm has parameters and, with residual additions behind the parts, one reader (the part): it moves there with
     # its weights. Anything else stays where its operand is made: sending the operand or the result costs the same.

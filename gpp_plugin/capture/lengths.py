@@ -6,9 +6,9 @@ Tests: tests/capture/test_lengths.py
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.mask_values import MaskFinder
@@ -43,7 +43,7 @@ class LengthCapture:
         return SizeTexts(tensors)
 
     def specs(self, known: Iterable[TensorSpec], nodes: Sequence[str], texts: SizeTexts) -> SpecsAt:
-        """Return what tells tensors at other lengths.
+        """Return a function that describes tensors at other lengths.
 
         Args:
             known: what was analysed of each of them, under the names they will have.
@@ -56,10 +56,10 @@ class LengthCapture:
         by_name = {node.name: node for node in self.captured.graph.nodes}
         pairs = [(spec, by_name[node].meta["val"].shape) for spec, node in zip(known, nodes, strict=True)]
         fixed = [
-            resized(spec, _plain(shape), self.num_samples) if not _has_symbols(shape) else None
+            None if any(map(is_open, shape)) else resized(spec, tuple(map(int, shape)), self.num_samples)
             for spec, shape in pairs
         ]
-        open_shapes = [(spec, shape) for spec, shape in pairs if _has_symbols(shape)]
+        open_shapes = [pair for pair, spec in zip(pairs, fixed, strict=True) if spec is None]
         sizes = dict.fromkeys(texts.text(size) for _, shape in open_shapes for size in shape)
         place = {text: position for position, text in enumerate(sizes)}
         evaluate = compile_formulas(texts.symbols, list(sizes))
@@ -97,19 +97,4 @@ def resized(spec: TensorSpec, shape: tuple[int, ...], samples: int) -> TensorSpe
                 f"{spec.num_samples}; its batch axis {layout.axis} does not hold whole samples"
             )
         layout = batch_layout(layout.axis, size // samples)
-    return TensorSpec(
-        name=spec.name,
-        dtype=spec.dtype,
-        shape=shape,
-        num_samples=samples,
-        layout=layout,
-        requires_grad=spec.requires_grad,
-    )
-
-
-def _has_symbols(shape: Sequence[Any]) -> bool:
-    return any(is_open(size) for size in shape)
-
-
-def _plain(shape: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(int(size) for size in shape)
+    return dataclasses.replace(spec, shape=shape, num_samples=samples, layout=layout)

@@ -143,10 +143,7 @@ class MaskFinder:
         Args:
             size_of: the value of a size that was left open.
         """
-        values = _Values(
-            self._sources, self._order, constants=self._constants, traced_on=self._traced_on, size_of=size_of
-        )
-        found = {}
+        values, found = _Values(self, size_of), {}
         for node in self._candidates:
             try:
                 mask = values.mask(node)
@@ -165,20 +162,8 @@ class _Values:
     for all samples, [1, 1, 512, 512] is held and looked at.
     """
 
-    def __init__(
-        self,
-        sources: Mapping[fx.Node, frozenset[str]],
-        order: Mapping[fx.Node, int],
-        *,
-        constants: Mapping[str, Tensor],
-        traced_on: torch.device,
-        size_of: Callable[[Any], int],
-    ) -> None:
-        self._sources = sources
-        self._order = order
-        self._constants = constants
-        self._traced_on = traced_on
-        self._size_of = size_of
+    def __init__(self, finder: MaskFinder, size_of: Callable[[Any], int]) -> None:
+        self._finder, self._size_of = finder, size_of
         self._known: dict[fx.Node, Tensor] = {}
 
     def _shape(self, node: fx.Node) -> torch.Size:
@@ -186,7 +171,7 @@ class _Values:
 
     def mask(self, node: fx.Node) -> Mask | None:
         """Return what a node masks, None if that is not known or something else than `Mask` can say."""
-        sources = self._sources[node]
+        sources = self._finder._sources[node]
         held = self._value(node)
         if bool(held.all()):
             return Mask(inputs=sources, is_causal=False)
@@ -204,15 +189,15 @@ class _Values:
             if node not in self._known and node not in missing:
                 missing.add(node)
                 pending.extend(node.all_input_nodes)
-        for node in sorted(missing, key=self._order.__getitem__):
+        for node in sorted(missing, key=self._finder._order.__getitem__):
             self._known[node] = _compact(self._compute(node))
         return self._known[wanted]
 
     def _compute(self, node: fx.Node) -> Tensor:
         target: Any = node.target
         if node.op == "placeholder":
-            if node.name in self._constants:
-                return self._constants[node.name]
+            if node.name in self._finder._constants:
+                return self._finder._constants[node.name]
             dtype = node.meta["val"].dtype
             return torch.ones((), dtype=dtype).expand(self._shape(node))
         # Operators on elements compute with what is held, [1, 1, 1, 8] <= [1, 1, 8, 1]; others with all of it, expanded
@@ -220,14 +205,11 @@ class _Values:
         by_element = is_elementwise(target)
         shape = self._shape(node)
         argument = self._known.__getitem__ if by_element else self._whole
-        held = (
-            torch.broadcast_shapes(*(self._known[s].shape for s in node.all_input_nodes))
-            if by_element
-            else shape
-        )
+        operands = (self._known[source].shape for source in node.all_input_nodes)
+        held = torch.broadcast_shapes(*operands) if by_element else shape
         if held.numel() > MAX_VALUES and not may_alias(node):
             raise ValueError(f"{node.name} has shape {tuple(held)}, more than {MAX_VALUES} elements")
-        placed = on_device((node.args, node.kwargs), CPU, of_type=self._traced_on.type)
+        placed = on_device((node.args, node.kwargs), CPU, of_type=self._finder._traced_on.type)
         args, kwargs = with_sizes(placed, self._size_of)
         result = target(*fx.map_arg(args, argument), **fx.map_arg(kwargs, argument))
         return result.expand(shape) if by_element else result
@@ -272,7 +254,7 @@ def _compact(value: Tensor) -> Tensor:
 #
 # What a mask is must be known at each length: one of a sliding window is causal up to the window, and no further. To
 # compute its values for each length would cost milliseconds. But what is made of positions and constants element by
-# element has, at a smaller size, the values that it has at a larger one, as far as it goes:
+# element has, at a smaller size, the values that it has at a larger one, within its own size:
 #
 #     arange(3) <= arange(3)[:, None]        is the corner of        arange(4) <= arange(4)[:, None]
 #         1 0 0                                                          1 0 0 0
@@ -281,19 +263,19 @@ def _compact(value: Tensor) -> Tensor:
 #                                                                        1 1 1 1
 #
 # and corners of masks that hide nothing, or just what comes later, are such masks. So values are computed at one large
-# size, and at sizes rounded up to powers of two where that does not tell. A mask that is neither at the larger size
+# size, and at sizes rounded up to powers of two where that is not enough. A mask that is neither at the larger size
 # may be one at the smaller: then, and where an operator has no corners (a flip, a sum), the sizes themselves decide.
 
 
 MAX_KNOWN = 64
 MOST_AT_FIRST = 512
-"""A length at which masks are looked at before any is asked for: most are up to it what they are there."""
+"""A length at which masks are computed first: most are the same at all lengths up to it."""
 
 _SIZED = {
     aten.expand.default, aten.ones.default, aten.zeros.default, aten.unsqueeze.default, aten.contiguous.default,
     aten.clone.default, aten.alias.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.detach.default,
 }  # fmt: skip
-"""Operators whose results have corners, whatever sizes they are told."""
+"""Operators whose results have sub-masks, whatever sizes are among their arguments."""
 _UNSIZED = {aten.cumsum.default, aten.tril.default, aten.triu.default}
 """Others, where no size is among their arguments."""
 _FILLED = {aten.full.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default}
@@ -314,7 +296,11 @@ class MasksAtLengths:
         sizes = finder.sizes()
         self._sizes, self._key = texts.compile(sizes), texts.key
         self._keys = [texts.key(size) for size in sizes]
-        cut = frozenset(name for name in finder.candidates if _has_corners(finder.made_of(name)))
+        cut = [
+            name
+            for name in finder.candidates
+            if all(node.op != "call_function" or _keeps_corners(node) for node in finder.made_of(name))
+        ]
         self._cut = finder.of(cut)
         # by sizes: what masks with corners are there, and what the others are
         self._larger: OrderedDict[tuple[int, ...], dict[str, Mask]] = OrderedDict()
@@ -345,10 +331,7 @@ class MasksAtLengths:
         return found
 
     def _remembered(
-        self,
-        known: OrderedDict[tuple[int, ...], dict[str, Mask]],
-        sizes: tuple[int, ...],
-        finder: MaskFinder,
+        self, known: OrderedDict[tuple[int, ...], dict[str, Mask]], sizes: tuple[int, ...], finder: MaskFinder
     ) -> dict[str, Mask]:
         if sizes not in known:
             while len(known) >= MAX_KNOWN:
@@ -356,10 +339,6 @@ class MasksAtLengths:
             size_of = dict(zip(self._keys, sizes, strict=True))
             known[sizes] = finder.find(lambda size: int(size_of[self._key(size)]))
         return known[sizes]
-
-
-def _has_corners(nodes: Collection[fx.Node]) -> bool:
-    return all(node.op != "call_function" or _keeps_corners(node) for node in nodes)
 
 
 def _keeps_corners(node: fx.Node) -> bool:

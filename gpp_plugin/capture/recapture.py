@@ -20,8 +20,9 @@ from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
+from gpp_plugin.capture.tracing.clean import copied
 from gpp_plugin.capture.tracing.outside import noted_reads
-from gpp_plugin.capture.tracing.shadow import Shadow, make_shadow
+from gpp_plugin.capture.tracing.shadow import MetaCopy, make_shadow
 from gpp_plugin.capture.tracing.symbolic_sizes import (
     SizeTexts,
     is_open,
@@ -29,12 +30,7 @@ from gpp_plugin.capture.tracing.symbolic_sizes import (
     sizes_of_results,
     with_sizes,
 )
-from gpp_plugin.capture.tracing.torch_export import (
-    Call,
-    Reads,
-    call_by_key,
-    run_reading,
-)
+from gpp_plugin.capture.tracing.torch_export import Call, call_by_key, run_reading
 from gpp_plugin.capture.tracing.traced import Exported, Traced, align, trace
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
@@ -45,7 +41,7 @@ from gpp_plugin.ir.size_formulas import Mismatch
 # Two captures of one model whose operators differ, but not its blocks: one gets the other's names on their borders.
 #
 # Where Python reads values, another batch may have another graph: three images instead of two in a loop, more windows
-# of attention, no multiplication by a mask that hides nothing. A plan knows of a model its blocks and the tensors
+# of attention, no multiplication by a mask that hides nothing. A plan has of a model its blocks and the tensors
 # between them. Where these are the same, the new graph runs under the old plan, its schedules and programs:
 #
 #     planned   visual.1 -(add_7)-> language.0 -(add_12)-> language.1
@@ -105,14 +101,8 @@ def _check_blocks(planned: BlockGraph, now: BlockGraph) -> None:
     new = {block.name: frozenset(block.parameters) for block in now.blocks}
     odd = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if odd:
-        what = (
-            "has other parameters"
-            if odd[0] in old and odd[0] in new
-            else "is new"
-            if odd[0] in new
-            else "is gone"
-        )
-        raise CaptureError(f"block {odd[0]} {what}")
+        changes = {(True, True): "has other parameters", (False, True): "is new", (True, False): "is gone"}
+        raise CaptureError(f"block {odd[0]} {changes[odd[0] in old, odd[0] in new]}")
 
 
 def _by_kind(graph: BlockGraph) -> dict[_Kind, list[str]]:
@@ -159,16 +149,16 @@ def recapture(
         ValueError: ``device`` is of another type.
     """
     if exported is None:
-        shadow, traced = _trace_again(model, analysis, batch, device=device, call=call)
+        meta_copy, traced = _trace_again(model, analysis, batch, device=device, call=call)
     else:
-        shadow, traced = exported.shadow, exported.traced
+        meta_copy, traced = exported.meta_copy, exported.traced
     try:
-        traced = align(analysis.nodes, traced)
-    except CaptureError as error:
+        traced = _aligned(analysis, traced)
+    except CaptureError:
         if analysis.takes_whole_units:
-            return _with_same_blocks(analysis, traced, shadow, granularity)
-        raise _changed(error) from None
-    return _as_analysed(analysis, traced, shadow)
+            return _with_same_blocks(analysis, traced, meta_copy, granularity)
+        raise
+    return _as_analysed(analysis, traced, meta_copy)
 
 
 def recapture_for_lengths(
@@ -192,11 +182,12 @@ def recapture_for_lengths(
         CaptureError: as `recapture`; or a length has no symbol.
         ValueError: as `recapture`.
     """
-    shadow, traced = _trace_for_lengths(model, analysis, batch, lengths, device=device, call=call)
+    meta_copy, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
+    traced = _aligned(analysis, traced)
     return LengthCapture(
-        captured=assemble(traced, analysis.op_graph, shadow, analysis, {}),
+        captured=assemble(traced, analysis.op_graph, meta_copy, analysis, {}),
         num_samples=traced.num_samples,
-        masks=masks_of(traced, shadow),
+        masks=masks_of(traced, meta_copy),
     )
 
 
@@ -224,9 +215,10 @@ class CaptureAtLengths:
         call: Call = call_by_key,
     ) -> None:
         self._analysis = analysis
-        self._shadow, self._traced = _trace_for_lengths(
-            model, analysis, batch, lengths, device=device, call=call
+        self._meta_copy, traced = _trace_again(
+            model, analysis, batch, device=device, call=call, lengths=lengths
         )
+        self._traced = _aligned(analysis, traced)
         if self._traced.attributes or any(isinstance(n.target, OpaqueCall) for n in self._traced.operators):
             raise CaptureError("operators with bodies of their own have no sizes that are known outside")
         graph, inputs = self._traced.graph, self._traced.inputs
@@ -255,19 +247,18 @@ class CaptureAtLengths:
         def sized(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not any(is_open(size) for size in value.shape):
                 return value
-            with self._shadow.mode:
+            with self._meta_copy.mode:
                 made = torch.empty([plain(s) for s in value.shape], dtype=value.dtype, device=value.device)
                 return made.requires_grad_(value.requires_grad)
 
-        graph, copies = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
-        for node in self._traced.graph.nodes:
-            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph = copied(self._traced.graph.nodes)
+        for copy in graph.nodes:
             copy.args, copy.kwargs = with_sizes(copy.args, plain), with_sizes(copy.kwargs, plain)
             if "val" in copy.meta:
                 copy.meta["val"] = torch.utils._pytree.tree_map(sized, copy.meta["val"])
         fakes = {name: sized(fake) for name, fake in self._traced.fakes.items()}
         traced = dataclasses.replace(self._traced, graph=graph, fakes=fakes)
-        return _as_analysed(self._analysis, traced, self._shadow)
+        return _as_analysed(self._analysis, traced, self._meta_copy)
 
 
 def attributes_read(
@@ -288,38 +279,28 @@ def attributes_read(
     """
     reads: set[tuple[int, str]] = set()
     with noted_reads(lambda owner, name: reads.add((owner, name))):
-        shadow, traced = _trace_again(model, analysis, batch, device=device, call=call)
+        meta_copy, traced = _trace_again(model, analysis, batch, device=device, call=call)
     # by their attributes: export calls some modules through proxies, which share those
-    paths = {id(vars(module)): path for path, module in shadow.model.named_modules()}
+    paths = {id(vars(module)): path for path, module in meta_copy.model.named_modules()}
     return traced.as_text(), frozenset((paths[owner], name) for owner, name in reads if owner in paths)
 
 
-def _as_analysed(analysis: Analysis, traced: Traced, shadow: Shadow) -> CapturedGraph:
+def _as_analysed(analysis: Analysis, traced: Traced, meta_copy: MetaCopy) -> CapturedGraph:
     """Return the capture of an aligned trace: what was analysed, with this trace's sizes and costs."""
-    masks = masks_of(traced, shadow).find()
-    notes = notes_of(traced, shadow, masks, analysis.unpadded, training=analysis.is_training)
-    return assemble(traced, carried_over(analysis.op_graph, traced, notes), shadow, analysis, masks)
+    masks = masks_of(traced, meta_copy).find()
+    notes = notes_of(traced, meta_copy, masks, analysis.unpadded, training=analysis.is_training)
+    return assemble(traced, carried_over(analysis.op_graph, traced, notes), meta_copy, analysis, masks)
 
 
-def _trace_for_lengths(
-    model: nn.Module,
-    analysis: Analysis,
-    batch: Mapping[str, Any],
-    lengths: Mapping[str, Collection[int]],
-    *,
-    device: torch.device | str | None,
-    call: Call,
-) -> tuple[Shadow, Traced]:
-    """Return an export with symbols for lengths, aligned with the analysed one.
-
-    Raises:
-        CaptureError: it has another structure.
-    """
-    shadow, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
+def _aligned(analysis: Analysis, traced: Traced) -> Traced:
+    """Return a trace with the analysed one's node names; refuse one of another structure."""
     try:
-        return shadow, align(analysis.nodes, traced)
+        return align(analysis.nodes, traced)
     except CaptureError as error:
-        raise _changed(error) from None
+        raise CaptureError(
+            f"the graph changed with the input shapes: {error}; pad batches to one length, or use another micro-batch "
+            "size"
+        ) from None
 
 
 def _trace_again(
@@ -330,33 +311,33 @@ def _trace_again(
     device: torch.device | str | None,
     call: Call,
     lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
-) -> tuple[Shadow, Traced]:
+) -> tuple[MetaCopy, Traced]:
     """Return another export of an analysed model, for `align`."""
     # Names tie the two: the new graph will be aligned with the analysed one operator by operator, and takes its notes.
     # What rank 0 analysed on its device is of another rank's too, as long as the type is the same.
-    shadow = _shadow_of(model, analysis, device)
+    meta_copy = _meta_copy_of(model, analysis, device)
     known = analysis.op_graph
     try:
         traced = trace(
-            shadow,
+            meta_copy,
             batch,
             outputs=tuple(known.outputs),
             received={spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received},
             training=analysis.is_training,
             call=call,
             eager=analysis.eager,
-            reads=Reads.of(batch) if analysis.reads_values else None,
+            reads=batch if analysis.reads_values else None,
             lengths=lengths,
         )
     except LeavesState as found:
         name = found.states[0].name
         raise refused(
-            shadow.model, name, "is left behind at other shapes than the sample batch's only"
+            meta_copy.model, name, "is left behind at other shapes than the sample batch's only"
         ) from None
-    return shadow, traced
+    return meta_copy, traced
 
 
-def _shadow_of(model: nn.Module, analysis: Analysis, device: torch.device | str | None) -> Shadow:
+def _meta_copy_of(model: nn.Module, analysis: Analysis, device: torch.device | str | None) -> MetaCopy:
     """Return what is traced of an analysed model.
 
     Raises:
@@ -373,20 +354,17 @@ def _shadow_of(model: nn.Module, analysis: Analysis, device: torch.device | str 
     )
 
 
-def _changed(error: CaptureError) -> CaptureError:
-    return CaptureError(
-        f"the graph changed with the input shapes: {error}; pad batches to one length, or use another micro-batch size"
-    )
-
-
-def _with_same_blocks(analysis: Analysis, traced: Traced, shadow: Shadow, granularity: str) -> CapturedGraph:
+def _with_same_blocks(
+    analysis: Analysis, traced: Traced, meta_copy: MetaCopy, granularity: str
+) -> CapturedGraph:
     """Return a graph of other operators under the names of the blocks' borders that were analysed.
 
     Raises:
         CaptureError: the blocks differ.
     """
     known, model = analysis.op_graph, analysis.op_graph.model
-    now = analysed(model, traced, shadow, None, {}, analysis.unpadded, analysis.is_training, analysis.eager)
+    how: Any = None, {}, analysis.unpadded, analysis.is_training, analysis.eager
+    now = analysed(model, traced, meta_copy, *how)
     blocks, blocks_now = (coarsen(found, granularity=granularity) for found in (analysis, now))
     try:
         names = border_names(blocks, blocks_now, known, now.op_graph)
@@ -395,8 +373,7 @@ def _with_same_blocks(analysis: Analysis, traced: Traced, shadow: Shadow, granul
             f"{model} has other blocks for a batch of these shapes and values than the plan: {error}; give batches "
             "whose images or clips, and what stands for them, are as in the sample batch"
         ) from None
-    renamed = with_names(traced, names)
-    return analysed(model, renamed, shadow, None, {}, analysis.unpadded, analysis.is_training, analysis.eager)
+    return analysed(model, with_names(traced, names), meta_copy, *how)
 
 
 def read_values(
@@ -412,13 +389,13 @@ def read_values(
     Raises:
         CaptureError: it fails on such a batch; names module and line.
     """
-    shadow = _shadow_of(model, analysis, device)
+    meta_copy = _meta_copy_of(model, analysis, device)
     whole = WholeCalls(
-        shadow.model,
-        shadow.original,
+        meta_copy.model,
+        meta_copy.original,
         analysis.eager,
         batch,
         training=analysis.is_training,
         states=analysis.carried,
     )
-    return run_reading(shadow, batch, outputs=tuple(analysis.op_graph.outputs), whole=whole, call=call)
+    return run_reading(meta_copy, batch, outputs=tuple(analysis.op_graph.outputs), whole=whole, call=call)

@@ -1,6 +1,6 @@
-"""Runs emulated plans and chains in turn on ranks that are started once: what schedule benchmarks measure with.
+"""Runs emulated plans and chains in turn on ranks that are started once: schedule benchmarks measure with it.
 
-A round runs every contender once, so that load from elsewhere meets all alike.
+A round runs every contender once, so that load from elsewhere is the same for all.
 
 Source: this project
 Tests: tests/compare/test_chains.py
@@ -45,7 +45,7 @@ LEAST_SECONDS = 180.0
 SLOWNESS = 5.0
 SETTINGS = RehearsalSettings()
 WARM_UP = 2
-"""Rounds before those that are kept."""
+"""Rounds before those that count."""
 
 TaskTimes = Mapping[tuple[int, TaskKind, int], float]
 """Microseconds by (stage, kind, micro-batch)."""
@@ -61,11 +61,11 @@ class Contest:
         plans: name -> plan, run by this package's executor.
         chain: run by ``runtimes``; None for plans only.
         runtimes: of `chains.RUNTIMES`.
-        has_timelines: keep every mini-batch's timeline of the plans (then no chain).
+        has_timelines: record every mini-batch's timeline of the plans (then no chain).
         durations: plan -> the times of its tasks, where they are not the plan's own.
         by_round: plan -> the same by round, where each mini-batch has times of its own; in turn, where there are fewer.
         megatron: the plans that megatron-core's multi-module communicator runs as well, as ``megatron NAME``.
-        ahead: the plans whose frozen branch runs a mini-batch ahead.
+        ahead: the plans whose frozen branch is prefetched.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Contest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Milliseconds of every iteration by contender, and timelines by plan where they were asked for."""
+    """Milliseconds of every iteration by contender, and timelines by plan where they were requested."""
 
     times_ms: dict[str, list[float]]
     timelines: dict[str, list[Timeline]]
@@ -96,12 +96,12 @@ def run_contests(
     tell: Callable[[str], None],
     is_real_time: bool = False,
 ) -> dict[str, Outcome]:
-    """Start the ranks, run the contests one after the other and return their outcomes by name.
+    """Start the ranks, run the benchmarks one after the other and return their outcomes by name.
 
     Args:
-        seconds: about how long one round of all contests takes.
-        tell: told what is done, a line at a time.
-        is_real_time: other programs of the machine wait while a contest runs.
+        seconds: about how long one round of all benchmarks takes.
+        tell: called with each line of progress.
+        is_real_time: other programs of the machine wait while a benchmark runs.
 
     Raises:
         ConfigError: real-time priority is not permitted.
@@ -109,62 +109,57 @@ def run_contests(
     """
     if is_real_time:
         check_priority()
-    # What the ranks read and write in the folder, for contest 0 with plans a and b in 2 rounds:
+    # What the ranks read and write in the folder, for benchmark 0 with plans a and b in 2 rounds:
     #
-    #   task.json                             what is run; rank 0 emits one event a contest when it is done
+    #   task.json                             what is run; rank 0 emits one event a benchmark when it is done
     #   0.a.plan.json    0.b.plan.json        read by every rank
     #   0.a.0.json 0.a.1.json  0.b.0.json ... timelines by round, written by rank 0 before its event
     #
-    # Either timelines or times: recording events costs time, so a contest
-    # with timelines is not timed from outside.
+    # Either timelines or times: recording events costs time, so a benchmark with timelines is not timed from outside.
     outcomes: dict[str, Outcome] = {}
-    with tempfile.TemporaryDirectory(prefix="gpp_contests_") as name:
+    with tempfile.TemporaryDirectory(prefix="gpp_alternated_") as name:
         folder = Path(name)
-        task = {
-            "is_real_time": is_real_time,
-            "rounds": rounds,
-            "contests": [_write(folder, i, c) for i, c in enumerate(contests)],
-        }
+        written = [_write(folder, number, each) for number, each in enumerate(contests)]
+        task = {"is_real_time": is_real_time, "rounds": rounds, "benchmarks": written}
         (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
         events = run_ranks(
             __name__,
             [str(folder)],
             num_ranks=num_ranks,
-            # Two rounds more than asked for: the warm-up's.
+            # Two rounds more than requested: the warm-up's.
             timeout_s=LEAST_SECONDS + SECONDS_PER_RANK * num_ranks + SLOWNESS * seconds * (rounds + 2),
             environment={"DS_ACCELERATOR": "cpu"},
         )
         for event in events:
-            contest = contests[event["contest"]]
+            number = event["benchmark"]
+            own = contests[number]
             timelines = {
-                plan: [load(Timeline, folder / f"{event['contest']}.{plan}.{r}.json") for r in range(rounds)]
-                for plan in (contest.plans if contest.has_timelines else ())
+                plan: [load(Timeline, folder / f"{number}.{plan}.{r}.json") for r in range(rounds)]
+                for plan in (own.plans if own.has_timelines else ())
             }
             times = event["times_ms"] or {
                 plan: [timeline.iteration_us / 1e3 for timeline in found] for plan, found in timelines.items()
             }
-            outcomes[contest.name] = Outcome(times_ms=times, timelines=timelines)
-            tell(f"{contest.name}: {rounds} rounds of {', '.join(times)} on {num_ranks} ranks")
+            outcomes[own.name] = Outcome(times_ms=times, timelines=timelines)
+            tell(f"{own.name}: {rounds} rounds of {', '.join(times)} on {num_ranks} ranks")
     return outcomes
 
 
-def _write(folder: Path, number: int, contest: Contest) -> dict[str, Any]:
-    for name, plan in contest.plans.items():
+def _write(folder: Path, number: int, benchmark: Contest) -> dict[str, Any]:
+    for name, plan in benchmark.plans.items():
         save(plan, folder / f"{number}.{name}.plan.json")
+    names = ("runtimes", "has_timelines", "megatron", "ahead")
     return {
-        "plans": list(contest.plans),
-        "chain": dataclasses.asdict(contest.chain) if contest.chain is not None else None,
-        "runtimes": list(contest.runtimes),
-        "has_timelines": contest.has_timelines,
-        "durations": {name: _listed(times) for name, times in contest.durations.items()},
-        "by_round": {name: [_listed(times) for times in rounds] for name, rounds in contest.by_round.items()},
-        "megatron": list(contest.megatron),
-        "ahead": list(contest.ahead),
+        "plans": list(benchmark.plans),
+        "chain": dataclasses.asdict(benchmark.chain) if benchmark.chain is not None else None,
+        "durations": {name: _listed(times) for name, times in benchmark.durations.items()},
+        "by_round": {name: [_listed(times) for times in each] for name, each in benchmark.by_round.items()},
+        **{name: getattr(benchmark, name) for name in names},
     }
 
 
 def _listed(times: TaskTimes | RankTimes) -> list[tuple[Any, ...]]:
-    # JSON knows no tuples as keys: (0, F, 3) and (0, F, 3, rank 1) become 0, "F", 3, us and 0, "F", 3, 1, us
+    # JSON has no tuples as keys: (0, F, 3) and (0, F, 3, rank 1) become 0, "F", 3, us and 0, "F", 3, 1, us
     return [(stage, kind.value, *rest, us) for (stage, kind, *rest), us in times.items()]
 
 
@@ -186,15 +181,15 @@ def _taking_turns(
 
 
 def main() -> None:
-    """Run this rank's part of all contests; rank 0 reports."""
+    """Run this rank's part of all benchmarks; rank 0 reports."""
     folder = Path(sys.argv[1])
     task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     join_ranks()
-    for number, contest in enumerate(task["contests"]):
-        read = {name: load(PipelinePlan, folder / f"{number}.{name}.plan.json") for name in contest["plans"]}
-        durations = {name: _read(times) for name, times in contest["durations"].items()}
-        by_round = {name: [_read(times) for times in each] for name, each in contest["by_round"].items()}
+    for number, own in enumerate(task["benchmarks"]):
+        read = {name: load(PipelinePlan, folder / f"{number}.{name}.plan.json") for name in own["plans"]}
+        durations = {name: _read(times) for name, times in own["durations"].items()}
+        by_round = {name: [_read(times) for times in each] for name, each in own["by_round"].items()}
         durations |= {name: dict(each[0]) for name, each in by_round.items()}
         plans = {
             name: RehearsalRank(
@@ -202,7 +197,7 @@ def main() -> None:
                 SETTINGS,
                 has_step=False,
                 durations=durations.get(name),
-                looks_ahead=name in contest["ahead"],
+                looks_ahead=name in own["ahead"],
             )
             for name, plan in read.items()
         }
@@ -210,23 +205,23 @@ def main() -> None:
         iterations |= {
             name: _taking_turns(plans[name], durations[name], each) for name, each in by_round.items()
         }
-        if contest["chain"] is not None:
-            chain = Chain(**contest["chain"])
-            iterations |= {name: make_iteration(name, chain) for name in contest["runtimes"]}
+        if own["chain"] is not None:
+            chain = Chain(**own["chain"])
+            iterations |= {name: make_iteration(name, chain) for name in own["runtimes"]}
         iterations |= {
             f"megatron {name}": make_megatron_iteration(read[name], durations.get(name))
-            for name in contest["megatron"]
+            for name in own["megatron"]
         }
         times: dict[str, list[float]] | None = None
         # Only while something is measured: a real-time process that
         # spins in an import would starve the machine.
         with real_time() if task["is_real_time"] else contextlib.nullcontext():
-            if contest["has_timelines"]:
+            if own["has_timelines"]:
                 _record(plans, folder, number, task["rounds"])
             else:
                 times = time_iterations(iterations, repeats=task["rounds"], warm_up=WARM_UP)
         if dist.get_rank() == 0:
-            emit_event(contest=number, times_ms=times)
+            emit_event(benchmark=number, times_ms=times)
     # A rank that ends while another still reads its messages makes gloo report a lost connection.
     dist.barrier()
     end_rank()

@@ -88,17 +88,12 @@ def measure_chain(
         RuntimeFailure: a rank failed or the time ran out.
     """
     arguments = [json.dumps({"chain": asdict(chain), "runtimes": list(runtimes), "repeats": repeats})]
+    environment = {"DS_ACCELERATOR": "cpu"}
     events = run_ranks(
-        __name__,
-        arguments,
-        num_ranks=chain.num_stages,
-        timeout_s=timeout_s,
-        environment={"DS_ACCELERATOR": "cpu"},
+        __name__, arguments, num_ranks=chain.num_stages, timeout_s=timeout_s, environment=environment
     )
-    times: dict[str, list[float]] = {}
-    for event in events:
-        times = event["times_ms"]
-    return times
+    found: list[dict[str, list[float]]] = [event["times_ms"] for event in events]
+    return found[-1] if found else {}
 
 
 def make_iteration(runtime: str, chain: Chain) -> Iteration:
@@ -126,7 +121,7 @@ def time_iterations(
     """
     times: dict[str, list[float]] = {name: [] for name in iterations}
     # Repeats outside, contenders inside: a slow second of the machine is shared by all of them instead of
-    # being one contender's. The first rounds, with negative numbers, allocate and connect, and are not kept.
+    # being one contender's. The first rounds, with negative numbers, allocate and connect, and do not count.
     #
     #   repeat   -2      -1      0       1
     #            a b     a b     a b     a b       times: a from 0 on, b from 0 on
@@ -179,7 +174,7 @@ class _DelayStage(nn.Module):
 
 
 def _stages(chain: Chain) -> list[_DelayStage]:
-    # float32: 4 bytes each. The last stage hands on nothing but a loss of one number.
+    # float32: 4 bytes each. The last stage returns nothing but a loss of one number.
     floats = [max(1, size // 4) for size in chain.boundary_bytes]
     return [
         _DelayStage(forward_us=forward, backward_us=backward, num_outputs=count)
@@ -231,8 +226,8 @@ def make_megatron_iteration(plan: PipelinePlan, durations: Durations | None) -> 
         plan: one rank a stage, equal micro-batches, one tensor a stage, and one stage that nothing is sent from.
         durations: of single tasks; the plan's own if None.
     """
-    # The communicator is told modules (name, ranks, who consumes what) and makes its own order; the plan
-    # gives it only stages, edges and times. CLIP in three stages of one rank each becomes
+    # The communicator takes modules (name, ranks, consumers) and makes its own order; only stages, edges and times are
+    # from the plan. CLIP in three stages of one rank each becomes
     #
     #   vision (rank 0) --.
     #                      >-- loss (rank 2)         consumers: vision -> (loss,), text -> (loss,), loss -> ()
@@ -263,11 +258,9 @@ def make_megatron_iteration(plan: PipelinePlan, durations: Durations | None) -> 
     weight = torch.zeros(1, requires_grad=True)
     read = duration_reader(plan, durations)
 
-    def time_us(kind: TaskKind, micro_batch: int) -> float:
-        return read(Task(stage=index, kind=kind, micro_batch=micro_batch), rank)
-
     def forward(micro_batch: int, received: Mapping[str, Tensor]) -> Tensor:
-        times = (time_us(TaskKind.FORWARD, micro_batch), time_us(TaskKind.BACKWARD, micro_batch))
+        kinds = (TaskKind.FORWARD, TaskKind.BACKWARD)
+        times = tuple(read(Task(stage=index, kind=k, micro_batch=micro_batch), rank) for k in kinds)
         output: Tensor = _Delay.apply(weight, times, made, *received.values())  # type: ignore[no-untyped-call]
         return output
 
@@ -283,17 +276,14 @@ def make_megatron_iteration(plan: PipelinePlan, durations: Durations | None) -> 
 def main() -> None:
     """Measure on this rank; rank 0 reports."""
     task = json.loads(sys.argv[1])
-    chain = Chain(**{name: _tuple(value) for name, value in task["chain"].items()})
+    sizes: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in task["chain"].items()}
+    chain = Chain(**sizes)
     torch.set_num_threads(1)
     join_ranks()
     iterations = {name: make_iteration(name, chain) for name in task["runtimes"]}
     times = time_iterations(iterations, repeats=task["repeats"])
     if os.environ["RANK"] == "0":
         emit_event(times_ms=times)
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

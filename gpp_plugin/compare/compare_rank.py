@@ -1,8 +1,8 @@
-"""One process of a comparison: makes its mode's trainer, then does what the comparing process asks, step by step.
+"""One process of a comparison: makes its mode's trainer, then runs the commands of the comparing process.
 
 python -m gpp_plugin.compare.compare_rank SETTINGS_FILE MODE COMMANDS_FIFO
 
-Rank 0 reads commands, one JSON object a line, and tells the others; between commands a process sleeps.
+Rank 0 reads commands, one JSON object a line, and broadcasts them; between commands a process sleeps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gpp_plugin.launch import emit_event
 from gpp_plugin.model.weights.materialize import resident_bytes
 from gpp_plugin.runtime.ranks.agree import Meeting
 
-_LAST_WORDS_S = 10.0
-"""How long the other ranks let rank 0 say why a mode is refused."""
+_REFUSAL_S = 10.0
+"""How long the other ranks wait while rank 0 reports why a mode is refused."""
 
 
 class _Single:
@@ -73,7 +73,7 @@ class _Pipeline:
             "predicted_ms": plan.iteration_us / 1e3,
             "stage_names": [stage.name for stage in plan.stages],
             "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
-            "notes": [*plan.notes, *_tunnelled(self._engine)],
+            "notes": [*plan.notes, *_notes_on_carried(self._engine)],
         }
 
     def train(self, batch: Batch) -> float:
@@ -95,7 +95,7 @@ class _Pipeline:
         return None if timeline is None else timeline.bubble_ratio()
 
 
-def _tunnelled(engine: Any) -> list[str]:
+def _notes_on_carried(engine: Any) -> list[str]:
     carried = getattr(engine, "carried", ())
     if not carried:
         return []
@@ -105,37 +105,26 @@ def _tunnelled(engine: Any) -> list[str]:
     ]
 
 
-class _Ranks:
-    """All processes of the mode."""
+def _join(settings: CompareSettings) -> Meeting:
+    """Return the collectives of all processes of the mode."""
+    group: dist.ProcessGroup | None = None
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        timeout = datetime.timedelta(seconds=settings.timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    return Meeting(group=group, who=f"rank {os.environ['RANK']}", timeout_s=settings.timeout_s)
 
-    def __init__(self, settings: CompareSettings) -> None:
-        self.is_first = os.environ["RANK"] == "0"
-        group: dist.ProcessGroup | None = None
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            timeout = datetime.timedelta(seconds=settings.timeout_s)
-            group = dist.new_group(backend="gloo", timeout=timeout)
-        self._meeting = Meeting(group=group, who=f"rank {os.environ['RANK']}", timeout_s=settings.timeout_s)
 
-    def commands(self, path: str) -> Iterator[dict[str, Any]]:
-        """Yield commands on every rank until there are no more."""
-        # Only rank 0 holds the FIFO; the others learn of commands by a collective in
-        # which they sleep, instead of by reading files in a loop while another mode is
-        # measured. An empty line, "{}", is the end.
-        stream = open(path, encoding="utf-8") if self.is_first else None  # noqa: SIM115
-        while True:
-            own = json.loads(stream.readline() or "{}") if stream is not None else None
-            told = self._meeting.tell(own, source=0, what="the next command")
-            if not told:
-                return
-            yield told
-
-    def meet(self) -> None:
-        """Wait for all ranks."""
-        self._meeting.meet("a measured step")
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value."""
-        return self._meeting.gather(value, "a result")
+def _commands(path: str, collectives: Meeting) -> Iterator[dict[str, Any]]:
+    """Yield commands on every rank until there are no more."""
+    # Only rank 0 holds the FIFO; the others get commands by a collective in which they sleep, instead of by reading
+    # files in a loop while another mode is measured. An empty line, "{}", is the end.
+    stream = open(path, encoding="utf-8") if os.environ["RANK"] == "0" else None  # noqa: SIM115
+    while True:
+        own = json.loads(stream.readline() or "{}") if stream is not None else None
+        command = collectives.tell(own, source=0, what="the next command")
+        if not command:
+            return
+        yield command
 
 
 def main() -> None:
@@ -161,26 +150,25 @@ def main() -> None:
         if is_first:
             emit_event(refused=str(error))
             return
-        # If this rank failed at once, the launcher might end rank 0 before it has said why.
-        time.sleep(_LAST_WORDS_S)
+        # If this rank failed at once, the launcher might end rank 0 before it has reported why.
+        time.sleep(_REFUSAL_S)
         raise
-    ranks = _Ranks(settings)
-    ranks.meet()
-    if ranks.is_first:
+    collectives = _join(settings)
+    collectives.meet("a measured step")
+    if is_first:
         emit_event(ready=True, **trainer.facts())
-    for command in ranks.commands(fifo):
-        answer = _obey(command, trainer, built, ranks)
-        if ranks.is_first:
+    for command in _commands(fifo, collectives):
+        answer = _run_command(command, trainer, built, collectives)
+        if is_first:
             emit_event(**answer)
 
 
-def _obey(
-    command: dict[str, Any], trainer: _Single | _Pipeline, built: BuiltModel, ranks: _Ranks
+def _run_command(
+    command: dict[str, Any], trainer: _Single | _Pipeline, built: BuiltModel, collectives: Meeting
 ) -> dict[str, Any]:
-    # By number, not by a stream: every mode trains on the same batch in
-    # the same step, however often it is asked.
+    # By number, not by a stream: every mode trains on the same batch in the same step, however often it runs.
     batch = built.batch_at(command["step"])
-    ranks.meet()
+    collectives.meet("a measured step")
     if command["measure"] == "bubble":
         return {"bubble": trainer.bubble(batch)}
     if command["measure"] == "memory":
@@ -192,17 +180,19 @@ def _obey(
         # plan's own count replace the saved tensors.
         counted = trainer.counted_bytes() if trainer.device.type == "cpu" else None
         return {
-            "peak_bytes_by_rank": ranks.gather(memory.peak_bytes if counted is None else counted),
-            "parameter_bytes_by_rank": ranks.gather(resident_bytes(trainer.module)),
+            "peak_bytes_by_rank": collectives.gather(
+                memory.peak_bytes if counted is None else counted, "a result"
+            ),
+            "parameter_bytes_by_rank": collectives.gather(resident_bytes(trainer.module), "a result"),
             "memory_measure": memory.measure,
         }
-    # A step takes as long as its slowest rank, in ms; the meeting above makes all of them start together.
+    # A step takes as long as its slowest rank, in ms; the barrier above makes all of them start together.
     before = torch.get_rng_state(), _device_state(trainer.device)
     start = time.perf_counter()
     loss = trainer.train(batch)
     taken = time.perf_counter() - start
     draws = not all(map(torch.equal, before, (torch.get_rng_state(), _device_state(trainer.device))))
-    seconds, drew = zip(*ranks.gather((taken, draws)), strict=True)
+    seconds, drew = zip(*collectives.gather((taken, draws), "a result"), strict=True)
     return {"loss": loss, "ms": max(seconds) * 1e3, "draws": any(drew)}
 
 

@@ -8,10 +8,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, SINGLE, CompareSettings
@@ -57,13 +56,13 @@ class ModeResult:
 
 
 class _Job:
-    """The processes of one mode, asked one thing at a time."""
+    """The processes of one mode, which run one command at a time."""
 
     def __init__(self, mode: str, settings: CompareSettings, folder: Path) -> None:
         self.result = ModeResult(mode=mode, num_ranks=1 if mode == SINGLE else settings.num_ranks)
         path = folder / f"{mode}.fifo"
         os.mkfifo(path)
-        # open for reading as well: does not wait for a reader, and commands written early are kept
+        # open for reading as well: does not wait for a reader, and commands written early stay in the pipe
         self._commands = os.open(path, os.O_RDWR)
         self._events = run_ranks(
             "gpp_plugin.compare.compare_rank",
@@ -71,14 +70,6 @@ class _Job:
             num_ranks=self.result.num_ranks,
             timeout_s=settings.timeout_s,
         )
-
-    def __enter__(self) -> _Job:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
 
     def start(self) -> None:
         """Start the processes and wait until they can take a step, or say why not.
@@ -94,14 +85,14 @@ class _Job:
         self.result.refused = event.pop("refused", None)
         self.result.facts = event
         if self.result.refused is not None:
-            self.end()
+            self.close()
 
     def step(self, step: int, measure: str = "time") -> dict[str, Any]:
         """Take one step on all processes of the mode."""
         os.write(self._commands, (json.dumps({"step": step, "measure": measure}) + "\n").encode())
         return self._answer()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the processes."""
         self._events.close()  # type: ignore[attr-defined]  # a generator
         if self._commands >= 0:
@@ -121,7 +112,7 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[dict[str, An
     """Train in every mode, in turns on the same batches, and return a row each; the best chain is only simulated.
 
     Args:
-        tell: gets lines of progress.
+        tell: called with each line of progress.
 
     Raises:
         ConfigError: there is no such model, or no mode can run it.
@@ -143,7 +134,7 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[dict[str, An
         for mode in settings.modes:
             if mode == CHAIN:
                 continue  # is not trained: `chain_row`
-            job = stack.enter_context(_Job(mode, settings, folder))
+            job = stack.enter_context(closing(_Job(mode, settings, folder)))
             tell(f"{mode}: starting {job.result.num_ranks} process{'es' * (job.result.num_ranks > 1)}")
             job.start()
             jobs.append(job)
@@ -153,15 +144,13 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[dict[str, An
             raise ConfigError(f"no mode can run this; {jobs[0].result.mode}: {jobs[0].result.refused}")
         _take_steps(working, settings, tell)
         for job in jobs:
-            job.end()
+            job.close()
         chain = []
         if CHAIN in settings.modes:
             tell(f"{CHAIN}: planning")
             chain = [chain_row(settings, str(folder / f"{GRAPH}_profiles"))]
-        order = settings.modes.index
-        return sorted(
-            [*result_rows([job.result for job in jobs]), *chain], key=lambda row: order(row["mode"])
-        )
+        rows = [*result_rows([job.result for job in jobs]), *chain]
+        return sorted(rows, key=lambda row: settings.modes.index(row["mode"]))
 
 
 def _take_steps(jobs: list[_Job], settings: CompareSettings, tell: Tell) -> None:
@@ -180,10 +169,9 @@ def _take_steps(jobs: list[_Job], settings: CompareSettings, tell: Tell) -> None
     for job in jobs:
         bubbles = [job.step(timed + i, "bubble")["bubble"] for i in range(BUBBLE_STEPS)]
         job.result.bubble = statistics.median(bubbles) if None not in bubbles else None
-        answer = job.step(timed + BUBBLE_STEPS, "memory")
-        job.result.peak_bytes_by_rank = answer["peak_bytes_by_rank"]
-        job.result.parameter_bytes_by_rank = answer["parameter_bytes_by_rank"]
-        job.result.memory_measure = answer["memory_measure"]
+        for name, value in job.step(timed + BUBBLE_STEPS, "memory").items():
+            if name in ("peak_bytes_by_rank", "parameter_bytes_by_rank", "memory_measure"):
+                setattr(job.result, name, value)
 
 
 def _state(result: ModeResult) -> str:
@@ -197,7 +185,7 @@ def chain_row(settings: CompareSettings, folder: str) -> dict[str, Any]:
     """Return the row of the best chain, simulated on the costs that the graph's ranks have measured.
 
     Args:
-        folder: where they keep them.
+        folder: where these are stored.
     """
     # Imported here: this process needs torch for nothing else.
     import torch
@@ -224,7 +212,7 @@ def chain_row(settings: CompareSettings, folder: str) -> dict[str, Any]:
 
 
 def result_rows(results: list[ModeResult]) -> list[dict[str, Any]]:
-    """Return one row a mode; losses are held against those of the first mode that ran."""
+    """Return one row a mode; losses are compared with those of the first mode that ran."""
     ran = [result for result in results if result.refused is None]
     rows = []
     for result in results:

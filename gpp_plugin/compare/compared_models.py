@@ -30,7 +30,7 @@ from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.library.paper_modules import MODULES, make_batch
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 
-# What `gpp compare` may be told to compare: names, and a check of them that loads no torch.
+# The models that `gpp compare` takes: names, and a check of them that loads no torch.
 
 _LAYERS: dict[str, int] = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
 TINY: dict[str, dict[str, Any]] = {
@@ -93,8 +93,7 @@ def check_model_name(name: str) -> None:
     if ":" not in name:
         raise unknown_model(name)
     module, _, function = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _add_working_directory()
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -109,6 +108,11 @@ def check_model_name(name: str) -> None:
     source = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
     if source is not None and function not in source.read_text(encoding="utf-8", errors="replace"):
         raise ConfigError(f"model {name!r}: {source.name} has no function {function!r}; give module:function")
+
+
+def _add_working_directory() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 Batch = dict[str, Any]
@@ -179,12 +183,11 @@ def _library_model(settings: CompareSettings) -> BuiltModel:
         model = MODULES[settings.model](**settings.sizes)
     except TypeError as error:
         raise ConfigError(f"--size: {settings.model}: {error}") from error
-    return BuiltModel(
-        model=model,
-        batch_at=lambda step: make_batch(
-            model, settings.mini_batch, length=settings.text_length, seed=settings.seed + step
-        ),
-    )
+
+    def batch_at(step: int) -> Batch:
+        return make_batch(model, settings.mini_batch, length=settings.text_length, seed=settings.seed + step)
+
+    return BuiltModel(model=model, batch_at=batch_at)
 
 
 def _own_model(settings: CompareSettings) -> BuiltModel:
@@ -198,37 +201,32 @@ def _own_model(settings: CompareSettings) -> BuiltModel:
     #
     # Every process calls the function with the same torch seed, set by
     # `build_model`: all hold the same weights.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _add_working_directory()
+    where = f"model {settings.model!r}"
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model {settings.model!r}: {error}; give module:function, importable from the working directory"
-        ) from error
+        advice = "give module:function, importable from the working directory"
+        raise ConfigError(f"{where}: {error}; {advice}") from error
     if not callable(function):
-        raise ConfigError(
-            f"model {settings.model!r}: is a {type(function).__name__}; name a function without arguments"
-        )
+        raise ConfigError(f"{where}: is a {type(function).__name__}; name a function without arguments")
     try:
         answer = function()
     except Exception as error:
-        raise ConfigError(
-            f"model {settings.model!r}: its function raised {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"{where}: its function raised {type(error).__name__}: {error}") from error
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], nn.Module):
         raise ConfigError(
             f"{settings.model} returned a {type(answer).__name__}; return the pair (model, batch): a torch.nn.Module, "
             "and a dict of tensors or a function from the step's number to one"
         )
-    model, given = answer
-    if not callable(given) and not isinstance(given, Mapping):
-        raise ConfigError(f"{settings.model} returned a batch of type {type(given).__name__}; return a dict")
+    model, source = answer
+    if not callable(source) and not isinstance(source, Mapping):
+        raise ConfigError(f"{settings.model} returned a batch of type {type(source).__name__}; return a dict")
 
     def batch_at(step: int) -> Batch:
-        if not callable(given):
-            return resize_batch(given, settings.mini_batch)
-        batch = dict(given(step))
+        if not callable(source):
+            return resize_batch(source, settings.mini_batch)
+        batch = dict(source(step))
         if count_samples(batch) != settings.mini_batch:
             raise ConfigError(
                 f"{settings.model}: the batch of step {step} has {count_samples(batch)} samples, train_batch_size is "
@@ -244,7 +242,7 @@ def cut_batch(batch: Mapping[str, Any], num_samples: int) -> list[Batch]:
     rows = rows_per_sample(batch)
     parts = []
     # An entry may have several rows a sample (two images each): count = 2 cuts samples 2..3 as rows 4..7. One
-    # without a batch axis (count 0) goes whole with every part.
+    # without a batch axis (count 0) is whole in every part.
     for first in range(0, count_samples(batch), num_samples):
         part = dict(batch)
         for key, count in rows.items():

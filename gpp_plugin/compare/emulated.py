@@ -37,8 +37,8 @@ from gpp_plugin.runtime.lane import Reference
 Tell = Callable[[str], None]
 PIPELINES = (STOCK, CHAIN, GRAPH)
 _PEER = "deepspeed"
-_ASKED = "gpp compare asks what is planned"
-"""A planner's name that no package has: only `asked_request` lends it, for a moment."""
+_CAPTURING = "gpp compare captures the request"
+"""A planner's name that no package has: only `captured_request` lends it, for a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,7 @@ def compare_emulated(settings: CompareSettings, *, scale_time: float, tell: Tell
     with tempfile.TemporaryDirectory(prefix="gpp_profiles_") as folder:
         for mode in modes:
             tell(f"{mode}: capturing, measuring and planning")
-            plan = _plan_chain if mode == CHAIN else _plan
-            planned[mode] = plan(mode, built, settings, folder, scale_time)
+            planned[mode] = _plan(mode, built, settings, folder, scale_time)
     if all(isinstance(found, str) for found in planned.values()):
         raise ConfigError(f"no mode can run this; {modes[0]}: {planned[modes[0]]}")
     times = _run({m: p for m, p in planned.items() if isinstance(p, _Planned)}, settings, tell)
@@ -81,28 +80,25 @@ def compare_emulated(settings: CompareSettings, *, scale_time: float, tell: Tell
 def _plan(
     mode: str, built: BuiltModel, settings: CompareSettings, folder: str, scale_time: float
 ) -> _Planned | str:
-    """Return the plan of a mode, or why there is none."""
-    config = settings.config_of(mode, folder)
-    block = read_config(config)
-    assert block is not None, "config_of enables the block"
-    setting = setting_of(config, rank=0, num_ranks=settings.num_ranks, device=torch.device("cpu"), group=None)
+    """Return the plan of a mode, or why there is none; the best chain's graph is the model's in a line."""
+    reference = None
     try:
-        reference, plan = ModelSource(built.model, config=block, setting=setting).prepare_plan(
-            built.batch_at(0)
-        )
+        if mode == CHAIN:
+            plan = chain_of(built, settings, folder)
+        else:
+            reference, plan = _prepare_plan(built, settings, settings.config_of(mode, folder))
     except PlanError as error:
         return str(error)
     return _Planned(plan=scale_times(plan, scale_time), reference=reference)
 
 
-def _plan_chain(
-    mode: str, built: BuiltModel, settings: CompareSettings, folder: str, scale_time: float
-) -> _Planned | str:
-    """Return the plan of the best chain, whose graph is the model's in a line, or why there is none."""
-    try:
-        return _Planned(plan=scale_times(chain_of(built, settings, folder), scale_time), reference=None)
-    except PlanError as error:
-        return str(error)
+def _prepare_plan(
+    built: BuiltModel, settings: CompareSettings, config: dict[str, Any]
+) -> tuple[Reference, PipelinePlan]:
+    block = read_config(config)
+    assert block is not None, "config_of enables the block"
+    setting = setting_of(config, rank=0, num_ranks=settings.num_ranks, device=torch.device("cpu"), group=None)
+    return ModelSource(built.model, config=block, setting=setting).prepare_plan(built.batch_at(0))
 
 
 def chain_of(built: BuiltModel, settings: CompareSettings, folder: str) -> PipelinePlan:
@@ -118,62 +114,58 @@ def chain_of(built: BuiltModel, settings: CompareSettings, folder: str) -> Pipel
         plan = make_plan(block.planner, request)
         return schedule_plan(plan, request, schedule=block.schedule, slicing=block.slicing)
 
-    return best_chain(one_stage_a_rank(asked_request(built, settings, folder)), make=make)
+    return best_chain(one_stage_a_rank(captured_request(built, settings, folder)), make=make)
 
 
-def asked_request(built: BuiltModel, settings: CompareSettings, folder: str) -> PlanRequest:
-    """Return what the graph's planner would be asked: the captured model with its measured costs, and all limits.
+def captured_request(built: BuiltModel, settings: CompareSettings, folder: str) -> PlanRequest:
+    """Return the request to the graph's planner: the captured model with its measured costs, and all limits.
 
     Raises:
         PlanError: the configuration contradicts itself.
     """
-    asked: list[PlanRequest] = []
+    requests: list[PlanRequest] = []
 
-    def ask(request: PlanRequest) -> PipelinePlan:
-        asked.append(request)
-        raise PlanError(_ASKED)  # no planner is wanted here
+    def capture(request: PlanRequest) -> PipelinePlan:
+        requests.append(request)
+        raise PlanError(_CAPTURING)  # no plan is wanted here
 
     config = settings.config_of(GRAPH, folder)
-    with PLANNERS.lent(_ASKED, ask):
-        config["graph_pipeline"] = {**config["graph_pipeline"], "planner": _ASKED}
+    with PLANNERS.lent(_CAPTURING, capture):
+        config["graph_pipeline"] = {**config["graph_pipeline"], "planner": _CAPTURING}
         config["graph_pipeline"].pop("plan", None)
-        block = read_config(config)
-        assert block is not None, "config_of enables the block"
-        setting = setting_of(
-            config, rank=0, num_ranks=settings.num_ranks, device=torch.device("cpu"), group=None
-        )
         try:
-            ModelSource(built.model, config=block, setting=setting).prepare_plan(built.batch_at(0))
+            _prepare_plan(built, settings, config)
         except PlanError:
-            if not asked:
+            if not requests:
                 raise
-    return asked[0]
+    return requests[0]
 
 
 def _run(planned: dict[str, _Planned], settings: CompareSettings, tell: Tell) -> dict[str, list[float]]:
     """Return the times of every step in ms; the modes take turns where they need the same number of ranks."""
     # By number of ranks: {4: {"plans": {"graph": ...}, "chain": ..., "runtimes": ...}} where both need 4, so
     # that they alternate; {4: {"plans": ...}, 2: {"chain": ..., ...}} where stock is a chain of 2 replicated
-    # twice, of which one replica is run: replicas only meet at the reduction, which is left out for all.
-    contests: dict[int, dict[str, Any]] = {}
+    # twice, of which one replica is run: replicas only synchronise at the reduction, which is left out for all.
+    by_ranks: dict[int, dict[str, Any]] = {}
     for mode in (CHAIN, GRAPH):
         if mode in planned:
             plan = planned[mode].plan
-            contests.setdefault(plan.num_ranks, {}).setdefault("plans", {})[mode] = plan
+            by_ranks.setdefault(plan.num_ranks, {}).setdefault("plans", {})[mode] = plan
     if STOCK in planned:
         reference = planned[STOCK].reference
         assert reference is not None
         chain = stock_chain(planned[STOCK].plan, reference)
         if chain is not None:
-            contests.setdefault(chain.num_stages, {}).update(chain=chain, runtimes=(_PEER,))
+            by_ranks.setdefault(chain.num_stages, {}).update(chain=chain, runtimes=(_PEER,))
     seconds = sum(p.plan.iteration_us for p in planned.values()) / 1e6
     times: dict[str, list[float]] = {}
-    for num_ranks, parts in contests.items():
-        contest = Contest(name="step", **{"plans": {}, **parts})
-        outcome = run_contests(
-            [contest], num_ranks=num_ranks, rounds=settings.steps, seconds=seconds, tell=tell
-        )["step"]
-        times.update({STOCK if name == _PEER else name: found for name, found in outcome.times_ms.items()})
+    for num_ranks, parts in by_ranks.items():
+        benchmark = Contest(name="step", **{"plans": {}, **parts})
+        outcomes = run_contests(
+            [benchmark], num_ranks=num_ranks, rounds=settings.steps, seconds=seconds, tell=tell
+        )
+        found = outcomes["step"].times_ms
+        times.update({STOCK if name == _PEER else name: each for name, each in found.items()})
     return times
 
 
@@ -206,15 +198,14 @@ def _row(
     iteration_ms = statistics.median(times_ms)
     # Rank-microseconds of compute in a mini-batch: 8 micro-batches of 3 + 6 us on a stage of 2 ranks are 144.
     # The bubble is the share of all ranks' measured time that is not one of them.
-    busy_us = [
-        plan.num_micro_batches(i) * (s.forward_us + s.backward_us) * s.degree
-        for i, s in enumerate(plan.stages)
-    ]
+    counts = [plan.num_micro_batches(i) for i in range(len(plan.stages))]
+    pairs = zip(counts, plan.stages, strict=True)
+    busy_us = [count * (s.forward_us + s.backward_us) * s.degree for count, s in pairs]
     return {
         **row,
         "stages": len(plan.stages),
         "depth": len(plan.stages) if mode in (STOCK, CHAIN) else plan.depth,
-        "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
+        "micro_batches": counts,
         "iteration_ms": iteration_ms,
         "predicted_ms": plan.iteration_us / 1e3,
         "bubble": 1.0 - sum(busy_us) / 1e3 / (plan.num_ranks * iteration_ms),

@@ -112,12 +112,12 @@ def simulate_modes(
 
     Args:
         make_graph: makes the graph's plan, and the chain's of the request in a line.
-        tell: told which mode is planned.
+        tell: called with each mode before it is planned.
     """
     makers: dict[str, MakePlan] = {
         SINGLE: single_plan,
         STOCK: best_stock,
-        CHAIN: lambda asked: best_chain(asked, make=make_graph),
+        CHAIN: lambda request: best_chain(request, make=make_graph),
         GRAPH: make_graph,
     }
     rows = []
@@ -171,26 +171,25 @@ def best_stock(request: PlanRequest) -> PipelinePlan:
     Raises:
         PlanInfeasible: none fits; the message is that of the fewest stages.
     """
-    asked = dataclasses.replace(
+    own = dataclasses.replace(
         one_stage_a_rank(request),
         micro_batch_sizes=None,
         schedule="1f1b",
         memory_optimization=(),
         tensor_parallel=1,
     )
-    counts = [asked.num_stages]
-    if asked.num_stages is None and asked.data_parallel is None:
-        most = min(asked.num_ranks, len(asked.graph.blocks))
-        counts = [count for count in range(1, most + 1) if asked.num_ranks % count == 0]
+    counts = [own.num_stages]
+    if own.num_stages is None and own.data_parallel is None:
+        most = min(own.num_ranks, len(own.graph.blocks))
+        counts = [count for count in range(1, most + 1) if own.num_ranks % count == 0]
     plans: list[PipelinePlan] = []
     problem: PlanInfeasible | None = None
     for count in counts:
         try:
-            plans.append(make_plan(STOCK_PLANNER, dataclasses.replace(asked, num_stages=count)))
+            plans.append(make_plan(STOCK_PLANNER, dataclasses.replace(own, num_stages=count)))
         except PlanInfeasible as error:
             problem = problem or error
     if not plans:
-        raise problem or PlanInfeasible(
-            f"{STOCK_PLANNER}: {request.num_ranks} ranks hold no stage of this model"
-        )
+        nothing = f"{STOCK_PLANNER}: {request.num_ranks} ranks hold no stage of this model"
+        raise problem or PlanInfeasible(nothing)
     return min(plans, key=lambda plan: plan.iteration_us)

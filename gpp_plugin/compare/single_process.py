@@ -68,7 +68,7 @@ class PeakMemory:
         # Peak in time: layer 1 saves 10 B, layer 2 saves 6 B (16), backward frees 6, then 10:
         # peak_bytes is 16. Of nested saved_tensors_hooks torch calls only the innermost pair, so those
         # of a plan that swaps or recomputes would hide its tensors from these:
-        # `rank._Pipeline.counted_bytes` asks the plan instead.
+        # `rank._Pipeline.counted_bytes` reads the plan's counts instead.
         with saved_tensors_hooks(pack, unpack):
             yield
 
@@ -88,7 +88,7 @@ class PeakMemory:
 
 
 class _Saved:
-    """A tensor that a node of the graph holds; gone when the node lets go of it."""
+    """A tensor that a node of the graph holds; it is deleted when the node releases it."""
 
     __slots__ = ("_key", "_memory", "_num_bytes", "tensor")
 
@@ -188,7 +188,10 @@ def _make_optimizer(block: Mapping[str, Any] | None, parameters: list[nn.Paramet
     kind, params = str(block.get("type")), dict(block.get("params") or {})
     params.pop("torch_adam", None)
     decoupled = params.pop("adam_w_mode", True)
-    if kind.lower() in ("adam", "adamw"):  # DeepSpeed's Adam decouples weight decay unless told not to
+    if kind.lower() in (
+        "adam",
+        "adamw",
+    ):  # DeepSpeed's Adam decouples weight decay unless configured otherwise
         kind = "AdamW" if kind.lower() == "adamw" or decoupled else "Adam"
     cls = getattr(torch.optim, kind, None)
     if cls is None:

@@ -2,7 +2,7 @@
 
 A unit is filled to a budget of predicted cost. Every mini-batch has the same number of units, and every sample is in
 one unit an epoch. Epochs are drawn from seed and epoch number alone: every rank derives the same units without a
-message, on any number of ranks, and goes on in the middle of an epoch from two numbers.
+message, on any number of ranks, and continues in the middle of an epoch from two numbers.
 
     costs 9 1 4 4 2 8 3 5, budget 10, mini-batches of 2 units     shuffled, cut into windows of whole mini-batches, and
     units [9 1] [8 2]   [5 4] [4 3]                               in each window the costliest sample first, each to
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from gpp_plugin.errors import CheckpointError, ConfigError
 
-# Several samples in one row without padding: `flatten`, a collator for models that keep such samples apart.
+# Several samples in one row without padding: `flatten`, a collator for models that separate such samples.
 #
-# A row holds samples one behind the other. Positions begin anew with each, by which models of transformers that make
-# their masks with `masking_utils` know where a sample begins, and let it attend to itself alone (attention is then
-# block-diagonal). No label is given for a sample's first token, which nothing before it in its own sample predicts:
+# A row holds samples one behind the other. Positions begin anew with each. Models of transformers that make their masks
+# with `masking_utils` find the beginning of a sample by them, so that it attends to itself alone (attention is then
+# block-diagonal). A sample's first token has no label, as nothing before it in its own sample predicts it:
 #
 #     samples        a b c    d e               mask   a b c d e
 #     input_ids      a b c d e                  a      x
@@ -43,7 +43,7 @@ UNLABELLED = -100
 
 
 def flatten(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return samples as one row of tokens, ``[1, tokens]`` each entry; to be given as ``collate_fn``.
+    """Return samples as one row of tokens, ``[1, tokens]`` each entry; for use as ``collate_fn``.
 
     Args:
         samples: dicts of tensors with one axis, of a sample's tokens: ``input_ids``, perhaps ``labels`` (its own tokens
@@ -55,21 +55,19 @@ def flatten(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not samples:
         raise ConfigError("flatten: no samples; give at least one to a unit")
     rows = [_row(sample) for sample in samples]
-    keys = set(rows[0])
-    if any(set(row) != keys for row in rows):
-        found = sorted({tuple(sorted(row)) for row in rows})
-        raise ConfigError(f"flatten: samples have unlike entries {found}; give all of them the same")
+    entries = sorted({tuple(sorted(row)) for row in rows})
+    if len(entries) > 1:
+        raise ConfigError(f"flatten: samples have different entries {entries}; give all of them the same")
     lengths = [len(row[IDS]) for row in rows]
-    ids = rows[0][IDS]
     first = [sum(lengths[:number]) for number in range(len(lengths))]
     flat: dict[str, Any] = {}
-    # by methods of the tensors themselves: this layer knows no torch
-    for key in sorted(keys):
+    # by methods of the tensors themselves: this layer imports no torch
+    for key in entries[0]:
         flat[key] = rows[0][key].new_empty((1, sum(lengths)))
         for begin, length, row in zip(first, lengths, rows, strict=True):
             flat[key][0, begin : begin + length] = row[key]
     flat[LABELS][0, first] = UNLABELLED
-    flat[POSITIONS] = ids.new_tensor([[place for length in lengths for place in range(length)]])
+    flat[POSITIONS] = rows[0][IDS].new_tensor([[i for length in lengths for i in range(length)]])
     return flat
 
 
@@ -93,9 +91,8 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
     if mask is not None:
         row = {key: value[mask != 0] for key, value in row.items()}
         if not len(row[IDS]):
-            raise ConfigError(
-                f"flatten: a sample's {MASK} hides all of its {len(ids)} tokens; leave such samples out"
-            )
+            hidden = f"a sample's {MASK} hides all of its {len(ids)} tokens"
+            raise ConfigError(f"flatten: {hidden}; leave such samples out")
     return row
 
 
@@ -128,15 +125,9 @@ class PackReport:
 
 
 def pack(
-    dataset: Any,
-    *,
-    cost: Cost,
-    budget: Budget,
-    units: int,
-    seed: int = 0,
-    is_padded: bool = True,
+    dataset: Any, *, cost: Cost, budget: Budget, units: int, seed: int = 0, is_padded: bool = True
 ) -> PackedUnits:
-    """Return what fills units to a budget, to be given as ``training_data``, or as a DataLoader's ``batch_sampler``.
+    """Return a sampler that fills units to a budget, for ``training_data`` or a DataLoader's ``batch_sampler``.
 
     Args:
         dataset: has a length; its samples are read once where costs must be computed of them.
@@ -178,15 +169,13 @@ def _costs_of(dataset: Any, cost: Cost) -> NDArray[np.float64]:
         rows = [np.atleast_1d(np.asarray(cost(dataset[i]), dtype=np.float64)) for i in range(len(dataset))]
         return np.stack(rows) if rows else np.zeros((0, 1))
     if len(cost) and all(isinstance(name, str) for name in cost):
-        names = [str(name) for name in cost]
-        lengths = [
-            [len(sample[name]) for name in names] for sample in map(dataset.__getitem__, range(len(dataset)))
-        ]
-        return np.asarray(lengths, dtype=np.float64).reshape(-1, len(names))
-    given = np.asarray(cost, dtype=np.float64)
-    if len(given) != len(dataset):
-        raise ConfigError(f"pack: {len(given)} costs for {len(dataset)} samples; give one for each")
-    return given.reshape(len(given), -1)
+        samples = map(dataset.__getitem__, range(len(dataset)))
+        lengths = [[len(sample[str(name)]) for name in cost] for sample in samples]
+        return np.asarray(lengths, dtype=np.float64).reshape(-1, len(cost))
+    costs = np.asarray(cost, dtype=np.float64)
+    if len(costs) != len(dataset):
+        raise ConfigError(f"pack: {len(costs)} costs for {len(dataset)} samples; give one for each")
+    return costs.reshape(len(costs), -1)
 
 
 class PackedUnits:
@@ -217,7 +206,10 @@ class PackedUnits:
             generator = np.random.default_rng([self.seed, epoch])
             order = generator.permutation(len(self._fills))
             found: list[list[int]] = []
-            for window in np.array_split(order, self._num_windows()):
+            # a window has samples for whole mini-batches, of units with one sample at least
+            expected = max(1, int(np.ceil(self._fills.sum(axis=0).max() / self.units)))
+            num_windows = max(1, min(expected // WINDOW, len(self._fills) // self.units))
+            for window in np.array_split(order, num_windows):
                 # units of about the same cost share a mini-batch, whose slowest unit is what all wait for
                 own = sorted(self._fill_window(window), key=self._cost)
                 batches = [own[first : first + self.units] for first in range(0, len(own), self.units)]
@@ -230,11 +222,6 @@ class PackedUnits:
         """Return the unit of the first epoch whose number of samples is the median: what a plan may be made for."""
         ordered = sorted(self.epoch_units(0), key=len)
         return ordered[len(ordered) // 2]
-
-    def _num_windows(self) -> int:
-        # a window has samples for whole mini-batches, of units with one sample at least
-        expected = max(1, int(np.ceil(self._fills.sum(axis=0).max() / self.units)))
-        return max(1, min(expected // WINDOW, len(self._fills) // self.units))
 
     def _fill_window(self, window: NDArray[np.int64]) -> list[list[int]]:
         """Return the units of some samples, a multiple of ``self.units`` of them."""
@@ -319,16 +306,16 @@ class PackedUnits:
 
     @property
     def fingerprint(self) -> int:
-        """Return a number that tells other costs, budgets and sizes apart: they have other units."""
+        """Return a number that differs for other costs, budgets and sizes: they have other units."""
         facts = repr((self.units, self.seed, self.is_padded, self._fills.shape)).encode()
         return zlib.crc32(np.ascontiguousarray(self._fills).tobytes(), zlib.crc32(facts))
 
     def state_dict(self, *, mini_batches: int | None = None) -> dict[str, int]:
-        """Return where to go on.
+        """Return where to continue.
 
         Args:
-            mini_batches: trained since the very first; None: all that was taken, some of which a loader may have
-                taken ahead.
+            mini_batches: trained since the very first; None: all that was taken, which includes what a loader has
+                prefetched.
         """
         epoch, position = self._epoch, self._position
         if mini_batches is not None:
@@ -338,7 +325,7 @@ class PackedUnits:
         return {"epoch": epoch, "position": position, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was asked.
+        """Continue where `state_dict` was called.
 
         Raises:
             CheckpointError: it was of other samples, costs or sizes.

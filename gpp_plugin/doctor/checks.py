@@ -1,13 +1,11 @@
 """`gpp doctor`: what is installed, which backends and devices really work, and what to do about the rest.
 
-Backends are tried, not asked: two processes send and receive over gloo, and over NCCL where there are two
-devices.
+Backends are really tried: two processes send and receive over gloo, and over NCCL where there are two devices.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import re
@@ -19,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.doctor.patch_check import PATCH_DIR, report_patches
+from gpp_plugin.doctor.patch_check import PATCH_DIR, installed_version, report_patches
 from gpp_plugin.doctor.preflight import (
     Check,
     Status,
@@ -53,7 +51,7 @@ class Package:
 
 
 # The ends of what `.ci/versions.py` was run with are those of torch and transformers (docs/gpus.md has the table);
-# setup.py asks for the same least ones.
+# setup.py requires the same least ones.
 PACKAGES = (
     Package(name="torch", least=(2, 11), tested=(2, 13)),
     Package(name="deepspeed", least=(0, 19), tested=(0, 19)),
@@ -67,6 +65,8 @@ PACKAGES = (
     Package(name="tensorboard", least=(2, 18), tested=(2, 21), purpose="the tensorboard monitor"),
     Package(name="megatron-core", least=(0, 16), tested=(0, 16), purpose="stages of Megatron modules"),
 )
+_MODULE = "gpp_plugin.doctor.checks"
+"""This module, by name also where it runs as a script."""
 EXCHANGE_TIMEOUT_S = 90.0
 IMPORT_TIMEOUT_S = 120.0
 NUM_VALUES = 1 << 16
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print every check and its advice; ``ok`` of the result is false if training cannot work.
 
     Raises:
-        ConfigError: the directory given with --patches has none, or as `run_preflight`.
+        ConfigError: the directory of --patches has none, or as `run_preflight`.
     """
     if args.patches is not None:
         return report_patches(args.patches)
@@ -116,14 +116,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def report_keys() -> dict[str, Any]:
     """Print what becomes of every key of DeepSpeed's configuration under a ``graph_pipeline`` block."""
+    header = ["key", "verdict", "note"]
     rows = [[key.path, key.verdict.value, key.note] for key in KEYS.values()]
-    print(format_table(["key", "verdict", "note"], rows, left=3))
+    print(format_table(header, rows, left=3))
     counts = {verdict.value: sum(row[1] == verdict.value for row in rows) for verdict in KeyVerdict}
     print("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()) + f"; {len(rows)} keys")
-    return {
-        "rows": [dict(zip(("key", "verdict", "note"), row, strict=True)) for row in rows],
-        "counts": counts,
-    }
+    return {"rows": [dict(zip(header, row, strict=True)) for row in rows], "counts": counts}
 
 
 def run_checks() -> Iterator[Check]:
@@ -151,14 +149,6 @@ def check_python(version: Version) -> Check:
     return Check(name="python", status=Status.OK, found=found)
 
 
-def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def parse_version(text: str) -> Version:
     """Return the release numbers of a version.
 
@@ -172,28 +162,21 @@ def parse_version(text: str) -> Version:
 
 def check_package(package: Package, version: str | None) -> Check:
     """Check one distribution against the versions this release works with."""
-    least = ".".join(map(str, package.least))
-    required = not package.purpose
+    least, tested = (".".join(map(str, each)) for each in (package.least, package.tested))
+    status, advice = Status.OK, ""
     if version is None:
-        advice = f"pip install '{package.name}>={least}'"
-        if package.purpose:
-            advice += f" for {package.purpose}"
-        return Check(name=package.name, status=Status.MISSING, found="-", advice=advice, is_required=required)
-    found = parse_version(version)
-    if found < package.least:
+        purpose = f" for {package.purpose}" if package.purpose else ""
+        status, advice = Status.MISSING, f"pip install '{package.name}>={least}'{purpose}"
+    elif parse_version(version) < package.least:
         advice = f"{version} is older than {least}: pip install --upgrade '{package.name}>={least}'"
-        return Check(
-            name=package.name, status=Status.FAILED, found=version, advice=advice, is_required=required
-        )
-    # Compared as far as ``tested`` goes: with tested (2, 13), 2.13.1 is fine and 2.14.0 is newer. Newer is a
+        status = Status.FAILED
+    # Compared by the numbers of ``tested``: with tested (2, 13), 2.13.1 is fine and 2.14.0 is newer. Newer is a
     # warning: most newer releases work, and a user should look here first where one does not.
-    if found[: len(package.tested)] > package.tested:
-        tested = ".".join(map(str, package.tested))
+    elif parse_version(version)[: len(package.tested)] > package.tested:
         advice = f"{version} is newer than {tested}, the last one tried; if something fails, try {tested}"
-        return Check(
-            name=package.name, status=Status.WARNING, found=version, advice=advice, is_required=required
-        )
-    return Check(name=package.name, status=Status.OK, found=version, is_required=required)
+        status = Status.WARNING
+    required = not package.purpose
+    return Check(name=package.name, status=status, found=version or "-", advice=advice, is_required=required)
 
 
 def check_backends() -> Iterator[Check]:
@@ -203,18 +186,15 @@ def check_backends() -> Iterator[Check]:
     for name in BACKENDS.names():
         if name == "torch":
             continue
+        status, found, advice = Status.OK, "-", ""
         try:
             backend = find_backend(name)
-            reason = backend.missing()
-            found = "-" if reason else backend.version()
+            if reason := backend.missing():
+                status, advice = Status.MISSING, f"{reason} (to run frozen stages on it)"
+            else:
+                found = backend.version()
         except GppError as error:
-            advice = str(error)
-            yield Check(
-                name=f"backend {name}", status=Status.FAILED, found="-", advice=advice, is_required=False
-            )
-            continue
-        status = Status.MISSING if reason else Status.OK
-        advice = f"{reason} (to run frozen stages on it)" if reason else ""
+            status, advice = Status.FAILED, str(error)
         yield Check(name=f"backend {name}", status=status, found=found, advice=advice, is_required=False)
 
 
@@ -227,10 +207,9 @@ def check_hook() -> Check:
         "import deepspeed; stock = deepspeed.initialize; import gpp_plugin; "
         "assert deepspeed.initialize is not stock, 'deepspeed.initialize is not wrapped'"
     )
+    command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         found = f"importing deepspeed took more than {IMPORT_TIMEOUT_S:g} s"
         advice = "run python -X importtime -c 'import deepspeed' to see what hangs"
@@ -260,34 +239,21 @@ def check_machine() -> Check:
 
 
 def check_exchange(backend: str) -> Check:
-    """Let two processes exchange tensors over ``backend`` and check what arrived."""
-    name = f"{backend} send/receive"
+    """Exchange tensors between two processes over ``backend`` and check what arrived."""
+    name, is_gloo, status, advice = f"{backend} send/receive", backend == "gloo", Status.OK, ""
     try:
-        # Tried, not asked: torch says that gloo is available on machines where a firewall stops its sockets.
-        events = list(
-            run_ranks("gpp_plugin.doctor.checks", [backend], num_ranks=2, timeout_s=EXCHANGE_TIMEOUT_S)
-        )
+        # Really tried: torch reports gloo as available on machines where a firewall stops its sockets.
+        events = [*run_ranks(_MODULE, [backend], num_ranks=2, timeout_s=EXCHANGE_TIMEOUT_S)]
+        found = f"2 processes, round trip of 256 KiB in {events[-1]['us']:.0f} us"
     except RuntimeFailure as error:
-        lines = str(error).splitlines()
-        advice = (
-            "look for a firewall or host name trouble between processes of this machine (GLOO_SOCKET_IFNAME=lo "
-            "names the interface)"
-            if backend == "gloo"
-            else "set NCCL_DEBUG=INFO and run gpp doctor again; check driver and NCCL versions"
-        )
-        return Check(
-            name=name,
-            status=Status.FAILED,
-            found=lines[-1],
-            advice=advice,
-            is_required=backend == "gloo",
-        )
-    return Check(
-        name=name,
-        status=Status.OK,
-        found=f"2 processes, round trip of 256 KiB in {events[-1]['us']:.0f} us",
-        is_required=backend == "gloo",
-    )
+        status, found = Status.FAILED, str(error).splitlines()[-1]
+        advice = "set NCCL_DEBUG=INFO and run gpp doctor again; check driver and NCCL versions"
+        if is_gloo:
+            advice = (
+                "look for a firewall or host name trouble between processes of this machine (GLOO_SOCKET_IFNAME=lo "
+                "names the interface)"
+            )
+    return Check(name=name, status=status, found=found, advice=advice, is_required=is_gloo)
 
 
 def check_cuda() -> Iterator[Check]:
@@ -295,10 +261,8 @@ def check_cuda() -> Iterator[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        built = torch.version.cuda
-        found = (
-            f"no device (torch is built for CUDA {built})" if built else "no device (torch is a CPU build)"
-        )
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        found = f"no device (torch is {built})"
         advice = "training runs on the CPU over gloo; install a CUDA build of torch to use a GPU"
         yield Check(name="cuda", status=Status.MISSING, found=found, advice=advice, is_required=False)
         return
@@ -307,20 +271,12 @@ def check_cuda() -> Iterator[Check]:
     properties = torch.cuda.get_device_properties(0)
     found = f"{count} x {properties.name}, {format_bytes(properties.total_memory)}, CUDA {torch.version.cuda}"
     yield Check(name="cuda", status=Status.OK, found=found, is_required=False)
-    version = ".".join(map(str, torch.cuda.nccl.version()))
     if count > 1:
         yield check_exchange("nccl")
-    else:
-        advice = (
-            "one device cannot host two NCCL ranks; several ranks share it and exchange messages over gloo"
-        )
-        yield Check(
-            name="nccl",
-            status=Status.WARNING,
-            found=f"{version}, not tried",
-            advice=advice,
-            is_required=False,
-        )
+        return
+    found = f"{'.'.join(map(str, torch.cuda.nccl.version()))}, not tried"
+    advice = "one device cannot host two NCCL ranks; several ranks share it and exchange messages over gloo"
+    yield Check(name="nccl", status=Status.WARNING, found=found, advice=advice, is_required=False)
 
 
 def _exchange(backend: str) -> None:
@@ -333,7 +289,7 @@ def _exchange(backend: str) -> None:
     # rank 0   send --->  recv, compare        a round trip of 2 x 256 KiB, three times; rank 1   recv,
     # negate, send --->         the last one is timed, when the connection is there
     #
-    # Negated, so that a transport that hands back the sender's own buffer is found out.
+    # Negated, so that a transport that returns the sender's own buffer is found out.
     dist.init_process_group(backend)
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")

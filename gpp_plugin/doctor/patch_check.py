@@ -41,7 +41,6 @@ IMPORTED_AS = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
 """Import name of each distribution that has patches."""
 
 _FAULT = "Fault: "
-_NOT_INSTALLED = "-"
 
 
 class Need(enum.Enum):
@@ -162,8 +161,7 @@ def _read_hunks(lines: Sequence[str]) -> tuple[Hunk, ...]:
 
 def find_need(patch: Patch, root: Path) -> Need:
     """Return whether the package below ``root`` needs a patch."""
-    # "Already in" is asked first: where a patch only adds lines around a context, old and
-    # new may both be found.
+    # "Already in" first: where a patch only adds lines around a context, old and new may both be found.
     sources = {hunk.file: _lines(root / hunk.file) for hunk in patch.hunks}
     if all(_contains(sources[hunk.file], hunk.after) for hunk in patch.hunks):
         return Need.ALREADY_IN
@@ -172,17 +170,12 @@ def find_need(patch: Patch, root: Path) -> Need:
     # Neither old nor new lines: another release. If all files of the named faults are there and none of the
     # faulty text is, upstream has mended it differently; otherwise nothing can be said.
     is_known = bool(patch.faults) and all(_lines(root / file) for file, _ in patch.faults)
-    if is_known and not any(_has_text(root / file, text) for file, text in patch.faults):
-        return Need.ALREADY_IN
-    return Need.OTHER_VERSION
+    faulty = (text in line for file, text in patch.faults for line in _lines(root / file))
+    return Need.ALREADY_IN if is_known and not any(faulty) else Need.OTHER_VERSION
 
 
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-
-
-def _has_text(path: Path, text: str) -> bool:
-    return any(text in line for line in _lines(path))
 
 
 def _contains(lines: Sequence[str], wanted: Sequence[str]) -> bool:
@@ -199,14 +192,9 @@ def check_patches(patches: Sequence[Patch], roots: Mapping[str, Path] | None = N
     findings = []
     for patch in patches:
         root = roots.get(patch.package) if roots is not None else package_root(patch.package)
-        findings.append(
-            Finding(
-                patch=patch,
-                need=Need.NOT_INSTALLED if root is None else find_need(patch, root),
-                installed=_version(patch.distribution),
-                root=root,
-            )
-        )
+        need = Need.NOT_INSTALLED if root is None else find_need(patch, root)
+        installed = installed_version(patch.distribution) or "-"
+        findings.append(Finding(patch=patch, need=need, installed=installed, root=root))
     return tuple(findings)
 
 
@@ -218,11 +206,12 @@ def package_root(package: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))).parent
 
 
-def _version(distribution: str) -> str:
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
     try:
-        return importlib.metadata.version(distribution)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return _NOT_INSTALLED
+        return None
 
 
 def apply_commands(findings: Sequence[Finding]) -> list[str]:
@@ -231,10 +220,8 @@ def apply_commands(findings: Sequence[Finding]) -> list[str]:
     for finding in findings:
         if finding.need is Need.NEEDED and finding.root is not None:
             needed.setdefault(finding.root, []).append(finding.patch.path)
-    return [
-        shlex.join(["git", "-C", str(root), "apply", "-p1", *map(str, paths)])
-        for root, paths in needed.items()
-    ]
+    apply = ("apply", "-p1")
+    return [shlex.join(["git", "-C", str(root), *apply, *map(str, paths)]) for root, paths in needed.items()]
 
 
 def report_patches(folder: Path) -> dict[str, Any]:
@@ -272,8 +259,8 @@ def patches_for(package: str) -> tuple[Path, ...]:
     Raises:
         ConfigError: it is not installed, or there are none for that release.
     """
-    version = _version(package)
-    if version == _NOT_INSTALLED:
+    version = installed_version(package)
+    if version is None:
         raise ConfigError(f"{package} is not installed; install it to use its patches")
     found = tuple(sorted((PATCH_DIR / f"{package}-{version}").glob("*.patch")))
     if not found:

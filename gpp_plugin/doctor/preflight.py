@@ -71,11 +71,11 @@ def print_advice(checks: Sequence[Check]) -> None:
         print("\nWhat to do\n" + "\n".join(fill_text(line, indent="  ") for line in advice))
 
 
-ASKING_TIMEOUT_S = 30.0
+COMMAND_TIMEOUT_S = 30.0
 ALL = -1
 """What ``--gpus`` without a number means: all GPUs of this host, or the ranks that a launcher started."""
 CPU_RANKS = 2
-"""With ``--cpu``, where no number is given."""
+"""With ``--cpu``, by default."""
 
 
 def add_preflight_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +131,8 @@ def run_preflight(args: argparse.Namespace) -> dict[str, Any]:
         args.gpus = launched or _devices_here(args.device)
     _check_options(args, launched)
     found = _run(args, is_launched=launched > 0)
-    checks = [*_checks_of(found, args), *host_checks(args.device)]
+    # on CPUs there is nothing to compile for
+    checks = [*_checks_of(found, args), *(check() for check in HOST_CHECKS if args.device == "cuda")]
     print_checks(checks)
     if found["pairs"]:
         print("\nPairs of ranks, one way, several pairs at a time\n" + format_pairs(found["pairs"]))
@@ -143,18 +144,13 @@ def run_preflight(args: argparse.Namespace) -> dict[str, Any]:
             f"gpp plan MODEL --cluster {args.output}"
         )
     broken = [check.name for check in checks if check.is_failure]
-    label = (
-        " (a functional run on CPUs over gloo: its speeds say nothing about GPUs)"
-        if args.device == "cpu"
-        else ""
-    )
+    functional = " (a functional run on CPUs over gloo: its speeds say nothing about GPUs)"
+    label = functional if args.device == "cpu" else ""
     print(f"\n{args.gpus} ranks are {'not ready: ' + ', '.join(broken) if broken else 'ready'}{label}")
     return {
         "rows": found["pairs"],
         "checks": [{**asdict(check), "status": check.status.value} for check in checks],
-        "cluster": found["cluster"],
-        "steps_ms": found["steps_ms"],
-        "all_reduce_bytes_per_s": found["all_reduce_bytes_per_s"],
+        **{key: found[key] for key in ("cluster", "steps_ms", "all_reduce_bytes_per_s")},
         "device": args.device,
         "ok": not broken,
     }
@@ -171,7 +167,7 @@ def started_ranks(environment: Mapping[str, str]) -> int:
 
 
 def _devices_here(device: str) -> int:
-    """Return the ranks that are tried where no number is given; at least 1, so that a missing GPU is told as such."""
+    """Return the ranks that are tried by default; at least 1, so that a missing GPU is reported as such."""
     import torch
 
     return max(1, torch.cuda.device_count()) if device == "cuda" else CPU_RANKS
@@ -181,9 +177,8 @@ def _check_options(args: argparse.Namespace, launched: int) -> None:
     if args.gpus < 1:
         raise ConfigError(f"--gpus {args.gpus}: give at least 1 rank")
     if launched and launched != args.gpus:
-        raise ConfigError(
-            f"--gpus {args.gpus}: the launcher started {launched} ranks; give --gpus {launched}"
-        )
+        advice = f"give --gpus {launched}"
+        raise ConfigError(f"--gpus {args.gpus}: the launcher started {launched} ranks; {advice}")
     if args.timeout <= 0:
         raise ConfigError(f"--timeout {args.timeout:g}: give seconds above 0")
     if args.device == "cuda":
@@ -225,51 +220,35 @@ def _run(args: argparse.Namespace, *, is_launched: bool) -> dict[str, Any]:
 def _checks_of(found: Mapping[str, Any], args: argparse.Namespace) -> Iterator[Check]:
     """Yield what the ranks found, as checks."""
     hosts = "; ".join(f"{host}: ranks {ranks[0]}..{ranks[-1]}" for host, ranks in found["hosts"])
-    yield Check(
-        name="ranks",
-        status=Status.OK,
-        found=f"{args.gpus} joined in {found['joined_s']:.1f} s; {hosts}",
-    )
+    yield _ok("ranks", f"{args.gpus} joined in {found['joined_s']:.1f} s; {hosts}")
     kind = f"{found['num_devices']} x {found['device']}, {found['backend']}"
-    if found["fall_back"]:
-        yield Check(name="devices", status=Status.WARNING, found=kind, advice=found["fall_back"])
-    else:
-        yield Check(name="devices", status=Status.OK, found=kind)
+    status = Status.WARNING if found["fall_back"] else Status.OK
+    yield Check(name="devices", status=status, found=kind, advice=found["fall_back"])
     first, second = found["steps_ms"]
-    yield Check(
-        name="step of zeros",
-        status=Status.OK,
-        found=f"{found['channels']} channels of {found['stages']} stages: {first:.1f} ms, then {second:.1f} ms",
-    )
+    channels = f"{found['channels']} channels of {found['stages']} stages"
+    yield _ok("step of zeros", f"{channels}: {first:.1f} ms, then {second:.1f} ms")
     for link in found["cluster"]["links"]:
-        yield Check(
-            name=f"link {link['name']}",
-            status=Status.OK,
-            found=f"joins {link['span']} ranks: {link['gb_per_s']:.1f} GB/s a rank, {link['latency_us']:.1f} us",
-        )
+        speed = f"{link['gb_per_s']:.1f} GB/s a rank, {link['latency_us']:.1f} us"
+        yield _ok(f"link {link['name']}", f"joins {link['span']} ranks: {speed}")
     for name, lines in found["speeds"].items():
-        yield Check(name=f"speed of {name}", status=Status.OK, found="; ".join(lines))
+        yield _ok(f"speed of {name}", "; ".join(lines))
     if found["all_reduce_bytes_per_s"]:
-        yield Check(
-            name="all-reduce",
-            status=Status.OK,
-            found=f"over {args.gpus} ranks: {found['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s on the slowest link",
-        )
+        speed = f"{found['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s on the slowest link"
+        yield _ok("all-reduce", f"over {args.gpus} ranks: {speed}")
     for line in found["memory"]:
-        yield Check(name="memory", status=Status.OK, found=line)
+        yield _ok("memory", line)
+
+
+def _ok(name: str, found: str, *, is_required: bool = True) -> Check:
+    return Check(name=name, status=Status.OK, found=found, is_required=is_required)
 
 
 def format_pairs(pairs: list[dict[str, Any]]) -> str:
     """Return the speeds of pairs as a table."""
-    rows = [
-        [
-            f"{pair['first']} - {pair['second']}",
-            pair["link"],
-            f"{pair['latency_us']:.1f}",
-            f"{pair['bytes_per_s'] / 1e9:.2f}",
-        ]
-        for pair in pairs
-    ]
+    rows = []
+    for pair in pairs:
+        speeds = f"{pair['latency_us']:.1f}", f"{pair['bytes_per_s'] / 1e9:.2f}"
+        rows.append([f"{pair['first']} - {pair['second']}", pair["link"], *speeds])
     return format_table(["ranks", "link", "us", "GB/s"], rows, left=2)
 
 
@@ -277,18 +256,11 @@ def _write(cluster: Mapping[str, Any], path: Path) -> None:
     try:
         write_text_whole(path, json.dumps(cluster, indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(
-            f"--output {path}: cannot be written ({error.strerror}); name another file"
-        ) from error
+        reason = f"cannot be written ({error.strerror})"
+        raise ConfigError(f"--output {path}: {reason}; name another file") from error
 
 
 # ---- what this host has --------------------------------------------------------------------------------------
-
-
-def host_checks(device: str) -> Iterator[Check]:
-    """Yield the checks of this host's driver and compilers; on CPUs there is nothing to compile for."""
-    for check in HOST_CHECKS if device == "cuda" else ():
-        yield check()
 
 
 def check_driver() -> Check:
@@ -296,20 +268,18 @@ def check_driver() -> Check:
     import torch
 
     built = torch.version.cuda or "none"
-    said = _ask(["nvidia-smi"])
-    driver = re.search(r"Driver Version:\s*([\d.]+)", said)
-    newest = re.search(r"CUDA Version:\s*([\d.]+)", said)
+    printed = _output_of(["nvidia-smi"])
+    driver = re.search(r"Driver Version:\s*([\d.]+)", printed)
+    newest = re.search(r"CUDA Version:\s*([\d.]+)", printed)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
     found = f"driver {driver[1] if driver else 'unknown'}, torch's CUDA {built}, NCCL {nccl}"
+    status, advice = (Status.OK, "") if driver else (Status.WARNING, "nvidia-smi was not found")
     if newest and torch.version.cuda and _major(newest[1]) < _major(built):
+        status = Status.FAILED
         advice = (
             f"the driver serves CUDA {newest[1]} at most: install a newer driver, or a torch built for it"
         )
-        return Check(name="driver", status=Status.FAILED, found=found, advice=advice)
-    status = Status.OK if driver else Status.WARNING
-    return Check(
-        name="driver", status=status, found=found, advice="" if driver else "nvidia-smi was not found"
-    )
+    return Check(name="driver", status=status, found=found, advice=advice)
 
 
 def check_nvcc() -> Check:
@@ -317,25 +287,20 @@ def check_nvcc() -> Check:
     import torch
 
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or ""
-    path = shutil.which("nvcc") or shutil.which(
-        "nvcc", path=os.path.join(home, "bin") if home else os.defpath
-    )
-    said = _ask([path, "--version"]) if path else ""
-    release = re.search(r"release ([\d.]+)", said)
+    folder = os.path.join(home, "bin") if home else os.defpath
+    path = shutil.which("nvcc") or shutil.which("nvcc", path=folder)
+    printed = _output_of([path, "--version"]) if path else ""
+    release = re.search(r"release ([\d.]+)", printed)
     if path is None or release is None:
         advice = (
             "DeepSpeed's fused optimizers cannot be compiled here; install the CUDA toolkit, or use torch's"
         )
         return Check(name="nvcc", status=Status.MISSING, found="-", advice=advice, is_required=False)
-    built = torch.version.cuda or ""
-    differs = bool(built) and _major(release[1]) != _major(built)
-    advice = (
-        f"nvcc is of CUDA {release[1]} and torch of {built}: native operators will not compile"
-        if differs
-        else ""
-    )
-    status = Status.WARNING if differs else Status.OK
-    return Check(name="nvcc", status=status, found=f"{release[1]}, {path}", advice=advice, is_required=False)
+    built, found = torch.version.cuda or "", f"{release[1]}, {path}"
+    if not built or _major(release[1]) == _major(built):
+        return _ok("nvcc", found, is_required=False)
+    advice = f"nvcc is of CUDA {release[1]} and torch of {built}: native operators will not compile"
+    return Check(name="nvcc", status=Status.WARNING, found=found, advice=advice, is_required=False)
 
 
 def check_ninja() -> Check:
@@ -344,7 +309,7 @@ def check_ninja() -> Check:
     if path is None:
         advice = "pip install ninja if you use native operators"
         return Check(name="ninja", status=Status.MISSING, found="-", advice=advice, is_required=False)
-    return Check(name="ninja", status=Status.OK, found=path, is_required=False)
+    return _ok("ninja", path, is_required=False)
 
 
 def check_optimizer() -> Check:
@@ -355,13 +320,10 @@ def check_optimizer() -> Check:
 
     name = "JSON AdamW"
     if not torch.cuda.is_available():
-        return Check(
-            name=name, status=Status.OK, found="torch's: nothing is compiled for the CPU", is_required=False
-        )
+        return _ok(name, "torch's: nothing is compiled for the CPU", is_required=False)
     why = why_no_fused_adam()
     if not why:
-        found = "DeepSpeed's FusedAdam, compiled in the first job or installed"
-        return Check(name=name, status=Status.OK, found=found, is_required=False)
+        return _ok(name, "DeepSpeed's FusedAdam, compiled in the first job or installed", is_required=False)
     advice = (
         "torch's is as exact; for DeepSpeed's install the CUDA toolkit of torch's version, its nvcc and ninja"
     )
@@ -369,20 +331,15 @@ def check_optimizer() -> Check:
     return Check(name=name, status=Status.WARNING, found=found, advice=advice, is_required=False)
 
 
-HOST_CHECKS: tuple[Callable[[], Check], ...] = (
-    check_driver,
-    check_nvcc,
-    check_ninja,
-    check_optimizer,
-)
+HOST_CHECKS: tuple[Callable[[], Check], ...] = (check_driver, check_nvcc, check_ninja, check_optimizer)
 
 
 def _major(version: str) -> int:
     return int(version.split(".")[0])
 
 
-def _ask(command: list[str]) -> str:
+def _output_of(command: list[str]) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=ASKING_TIMEOUT_S).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

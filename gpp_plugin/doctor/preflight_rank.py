@@ -26,22 +26,16 @@ from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.cluster_files import describe_cluster
 from gpp_plugin.profile.device_links import PairSpeed, measure_pairs, rounds_of_pairs
-from gpp_plugin.profile.device_memory import (
-    MeasuredDevice,
-    measure_all_reduce,
-    measure_device,
-    with_measured,
-)
-from gpp_plugin.profile.job_cluster import JobCluster, find_cluster, shares_of
+from gpp_plugin.profile.device_memory import MeasuredDevice, measure_all_reduce, measure_device, with_measured
+from gpp_plugin.profile.job_cluster import JobCluster, find_cluster, measure_models, shares_of
 from gpp_plugin.rehearse.rehearsal import make_windows, programs_of_plan, scale_times
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
 from gpp_plugin.runtime.lane import channels_of
-from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, join_ranks
 
 ALL_PAIRS = 16
-"""Up to so many ranks all pairs are measured; of more ranks those that tell the levels of links apart."""
+"""Up to so many ranks all pairs are measured; of more ranks those that distinguish the levels of links."""
 
 NO_COMPUTE = 1e-9
 """Factor of a plan's times: tasks take none, and their order is the plan's own."""
@@ -53,7 +47,7 @@ GRADIENT_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightSettings:
-    """What ranks are told.
+    """What ranks are started with.
 
     Args:
         device: ``cuda`` or ``cpu``.
@@ -67,14 +61,14 @@ class PreflightSettings:
 
 
 def preflight_plan(num_ranks: int) -> PipelinePlan:
-    """Return a plan with a message over every kind of way: to the next stage, past it, between unlike positions.
+    """Return a plan with a message over every kind of way: to the next stage, past it, between different positions.
 
     An even number of ranks from four on is in stages of two, so that gradients are summed as well. Six ranks::
 
         s0 (0, 1) ──► s1 (2, 3) ──► s2 (4, 5)
                 └─────────────────────┘
     """
-    # 4 micro-batches of 2 samples a rank: 512 KiB a message and 4 MiB of gradients a rank, of no one's model
+    # 4 micro-batches of 2 samples a rank: 512 KiB a message and 4 MiB of gradients a rank, of no real model
     degree = 2 if num_ranks >= 4 and num_ranks % 2 == 0 else 1
     count, size = num_ranks // degree, 2 * degree
     stages = tuple(
@@ -144,7 +138,7 @@ def run_rank(settings: PreflightSettings) -> dict[str, Any] | None:
     plan = preflight_plan(num_ranks) if settings.plan is None else load(PipelinePlan, settings.plan)
     steps_ms = _run_zeros(plan, placement, group, settings.timeout_s)
     speeds, all_reduce = _measure(placement, group, found, settings.timeout_s)
-    measured = _measure_devices(placement, group)
+    measured = measure_models(placement, group, lambda: measure_device(placement.own_device))
     if placement.rank:
         return None
     return {
@@ -179,18 +173,6 @@ def _run_zeros(
         rank.meet("the end of a step of zeros")
         found.append((time.perf_counter() - start) * 1e3)
     return found
-
-
-def _measure_devices(placement: JobPlacement, group: dist.ProcessGroup | None) -> dict[str, MeasuredDevice]:
-    """Return what devices of each model reach, as the first rank of each finds; collective."""
-    names = [place.name for place in placement.places]
-    is_first = names.index(placement.own_place.name) == placement.rank
-    found = exchange(
-        lambda: measure_device(placement.own_device) if is_first else None,
-        what="the speed of the devices",
-        group=group,
-    )
-    return {name: measured for name, measured in zip(names, found, strict=True) if measured is not None}
 
 
 def _measure(
@@ -242,17 +224,14 @@ def _describe(
         "cluster": describe_cluster(dataclasses.replace(cluster, name="measured")),
         "path": str(found.path),
         "pairs": [
-            {
-                **dataclasses.asdict(speed),
-                "link": found.cluster.link_between(speed.first, speed.second).name,
-            }
+            {**dataclasses.asdict(speed), "link": found.cluster.link_between(speed.first, speed.second).name}
             for speed in speeds
         ],
     }
 
 
 def main() -> None:
-    """Run this rank's part; rank 0 tells what was found."""
+    """Run this rank's part; rank 0 reports what was found."""
     settings = PreflightSettings(**json.loads(sys.argv[1]))
     found = run_rank(settings)
     if found is not None:

@@ -29,9 +29,9 @@ quadratic part of in-batch losses is thus linearised around ``BlockGraph.num_sam
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.block_graph import Block, BlockGraph, OpGraph, OpNode, Parameter
@@ -70,7 +70,7 @@ def validate_sample_counts(sample_counts: Sequence[int]) -> tuple[int, ...]:
     """Return ``sample_counts`` as a tuple.
 
     Raises:
-        ValueError: none given, not positive, or not increasing.
+        ValueError: there are none, not positive, or not increasing.
     """
     counts = tuple(sample_counts)
     if not counts or counts[0] < 1 or any(a >= b for a, b in zip(counts, counts[1:], strict=False)):
@@ -100,14 +100,13 @@ def analytic_profile(
         ProfileError: a block names operators that ``op_graph`` lacks.
         ValueError: ``sample_counts`` is not increasing and positive.
     """
-    # Times are given at each of ``counts``; bytes scale with the samples, from those the graph was captured at: a block
-    # that keeps 640 bytes at 8 samples is given 80 a sample. A captured graph's operators are timed one by one, as each
-    # pays a launch; of a paper's model only the sums are known.
+    # There is a time for each of ``counts``. Bytes scale with the samples, from those the graph was captured at: 640
+    # bytes saved at 8 samples are 80 a sample. A captured graph's operators are timed one by one, as each pays a
+    # launch; of a paper's model only the sums are known.
     counts = validate_sample_counts(sample_counts)
-    timer: _OperatorTimer | _BlockTimer
-    timer = (
-        _OperatorTimer.of(op_graph, device) if op_graph is not None else _BlockTimer.of(block_graph, device)
-    )
+    timer: _OperatorTimer | _BlockTimer = _BlockTimer(device, block_graph)
+    if op_graph is not None:
+        timer = _OperatorTimer.of(op_graph, device)
     costs = []
     for block in block_graph.blocks:
         times = [timer.time(block, n) for n in counts]
@@ -168,32 +167,20 @@ class _BlockTimer:
     """Times of a block from its totals."""
 
     device: Device
-    num_samples: int
-    tensors_in: Mapping[str, list[TensorSpec]]
-    tensors_out: Mapping[str, list[TensorSpec]]
+    graph: BlockGraph
 
-    @classmethod
-    def of(cls, graph: BlockGraph, device: Device) -> _BlockTimer:
-        tensors_in: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
-        tensors_out: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
-        for edge in graph.edges:
-            for name in edge.tensors:
-                tensors_in[edge.dst][name] = graph.tensors[name]
-                tensors_out[edge.src][name] = graph.tensors[name]
-        return cls(
-            device,
-            graph.num_samples,
-            {name: list(specs.values()) for name, specs in tensors_in.items()},
-            {name: list(specs.values()) for name, specs in tensors_out.items()},
-        )
+    def _tensors(self, block: Block, end: Literal["src", "dst"]) -> list[TensorSpec]:
+        """Return the tensors that leave a block, or that enter it."""
+        edges = (edge for edge in self.graph.edges if getattr(edge, end) == block.name)
+        return [self.graph.tensors[name] for name in dict.fromkeys(n for edge in edges for n in edge.tensors)]
 
     def time(self, block: Block, num_samples: int) -> tuple[float, float]:
-        # A linear layer of 4 MB weights on 8 samples of 512 x 1024 fp32: 16 MB in, which it keeps, and 16 MB out; so
-        # 4 + 32 MB and 2 x 16 MB more for what is kept. Its backward: 1 for the input's gradient and 1 for the
+        # A linear layer of 4 MB weights on 8 samples of 512 x 1024 fp32: 16 MB in, which it saves, and 16 MB out; so
+        # 4 + 32 MB and 2 x 16 MB more for what is saved. Its backward: 1 for the input's gradient and 1 for the
         # weight's.
-        scale = num_samples / self.num_samples
-        tensors_in = self.tensors_in.get(block.name, [])
-        moved = sum(t.bytes_for(num_samples) for t in (*tensors_in, *self.tensors_out.get(block.name, [])))
+        scale = num_samples / self.graph.num_samples
+        tensors_in = self._tensors(block, "dst")
+        moved = sum(t.bytes_for(num_samples) for t in (*tensors_in, *self._tensors(block, "src")))
         num_bytes = block.parameter_bytes + moved + 2.0 * block.saved_bytes * scale
         flops = block.flops * scale
         launches = max(1, len(block.nodes))
@@ -203,17 +190,12 @@ class _BlockTimer:
             factor = float(needs_input_gradient) + block.trainable_bytes / block.parameter_bytes
         else:
             factor = 2.0 * needs_input_gradient
-        if factor == 0.0:
-            return float(forward), 0.0
-        return float(forward), float(
-            roofline_us(
-                self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=launches * factor
-            )
-        )
+        work = {"flops": flops * factor, "num_bytes": num_bytes * factor, "launches": launches * factor}
+        return float(forward), float(roofline_us(self.device, **work)) if factor else 0.0
 
     def input_share(self, block: Block) -> float:
         """Return the share of activations' gradients in a backward: of 1 + 1 with parameters, all without."""
-        needs = any(t.requires_grad for t in self.tensors_in.get(block.name, []))
+        needs = any(t.requires_grad for t in self._tensors(block, "dst"))
         weights = block.trainable_bytes / block.parameter_bytes if block.parameter_bytes else 0.0
         return needs / (needs + weights) if weights else 1.0
 
@@ -221,7 +203,7 @@ class _BlockTimer:
         """Return the bytes of the gradients that wait for the block's weight gradients: those of its results."""
         if not block.trainable_bytes:
             return 0.0
-        return float(sum(t.bytes_for(self.num_samples) for t in self.tensors_out.get(block.name, [])))
+        return float(sum(t.bytes_for(self.graph.num_samples) for t in self._tensors(block, "src")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +234,8 @@ class _OperatorTimer:
             node = self.nodes[name]
             if is_free(node):
                 continue
-            flops = node.flops * (num_samples / self.num_samples if _has_batch(node) else 1.0)
+            has_batch = node.output is None or node.output.layout.kind is not LayoutKind.UNIFORM
+            flops = node.flops * (num_samples / self.num_samples if has_batch else 1.0)
             num_bytes = self._bytes(node, num_samples)
             # at most two: attention's three operands share two products each way, and a bias comes for free
             factor = min(2, sum(map(self._takes_gradient, node.inputs)))
@@ -338,10 +321,6 @@ def is_free(node: OpNode) -> bool:
     """Return whether the operator only makes a view, so that no kernel runs."""
     parts = node.target.replace("::", ".").split(".")
     return "getitem" in node.target or any(part in _FREE for part in parts[:2])
-
-
-def _has_batch(node: OpNode) -> bool:
-    return node.output is None or node.output.layout.kind is not LayoutKind.UNIFORM
 
 
 def _largest_output(block: Block, graph: BlockGraph) -> int:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,18 +28,15 @@ from gpp_plugin.errors import GppError, ProfileError, first_line
 from gpp_plugin.ir.block_graph import Block, BlockGraph, Parameter, is_carried
 from gpp_plugin.profile.held_storages import HeldStorages
 from gpp_plugin.profile.timing import (
-    BUDGET_S,
-    ENOUGH_S,
-    MOST_REPEATS,
-    WARM_UPS,
     HeadStart,
     Lap,
     Measurement,
     Operands,
     Stopwatch,
     measure,
+    repeat_runs,
     time_chain,
-    typical_laps,
+    with_seeds,
 )
 from gpp_plugin.runtime.split import BackwardSplitter
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
@@ -86,51 +81,32 @@ def measure_split_cost(operands: Operands, *, device: torch.device, repeats: int
         operands: the code of a stage or a block; ``takes_gradient`` says whose gradients the first part makes.
         repeats: fewest timed runs; fast code is run more often.
     """
-    # ``laps``: one row a run, [whole, first part, second part] in microseconds; alternated, so that a machine that
-    # slows down slows all three. The split itself is found in the first run and only executed later
-    # (`BackwardSplitter`).
-    laps: list[list[Lap]] = []
+    # A run is [whole, first part, second part] in microseconds; alternated, so that a machine that slows down slows all
+    # three. The split itself is found in the first run and only executed later (`BackwardSplitter`).
     splitter = BackwardSplitter()
-    ahead_of_whole, ahead_of_parts = HeadStart(), HeadStart()
-    started = time.perf_counter()
-    for attempt in itertools.count():
-        lap = [
-            *_whole(operands, device, ahead_of_whole),
-            *_parts(operands, device, ahead_of_parts, splitter),
-        ]
-        elapsed_s = time.perf_counter() - started
-        if attempt >= WARM_UPS or (attempt > 0 and elapsed_s > BUDGET_S):
-            laps.append(lap)
-        is_enough = len(laps) >= repeats and (elapsed_s > ENOUGH_S or len(laps) >= MOST_REPEATS)
-        if is_enough or (laps and elapsed_s > BUDGET_S):
-            break
-    backward_us, input_us, weight_us = (typical.us for typical in typical_laps(laps))
+    whole, parts = HeadStart(), HeadStart()
+
+    def run() -> list[Lap]:
+        return [*_backward_laps(operands, device, whole), *_backward_laps(operands, device, parts, splitter)]
+
     # medians of columns: of [[9, 5, 5], [8, 5, 4], [30, 6, 4]] they are 9, 5 and 4, a factor of 1.0
+    backward_us, input_us, weight_us = (typical.us for typical in repeat_runs(run, repeats=repeats))
     return SplitCost(backward_us=backward_us, input_gradient_us=input_us, weight_gradient_us=weight_us)
 
 
-def _whole(operands: Operands, device: torch.device, head_start: HeadStart) -> list[Lap]:
-    outputs, leaves = operands.forward()
-    roots = [tensor for tensor in outputs if tensor.requires_grad]
-    seeds = [torch.randn_like(root) for root in roots]
-    watch = Stopwatch(device, head_start)
-    if roots:
-        torch.autograd.backward(roots, seeds)
-    watch.mark()
-    del leaves
-    return watch.laps()
-
-
-def _parts(
-    operands: Operands, device: torch.device, head_start: HeadStart, splitter: BackwardSplitter
+def _backward_laps(
+    operands: Operands, device: torch.device, head_start: HeadStart, splitter: BackwardSplitter | None = None
 ) -> list[Lap]:
+    """Return the lap of a whole backward, or with a splitter the laps of its two parts."""
     outputs, leaves = operands.forward()
-    roots = [tensor for tensor in outputs if tensor.requires_grad]
-    seeds = [torch.randn_like(root) for root in roots]
+    roots, seeds = with_seeds(outputs)
     watch = Stopwatch(device, head_start)
-    _, pending = splitter.split(roots, [leaf for leaf in leaves if leaf.requires_grad], seeds)
-    watch.mark()
-    pending.run()
+    if splitter is not None:
+        _, pending = splitter.split(roots, [leaf for leaf in leaves if leaf.requires_grad], seeds)
+        watch.mark()
+        pending.run()
+    elif roots:
+        torch.autograd.backward(roots, seeds)
     watch.mark()
     return watch.laps()
 
@@ -178,19 +154,11 @@ def block_codes(captured: CapturedGraph, block_graph: BlockGraph) -> list[BlockC
         read = replicated.intersection(function.received)  # no mask that attention does without
         new = captured.replicated_closure(read) - owned - made
         made |= new
-        replicas = (
-            build_stage_function(captured, new, sorted(new & has_tensor), with_replicated=False)
-            if new
-            else None
-        )
-        codes.append(
-            BlockCode(
-                block=block.name,
-                function=function,
-                replicas=replicas,
-                signature=signer.sign(block.nodes, outputs),
-            )
-        )
+        replicas = None
+        if new:
+            replicas = build_stage_function(captured, new, sorted(new & has_tensor), with_replicated=False)
+        signature = signer.sign(block.nodes, outputs)
+        codes.append(BlockCode(block=block.name, function=function, replicas=replicas, signature=signature))
     return codes
 
 
@@ -315,11 +283,11 @@ class BlockSurvey:
     """One pass over all blocks at one number of samples.
 
     What it holds while it walks over the blocks: ``_values``, results that a later block reads, by name; ``_shared``,
-    measurements of code that recurs, by signature and by how operands lie in memory; ``held``, who keeps what. On CUDA
-    also ``_chain``, the pieces measured, to be timed once more one behind the other: forwards, then backwards.
+    measurements of code that recurs, by signature and layout of operands; ``held``, which blocks save which storages.
+    On CUDA also ``_chain``, the pieces measured, to be timed once more one behind the other: forwards, then backwards.
 
     Args:
-        visit: called with each distinct block as it was measured, and what it was given.
+        visit: called with each distinct block as it was measured, and its operands.
     """
 
     def __init__(
@@ -358,7 +326,7 @@ class BlockSurvey:
             node.name: captured.is_training and node.output is not None and node.output.requires_grad
             for node in captured.op_graph.nodes
         }
-        # storages of their own: of rows cut off a longer batch, whoever keeps them would seem to keep all of it
+        # separate storages: a block that saves rows cut off a longer batch would seem to save all of it
         received = {name: self._inputs[name].clone() for name in captured.op_graph.received}
         self._takes_gradient |= {
             spec.name: captured.is_training and spec.requires_grad
@@ -378,7 +346,7 @@ class BlockSurvey:
         surveyed: list[_Surveyed] = []
         # Example: encoder layers 0 to 23 have one signature. Layer 0 is run; layer 1, on operands that lie like layer
         # 0's, takes its times and copies of its outputs (right in shape, which is all that times depend on). Replicas
-        # (a mask that layer 0 is the first to read) are run apart: they would make layer 0 unlike all others.
+        # (a mask that layer 0 is the first to read) are run separately: else layer 0 would differ from all others.
         for position, code in enumerate(self._codes):
             report(position, len(self._codes), f"{code.block} at {self._num_samples} samples")
             saved, replicas = 0, None
@@ -386,7 +354,7 @@ class BlockSurvey:
                 if code.replicas is not None:
                     replicas = self._run(code.replicas)
                     made = replicas.whole
-                    saved = self._keep(code.block, code.replicas, made, made.outputs)
+                    saved = self._store(code.block, code.replicas, made, made.outputs)
                 key = (code.signature, self._placement(code.function))
                 block = self._shared.get(key)
                 if block is None:
@@ -407,9 +375,10 @@ class BlockSurvey:
             # an output that is a view of an operand is one of this block's operand, which no copy could stand for
             if self._share and self._recurs[code.signature] > 1 and block.whole.has_own_outputs:
                 self._shared[key] = block
-            saved += self._keep(code.block, code.function, block.whole, outputs)
+            saved += self._store(code.block, code.function, block.whole, outputs)
             surveyed.append(_Surveyed(block=code.block, saved=saved, replicas=replicas, own=block))
-            self._drop(position)
+            for name in [n for n in self._values if self._last_reader.get(n, -1) <= position]:
+                del self._values[name]
         times = self._times_in_chain()
         return {one.block: _result(one, times) for one in surveyed}
 
@@ -419,12 +388,10 @@ class BlockSurvey:
             return f"lower {name_of('loss_unit')} or {name_of('micro_batch_sizes')}: memory is short"
         for name in code.function.tensors:
             parameter = self._parameters[name]
-            given = next(
-                (self._state[n] for n in (parameter.name, *parameter.aliases) if n in self._state), None
-            )
-            if "type" in str(error) and given is not None and dtype_name(given.dtype) != parameter.dtype:
+            held = self._held(parameter)
+            if "type" in str(error) and held is not None and dtype_name(held.dtype) != parameter.dtype:
                 return (
-                    f"{name} is {dtype_name(given.dtype)} in the model and {parameter.dtype} in this job, as its "
+                    f"{name} is {dtype_name(held.dtype)} in the model and {parameter.dtype} in this job, as its "
                     "configuration says: cast to the weight's own type (x.to(weight.dtype)), not to a named one"
                 )
         return "call the module by itself on such a batch: what fails there is its own code"
@@ -445,8 +412,8 @@ class BlockSurvey:
                     parameter.grad = None
 
     def _join_chain(self, operands: Operands) -> int:
-        """Let a piece be timed in the chain, and return its place; -1 where there is no chain."""
-        if self._chain is None or not _has_room(self._device):
+        """Add a piece to the chain, and return its place; -1 where there is no chain."""
+        if self._chain is None or not _has_chain_memory(self._device):
             self._chain = None
             return -1
         self._chain.append(operands)
@@ -490,10 +457,13 @@ class BlockSurvey:
                 split = CANNOT_SPLIT
         return _Measured(whole=whole, split=split, place=self._join_chain(operands))
 
+    def _held(self, parameter: Parameter) -> Tensor | None:
+        names = (parameter.name, *parameter.aliases)
+        return next((self._state[name] for name in names if name in self._state), None)
+
     def _materialise(self, parameter: Parameter) -> Tensor:
         """Return the tensor to measure with: the real one detached, or random values for a meta one."""
-        names = (parameter.name, *parameter.aliases)
-        tensor = next((self._state[name] for name in names if name in self._state), None)
+        tensor = self._held(parameter)
         if tensor is None and not is_carried(parameter.name):
             raise ProfileError(
                 f"model_state has no {parameter.name!r}; pass all parameters and buffers of the model"
@@ -502,11 +472,11 @@ class BlockSurvey:
         # Random values of the size that initialisers give: zeros would make denormal products and infinite norms, and
         # both run at other speeds. What the block writes (running statistics) is a copy, as the model is not to change.
         if tensor is None or tensor.is_meta:
-            shape = parameter.shape
-            if dtype.is_floating_point or dtype.is_complex:
-                value = torch.randn(shape, dtype=dtype, device=self._device).mul_(0.02)
-            else:
-                value = torch.zeros(shape, dtype=dtype, device=self._device)
+            is_number = dtype.is_floating_point or dtype.is_complex
+            value = (torch.randn if is_number else torch.zeros)(
+                parameter.shape, dtype=dtype, device=self._device
+            )
+            value = value.mul_(0.02) if is_number else value
         else:
             value = tensor.detach().to(device=self._device, dtype=dtype)
             if parameter.is_mutated and value.data_ptr() == tensor.data_ptr():
@@ -514,20 +484,16 @@ class BlockSurvey:
         trains = self._captured.is_training and parameter.requires_grad and not parameter.is_buffer
         return value.requires_grad_(trains)
 
-    def _keep(
+    def _store(
         self, block: str, function: StageFunction, measured: Measurement, outputs: Sequence[Tensor]
     ) -> int:
         """Store the outputs and return the bytes that this code is the first to save."""
         self._values.update(zip(function.outputs, outputs, strict=True))
         return self.held.add(block, function, measured)
 
-    def _drop(self, position: int) -> None:
-        for name in [n for n in self._values if self._last_reader.get(n, -1) <= position]:
-            del self._values[name]
 
-
-def _has_room(device: torch.device) -> bool:
-    """Return whether pieces may be kept to be timed in a chain; on a CPU each is timed alone, and the same."""
+def _has_chain_memory(device: torch.device) -> bool:
+    """Return whether there is memory for pieces to be timed in a chain; on a CPU each is timed alone, and the same."""
     if device.type != "cuda":
         return False
     total = torch.cuda.get_device_properties(device).total_memory

@@ -58,7 +58,7 @@ class HostTopology:
 
     Args:
         nvlinks: the pairs of devices with NVLink between them.
-        source: who said so; empty where nobody could be asked.
+        source: where that is from; empty where neither NVML nor nvidia-smi answers.
     """
 
     nvlinks: frozenset[Pair]
@@ -66,22 +66,22 @@ class HostTopology:
 
 
 def read_topology(devices: Sequence[str]) -> HostTopology:
-    """Return which of these devices of this host, given by their UUIDs, have NVLink between them.
+    """Return which of these devices of this host, by their UUIDs, have NVLink between them.
 
-    Asked are NVML's Python package and then ``nvidia-smi``; torch can only say whether two devices reach each other,
+    Read from NVML's Python package, else from ``nvidia-smi``. Torch only shows whether two devices reach each other,
     not by which way, and nothing of devices that this process does not see.
     """
     pairs = [(a, b) for i, a in enumerate(devices) for b in devices[i + 1 :]]
     if not pairs:
         return HostTopology(nvlinks=frozenset(), source="one device")
-    for source, ask in (("NVML", _ask_nvml), ("nvidia-smi", _ask_nvidia_smi)):
-        found = ask(pairs)
+    for source, read in (("NVML", _read_nvml), ("nvidia-smi", _read_nvidia_smi)):
+        found = read(pairs)
         if found is not None:
             return HostTopology(nvlinks=found, source=source)
     return HostTopology(nvlinks=frozenset(), source="")
 
 
-def _ask_nvml(pairs: Sequence[tuple[str, str]]) -> frozenset[Pair] | None:
+def _read_nvml(pairs: Sequence[tuple[str, str]]) -> frozenset[Pair] | None:
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -102,7 +102,7 @@ def _ask_nvml(pairs: Sequence[tuple[str, str]]) -> frozenset[Pair] | None:
         nvml.nvmlShutdown()
 
 
-def _ask_nvidia_smi(pairs: Sequence[tuple[str, str]]) -> frozenset[Pair] | None:
+def _read_nvidia_smi(pairs: Sequence[tuple[str, str]]) -> frozenset[Pair] | None:
     try:
         listed, matrix = (
             subprocess.run(
@@ -187,9 +187,8 @@ def link_levels(
                 f"have it between all their pairs: all links within a host are counted as {PCIE}"
             )
         levels += [Level(name=NVLINK, span=island)] if island > 1 else []
-        levels += (
-            [Level(name=PCIE, span=per_host)] if per_host > island or per_host == 1 == len(hosts) else []
-        )
+        if per_host > island or per_host == 1 == len(hosts):
+            levels.append(Level(name=PCIE, span=per_host))
     levels += [Level(name=NETWORK, span=num_ranks)] if len(hosts) > 1 else []
     return tuple(levels), tuple(notes)
 
@@ -274,7 +273,7 @@ def measure_pairs(
         pairs: ranks, each in one pair at most.
         messages: a group of all ranks over which is measured: NCCL's, with tensors on ``device``, or gloo's, with
             tensors in host memory.
-        group: a CPU group of all ranks, for what is told.
+        group: a CPU group of all ranks, for the results.
         timeout_s: how long a rank waits for one message of its pair.
 
     Raises:
@@ -283,10 +282,11 @@ def measure_pairs(
     rank = dist.get_rank()
     own = next((pair for pair in pairs if rank in pair), None)
 
-    def measure() -> PairSpeed | None:
-        return None if own is None else _Probe(own, messages, device, timeout_s).measure()
-
-    found = exchange(measure, what="measuring links", group=group)
+    found = exchange(
+        lambda: None if own is None else _Probe(own, messages, device, timeout_s).measure(),
+        what="measuring links",
+        group=group,
+    )
     return tuple(speed for speed in (found[first] for first, _ in pairs) if speed is not None)
 
 
@@ -329,14 +329,10 @@ class _Probe:
                 "output, and for what keeps messages between the two from arriving (a firewall, NCCL_SOCKET_IFNAME)"
             ) from error
         latency = statistics.median(trips) / 2
-        return PairSpeed(
-            first=self._pair[0],
-            second=self._pair[1],
-            bytes_per_s=BURST
-            * self._block.numel()
-            / max(min(bursts) - latency, 1e-9),  # less the answer's way back
-            latency_us=latency * 1e6,
-        )
+        burst_s = max(min(bursts) - latency, 1e-9)  # less the answer's way back
+        bytes_per_s = BURST * self._block.numel() / burst_s
+        first, second = self._pair
+        return PairSpeed(first=first, second=second, bytes_per_s=bytes_per_s, latency_us=latency * 1e6)
 
     def _seconds(self, there: torch.Tensor, count: int, *, trips: int) -> float:
         """Move ``count`` tensors from the first rank to the second and one small one back, ``trips`` times."""

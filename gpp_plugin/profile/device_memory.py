@@ -43,7 +43,7 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 #     products      of large square matrices, by type                    tflops
 #     copies        on the device, and to and from pinned host memory    memory_gb_per_s, host_gb_per_s
 #     launches      of one small operator after another                  launch_us
-#     all-reduce    over all ranks: bytes over the slowest link          told, not written: it follows from the links
+#     all-reduce    over all ranks: bytes over the slowest link          printed, not written: the links imply it
 #
 # Speeds are reached ones, so that descriptions made of them have efficiency 1. What is of CUDA here has not been run
 # on the machines this project is developed on; `reached_speeds` is the same code on both.
@@ -175,7 +175,7 @@ class DeviceMemory:
         sharers: ranks that share the device.
         communicator_bytes: of one more NCCL communicator; 0 where the job has none.
         workspace_bytes: of cuBLAS, for the threads that run forwards and backwards; in use already.
-        held_bytes: of tensors that the process had before it was asked; in use too.
+        held_bytes: of tensors that the process had before the measurement; in use too.
     """
 
     name: str
@@ -188,7 +188,7 @@ class DeviceMemory:
 
     @property
     def share_bytes(self) -> int:
-        """Return this rank's part of what is free: what a limit given by the user may not exceed."""
+        """Return this rank's part of what is free: what a limit of the user's may not exceed."""
         return self.free_bytes // self.sharers
 
     @property
@@ -219,8 +219,8 @@ class DeviceMemory:
 def least_of_equals(found: Sequence[DeviceMemory]) -> tuple[DeviceMemory, ...]:
     """Return for each rank the device of its model on which a plan may use least.
 
-    A plan is for kinds of devices: two ranks of one kind that could use unlike amounts would make the plan depend on
-    which of them is which.
+    A plan is for kinds of devices: two ranks of one kind with different amounts would make the plan depend on which of
+    them is which.
     """
     least: dict[str, DeviceMemory] = {}
     for each in found:
@@ -230,11 +230,7 @@ def least_of_equals(found: Sequence[DeviceMemory]) -> tuple[DeviceMemory, ...]:
 
 
 def measure_memory(
-    placement: JobPlacement,
-    group: dist.ProcessGroup | None,
-    *,
-    dtype: torch.dtype,
-    communicator_bytes: int,
+    placement: JobPlacement, group: dist.ProcessGroup | None, *, dtype: torch.dtype, communicator_bytes: int
 ) -> tuple[DeviceMemory, ...]:
     """Return what each rank finds on its CUDA device, lowest of equals; collective over all ranks.
 
@@ -246,9 +242,8 @@ def measure_memory(
     device = placement.own_device
     held = torch.cuda.memory_allocated(device)
     workspace = use_cublas(device, dtype)
-    exchange(
-        lambda: None, what="the CUDA contexts of all ranks", group=group
-    )  # those that share a device, too
+    # those that share a device, too
+    exchange(lambda: None, what="the CUDA contexts of all ranks", group=group)
 
     def look() -> DeviceMemory:
         torch.cuda.empty_cache()
@@ -277,10 +272,8 @@ def use_cublas(device: torch.device, dtype: torch.dtype) -> int:
     size is CUBLAS_WORKSPACE_CONFIG's, or by the device 8 or 32 MiB, and cuBLASLt's likewise.
     """
     before = torch.cuda.memory_allocated(device)
-    left, weight = (
-        torch.zeros(WIDTH, WIDTH, device=device, dtype=dtype, requires_grad=True) for _ in range(2)
-    )
-    bias = torch.zeros(WIDTH, device=device, dtype=dtype, requires_grad=True)
+    shapes = (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,)
+    left, weight, bias = (torch.zeros(s, device=device, dtype=dtype, requires_grad=True) for s in shapes)
     (F.linear(left, weight, bias) @ weight).sum().backward()  # cuBLASLt, then cuBLAS
     torch.cuda.synchronize(device)
     del left, weight, bias
@@ -312,5 +305,5 @@ class MeasuredCommunicator:
         return cls(group=made[0], num_bytes=max(taken, 0))
 
     def close(self) -> None:
-        """Let go of it."""
+        """Destroy the group."""
         dist.destroy_process_group(self.group)

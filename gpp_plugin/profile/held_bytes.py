@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 
 class SavedStorages:
-    """The storages autograd kept while `recording` was open, each once, by data pointer.
+    """The storages autograd saved while `recording` was open, each once, by data pointer.
 
     Args:
         exclude: tensors whose storages do not count (parameters, constants).
@@ -33,7 +33,8 @@ class SavedStorages:
             yield self
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        # Each storage once, however many views of it are kept; a sparse tensor has none and is rare enough to leave out
+        # Each storage once, however many views of it are saved; a sparse tensor has none and is rare enough to leave
+        # out
         key = storage_key(tensor)
         if key not in self._excluded and tensor.layout is torch.strided:
             self._held.append(tensor.detach())
@@ -41,7 +42,7 @@ class SavedStorages:
         return tensor.detach()  # an operator that held its own result would hold its graph, for ever
 
     def clear(self) -> None:
-        """Let go of the tensors held."""
+        """Release the tensors held."""
         self._held.clear()
 
     @property
@@ -80,8 +81,8 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= self._sizes.pop(reference, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A weak reference tells when the storage goes: what lives is what has been made and not been freed yet. Views
-        # and results in place have a storage that is known already.
+        # A weak reference is called when the storage is freed: live bytes are those made and not freed yet. Views and
+        # results in place have a storage that is known already.
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.layout is torch.strided:

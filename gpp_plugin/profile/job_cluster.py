@@ -2,7 +2,7 @@
 
 On CPUs that is `read_machine`, on rank 0 alone, which shares it out to the ranks of a host. On CUDA the ranks look
 together: each at its device's free memory, the first of each model at its speed, pairs of ranks at their links. Links
-are measured once for a kind of cluster, and kept beside the profiles.
+are measured once for a kind of cluster, and stored beside the profiles.
 
 Source: this project
 Tests: tests/profile/test_job_cluster.py
@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 logger = logging.getLogger(__name__)
 
+Speeds = TypeVar("Speeds")
+
 OPENING_TIMEOUT_S = 300.0
 """How long ranks wait for each other while they open a first communicator, or measure a link."""
 
@@ -55,7 +57,7 @@ class JobCluster:
         cluster: its devices' memory is what a plan may use.
         memory: of each rank's CUDA device; empty on CPUs, where ranks share their host's memory.
         speeds: of the pairs of ranks that were measured now; empty where links were stored.
-        path: where the description is kept.
+        path: where the description is stored.
     """
 
     cluster: Cluster
@@ -79,9 +81,9 @@ def find_cluster(
     Args:
         group: a CPU group of all ranks; None for a single rank.
         dtype: what the job computes in.
-        keeps_reserve: leave room for what is made later than the plan; False where the user gave a limit, which then
-            only may not exceed what is free.
-        directory: where profiles and clusters are kept; None for the default.
+        keeps_reserve: reserve memory for what is made later than the plan; False where the user gave a limit, which
+            then only may not exceed what is free.
+        directory: where profiles and clusters are stored; None for the default.
         measures_anew: links too that are stored.
         timeout_s: how long a rank waits for another one.
 
@@ -89,7 +91,7 @@ def find_cluster(
         GppError: a rank could not; the same on every rank.
         CommTimeout: a rank did not come, or its messages did not; says which.
     """
-    #   communicator ──► its bytes ──► links over it, unless stored ──► let go ──► free memory ──► speeds
+    #   communicator ──► its bytes ──► links over it, unless stored ──► closed ──► free memory ──► speeds
     use_nccl = placement.backend == "nccl" and len(placement.places) > 1
     opened = MeasuredCommunicator.make(placement.own_device, timeout_s) if use_nccl else None
     taken = exchange(lambda: 0 if opened is None else opened.num_bytes, what="opening NCCL", group=group)
@@ -104,17 +106,16 @@ def find_cluster(
         memory = measure_memory(placement, group, dtype=dtype, communicator_bytes=max(taken))
         limits = [found.usable_bytes if keeps_reserve else found.share_bytes for found in memory]
     else:
-        limits = exchange(
-            lambda: host_bytes() // placement.own_sharers, what="the hosts' memory", group=group
-        )
-    reached = _measure_speeds(placement, group, dtype)
+        own_bytes = host_bytes() // placement.own_sharers
+        limits = exchange(lambda: own_bytes, what="the hosts' memory", group=group)
+    reached = measure_models(placement, group, lambda: reached_speeds(placement.device_type, dtype))
     devices = tuple(
         make_device(place.name, limit, reached[place.name], share=share, dtype=dtype)
         for place, limit, share in zip(placement.places, limits, shares_of(placement), strict=True)
     )
     cluster = Cluster(name="auto", devices=devices, links=links)
     if speeds and placement.rank == 0:
-        _keep(cluster, path)
+        _store(cluster, path)
     return JobCluster(cluster=cluster, memory=memory, speeds=speeds, path=path)
 
 
@@ -132,32 +133,26 @@ def _find_links(
     measures_anew: bool,
     timeout_s: float,
 ) -> tuple[tuple[Link, ...], tuple[PairSpeed, ...], Path]:
-    """Return the links, the speeds of the pairs that were measured for them, and where they are kept; collective."""
-    # The topology is a host's, told by its first rank; levels follow from it, and from them the key: what is stored is
-    # what was measured between the same kinds of devices, joined in the same way.
+    """Return the links, the speeds of the pairs that were measured for them, and where they are stored; collective."""
+    # The first rank of each host reads its topology. Levels follow from it, and from them the key: stored links were
+    # measured between the same kinds of devices, joined in the same way.
     num_ranks = len(placement.places)
-    asks = placement.own_local_rank == 0 and placement.backend == "nccl"
+    reads = placement.own_local_rank == 0 and placement.backend == "nccl"
     own = [place.device for place in placement.places if place.host == placement.own_place.host]
 
     def look() -> tuple[str, HostTopology | None]:
-        return processor_name(), read_topology(own) if asks else None
+        return processor_name(), read_topology(own) if reads else None
 
-    told = exchange(look, what="the topology of the hosts", group=group)
-    topologies = [
-        told[ranks[0]][1] or HostTopology(nvlinks=frozenset(), source="") for ranks in placement.hosts
-    ]
-    levels, notes = link_levels(placement, topologies)
-    key = cluster_key(placement, [told[ranks[0]][0] for ranks in placement.hosts], levels)
+    found = exchange(look, what="the topology of the hosts", group=group)
+    unknown = HostTopology(nvlinks=frozenset(), source="")
+    levels, notes = link_levels(placement, [found[ranks[0]][1] or unknown for ranks in placement.hosts])
+    key = cluster_key(placement, [found[ranks[0]][0] for ranks in placement.hosts], levels)
     path = Path(directory or default_directory()) / f"cluster-{fingerprint(key)}.json"
     if placement.rank == 0:
         for note in notes:
             logger.warning("cluster: %s", note)
     if messages is None:
-        return (
-            (Link(name=CUDA_LINK.name, span=1, bytes_per_s=CUDA_LINK.bytes_per_s, latency_us=0.0),),
-            (),
-            path,
-        )
+        return (dataclasses.replace(CUDA_LINK, latency_us=0.0),), (), path
     stored = exchange(
         lambda: None if measures_anew or placement.rank else _stored_links(path, num_ranks),
         what="the stored links",
@@ -168,11 +163,10 @@ def _find_links(
     measured: list[PairSpeed] = []
 
     def measure(pairs: Sequence[tuple[int, int]]) -> Sequence[PairSpeed]:
-        found = measure_pairs(
-            pairs, messages=messages, group=group, device=placement.own_device, timeout_s=timeout_s
-        )
-        measured.extend(found)
-        return found
+        device = placement.own_device
+        speeds = measure_pairs(pairs, messages=messages, group=group, device=device, timeout_s=timeout_s)
+        measured.extend(speeds)
+        return speeds
 
     links = measure_levels(levels, measure, placement)
     if placement.rank == 0:
@@ -215,7 +209,7 @@ def _stored_links(path: Path, num_ranks: int) -> tuple[Link, ...] | None:
     return links
 
 
-def _keep(cluster: Cluster, path: Path) -> None:
+def _store(cluster: Cluster, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_whole(path, json.dumps(describe_cluster(cluster), indent=2) + "\n")
@@ -228,15 +222,11 @@ def _keep(cluster: Cluster, path: Path) -> None:
         )
 
 
-def _measure_speeds(
-    placement: JobPlacement, group: dist.ProcessGroup | None, dtype: torch.dtype
-) -> dict[str, tuple[float, float, float]]:
-    """Return what devices of each model reach, as the first rank of each finds; collective."""
+def measure_models(
+    placement: JobPlacement, group: dist.ProcessGroup | None, measure: Callable[[], Speeds]
+) -> dict[str, Speeds]:
+    """Return what devices of each model reach, measured by the first rank of each; collective."""
     names = [place.name for place in placement.places]
     is_first = names.index(placement.own_place.name) == placement.rank
-    found = exchange(
-        lambda: reached_speeds(placement.device_type, dtype) if is_first else None,
-        what="the speed of the devices",
-        group=group,
-    )
+    found = exchange(lambda: measure() if is_first else None, what="the speed of the devices", group=group)
     return {name: speeds for name, speeds in zip(names, found, strict=True) if speeds is not None}

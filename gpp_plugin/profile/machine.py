@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import platform
@@ -58,8 +59,7 @@ def read_machine(
         name, memory, share = "cpu", host_bytes(), 1 / here
     reached = reached_speeds("cuda" if is_cuda else "cpu", dtype)
     device = make_device(name, int(memory * share), reached, share=share, dtype=dtype)
-    base = CUDA_LINK if is_cuda else CPU_LINK
-    link = Link(name=base.name, span=ranks, bytes_per_s=base.bytes_per_s, latency_us=base.latency_us)
+    link = dataclasses.replace(CUDA_LINK if is_cuda else CPU_LINK, span=ranks)
     return Cluster(name="auto", devices=(device,) * ranks, links=(link,))
 
 
@@ -79,12 +79,13 @@ def make_device(
         dtype: in which it was measured.
     """
     flops_per_s, bytes_per_s, launch_us = reached
+    short = short_dtype(dtype)
     return Device(
         name=name,
         memory_bytes=memory_bytes,
         flops_per_s=flops_per_s * share,
-        dtype=short_dtype(dtype) or USUAL_DTYPE,
-        peaks=((short_dtype(dtype), flops_per_s * share),) if short_dtype(dtype) else (),
+        dtype=short or USUAL_DTYPE,
+        peaks=((short, flops_per_s * share),) if short else (),
         memory_bytes_per_s=bytes_per_s * share,
         efficiency=1.0,
         launch_us=launch_us,
@@ -114,7 +115,7 @@ def describe_device(device: torch.device, threads: int) -> str:
 
 
 def processor_name() -> str:
-    """Return the CPU's model; a home directory, and the store in it, may be shared by unlike machines."""
+    """Return the CPU's model; a home directory, and the store in it, may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -127,9 +128,9 @@ def processor_name() -> str:
 def reached_speeds(device_type: str, dtype: torch.dtype = torch.float32) -> tuple[float, float, float]:
     """Return FLOP/s of products in ``dtype``, bytes/s and microseconds of a launch that the device reaches."""
     kind = torch.device(device_type)
-    own = torch.Generator(device=kind).manual_seed(
-        0
-    )  # the caller's dropout must not depend on who measured what
+    # a separate generator: the caller's dropout must not depend on what was measured
+    own = torch.Generator(device=kind).manual_seed(0)
+    timed = functools.partial(seconds_of, is_cuda=torch.cuda.is_available())
     width = CUDA_WIDTH if kind.type == "cuda" else WIDTH
     left, right = torch.rand(2, width, width, device=kind, generator=own).to(dtype)
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=kind)
@@ -137,14 +138,10 @@ def reached_speeds(device_type: str, dtype: torch.dtype = torch.float32) -> tupl
     tiny = torch.zeros(1, device=kind)
     # a product of two n x n matrices is 2 n^3 operations; a copy moves every byte twice, in and out
     return (
-        2 * width**3 / _seconds(lambda: left @ right),
-        2 * COPY_BYTES / _seconds(lambda: target.copy_(source)),
-        _seconds(lambda: tiny.add_(1)) * 1e6,
+        2 * width**3 / timed(lambda: left @ right),
+        2 * COPY_BYTES / timed(lambda: target.copy_(source)),
+        timed(lambda: tiny.add_(1)) * 1e6,
     )
-
-
-def _seconds(operation: Callable[[], object]) -> float:
-    return seconds_of(operation, is_cuda=torch.cuda.is_available())
 
 
 def seconds_of(operation: Callable[[], object], *, is_cuda: bool) -> float:

@@ -2,12 +2,13 @@
 
 Blocks run one at a time, in order, on what the blocks before them made from a real batch; values are dropped
 after their last reader. Blocks with the same operators, shapes and gradient flags (encoder layers 0 to 23) are
-measured once and share the result unless asked otherwise. Parameters on the meta device get random values for
-as long as their block is measured.
+measured once and share the result unless ``share_identical`` is off. Parameters on the meta device get random values
+for as long as their block is measured.
 
 What a block saves for backward is counted by storage: parameters and model inputs, which are there anyway, never,
-and a tensor that several blocks keep (an encoder's output under every cross-attention, a mask) once, at the first
-block. `Profile.shared` says who else keeps it, so that the bytes of any stage's blocks add up to the stage's.
+and a tensor that several blocks save (an encoder's output under every cross-attention, a mask) once, at the first
+block. `Profile.shared` lists the other blocks that save it, so that the bytes of any stage's blocks add up to the
+stage's.
 
 Source: this project
 Tests: tests/profile/test_measure.py
@@ -93,9 +94,8 @@ def profile_blocks(
     """
     # Counts (1, 8, 64) of a 12-block model: three walks over the blocks, one a capture, with times of each block and
     # bytes of each storage at 1, 8 and 64 samples; then one `BlockCost` a block, with all three.
-    counts = _sample_counts(
-        sample_counts, captured.op_graph.num_samples, has_capture_at=capture_at is not None
-    )
+    captured_at, has_capture_at = captured.op_graph.num_samples, capture_at is not None
+    counts = _sample_counts(sample_counts, captured_at, has_capture_at=has_capture_at)
     where = captured.device
     num_threads = threads or torch.get_num_threads()
     name = describe_device(where, num_threads)
@@ -142,9 +142,9 @@ def _survey_all(
     with_split: bool,
     progress: Progress | None,
 ) -> tuple[list[dict[str, BlockResult]], list[HeldStorages]]:
-    """Return what every block costs, and what is kept, at each number of samples; peaks and splits at the largest."""
+    """Return what every block costs and saves, at each number of samples; peaks and splits at the largest."""
     # Both lists are by number of samples, as ``counts``: at (1, 8, 64) results[2]["head"] is the head at 64 samples.
-    # Peaks and splits take runs of their own, and one number of each is asked for: the one at full load.
+    # Peaks and splits take separate runs, and one number of each is needed: the one at full load.
     results, held = [], []
     for position, n in enumerate(counts):
         at_n = captured if n == captured.op_graph.num_samples else _capture(capture_at, n)
@@ -199,7 +199,7 @@ def _block_cost(
     unit: int,
 ) -> BlockCost:
     """Return the costs of a block from those at each number of samples."""
-    # Bytes kept are a line in the samples, fitted; times stay as they were measured, and are interpolated where read
+    # Bytes saved are a line in the samples, fitted; times stay as they were measured, and are interpolated where read
     # (`BlockCost.forward_us_for`): near one sample a launch dominates, and no line goes through both ends.
     per_sample, fixed = fit_bytes(counts, [result.saved_bytes for result in results], unit)
     return BlockCost(
@@ -228,10 +228,10 @@ def _trainable_parameters(block: Block, op_graph: OpGraph) -> int:
     )
 
 
-def _sample_counts(given: Sequence[int] | None, captured: int, *, has_capture_at: bool) -> tuple[int, ...]:
-    if given is None:
+def _sample_counts(wanted: Sequence[int] | None, captured: int, *, has_capture_at: bool) -> tuple[int, ...]:
+    if wanted is None:
         return default_sample_counts(captured) if has_capture_at else (captured,)
-    counts = validate_sample_counts(given)
+    counts = validate_sample_counts(wanted)
     if counts != (captured,) and not has_capture_at:
         raise ValueError(
             f"sample_counts {list(counts)} need capture_at; the graph was captured at {captured} only"
@@ -245,7 +245,7 @@ def _capture(capture_at: Callable[[int], CapturedGraph] | None, num_samples: int
     if captured.op_graph.num_samples != num_samples:
         raise ProfileError(
             f"capture_at({num_samples}) returned a graph of {captured.op_graph.num_samples} samples; "
-            "it must capture at the number it is given"
+            "it must capture at the number that is passed"
         )
     return captured
 

@@ -21,8 +21,8 @@ from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages, storage_key
 # Times on a device in a busy stream: what work takes there, and not what its launches take on the host.
 #
 # A kernel of 5 us that takes the host 8 us to launch is timed as 8 us where the device waits for the host, and takes 5
-# us in a training step, in which the host is ahead. So the device is held before the first mark, for as long as the
-# host needs to queue everything behind it:
+# us in a training step, in which the host runs before the device. So the device is held before the first mark, for as
+# long as the host needs to queue everything behind it:
 #
 #     host     hold | m0 | launches of a | m1 | launches of b | m2
 #     device   hold ................................. | m0 | a | m1 | b | m2
@@ -81,7 +81,7 @@ def typical_laps(runs: Sequence[Sequence[Lap]]) -> list[Lap]:
 
 
 class HeadStart:
-    """How long to hold a device so that the host is ahead, learnt from run to run of the same code."""
+    """How long to hold a device so that the host queues first, learnt from run to run of the same code."""
 
     def __init__(self) -> None:
         self.hold_us = 0.0
@@ -106,7 +106,7 @@ def clock_of(device_type: str) -> dict[str, str]:
 WARM_UPS = 2
 """Runs before the first one that counts: allocator, kernel choice, first gradient buffers."""
 ENOUGH_S = 0.02
-"""Fast code is run more often than asked, until this long: one interruption must not move the median."""
+"""Fast code is run more often than requested, until this long: one interruption must not move the median."""
 MOST_REPEATS = 50
 CYCLES_PER_US = 2000
 """Of a GPU's clock, about: a hold of it need not be exact, as `HeadStart` sees what came of it."""
@@ -141,7 +141,8 @@ class Operands:
             return self.call(*self.parameters, *self.inputs, *leaves), leaves
 
 
-Origin = tuple[Literal["received", "input", "parameter", "output"], int]
+OriginKind = Literal["received", "input", "parameter", "output"]
+Origin = tuple[OriginKind, int]
 """The operand, or the earlier output, whose storage a tensor shares."""
 
 
@@ -152,7 +153,7 @@ class Measurement:
     Args:
         saved_inside: bytes saved for backward in storages that no operand owns; those of model inputs never
             count, the mini-batch is there anyway.
-        saved_received: bytes saved of each received operand's own storage; 0 where it is not kept.
+        saved_received: bytes saved of each received operand's own storage; 0 where it is not saved.
         is_output_saved: for each output, whether its storage is among ``saved_inside``.
         output_origin: for each output, whose storage it shares; None if it has its own.
         transient_bytes: peak above operands, results and saved tensors; 0 where it was not measured.
@@ -190,60 +191,42 @@ class Measurement:
 def measure(operands: Operands, *, device: torch.device, repeats: int, with_peak: bool) -> Measurement:
     """Run ``operands.call`` forward and backward and return the median times and the bytes it holds."""
     # Three kinds of runs: times without anything else; one that records what is saved; one that follows the peak.
-    # Who owns a storage is told by its first holder, operands before outputs: an output that is a view of a received
-    # tensor has the origin ("received", i), so that whoever keeps it later keeps that tensor's storage.
-    forward_us, backward_us = _times(operands, device, repeats)
+    # A storage belongs to its first holder, operands before outputs. An output that is a view of a received tensor has
+    # the origin ("received", i), so that whatever saves it later saves that tensor's storage.
+    [(forward, backward)] = time_chain([operands], device=device, repeats=repeats)
     saved = SavedStorages(exclude=(*operands.parameters, *operands.inputs, *operands.constants))
     with saved.recording():
         outputs, leaves = operands.forward()
-    received_at = _first_positions(leaves)
-    inputs_at = _first_positions(operands.inputs)
-    parameters_at = _first_positions(operands.parameters)
-    outputs_at = _first_positions(outputs)
-    origins: list[Origin | None] = []
-    for i, tensor in enumerate(outputs):
-        key = storage_key(tensor)
-        if key in received_at:
-            origins.append(("received", received_at[key]))
-        elif key in inputs_at:
-            origins.append(("input", inputs_at[key]))
-        elif key in parameters_at:
-            origins.append(("parameter", parameters_at[key]))
-        else:
-            origins.append(("output", outputs_at[key]) if outputs_at[key] < i else None)
-    inside = {k: b for k, b in saved.bytes_of.items() if k not in received_at}
+    first: dict[int, Origin] = {}
+    for position, tensor in enumerate(leaves):
+        first.setdefault(storage_key(tensor), ("received", position))
+    inside = {key: num_bytes for key, num_bytes in saved.bytes_of.items() if key not in first}
+    sizes = [
+        saved.bytes_of.get(storage_key(tensor), 0) if first[storage_key(tensor)][1] == position else 0
+        for position, tensor in enumerate(leaves)
+    ]
+    owners: tuple[tuple[OriginKind, Sequence[Tensor]], ...] = (
+        ("input", operands.inputs),
+        ("parameter", operands.parameters),
+        ("output", outputs),
+    )
+    for kind, tensors in owners:
+        for position, tensor in enumerate(tensors):
+            first.setdefault(storage_key(tensor), (kind, position))
+    origins = [first[storage_key(tensor)] for tensor in outputs]
     measurement = Measurement(
-        forward_us=forward_us,
-        backward_us=backward_us,
+        forward_us=forward.us,
+        backward_us=backward.us,
         saved_inside=sum(inside.values()),
-        saved_received=_bytes_by_position(received_at, saved.bytes_of, len(leaves)),
+        saved_received=tuple(sizes),
         is_output_saved=tuple(storage_key(tensor) in inside for tensor in outputs),
-        output_origin=tuple(origins),
+        output_origin=tuple(None if own == ("output", i) else own for i, own in enumerate(origins)),
         transient_bytes=_peak(operands, device) if with_peak else 0,
         outputs=tuple(tensor.detach() for tensor in outputs),
     )
     for parameter in operands.parameters:
         parameter.grad = None
     return measurement
-
-
-def _first_positions(tensors: Sequence[Tensor]) -> dict[int, int]:
-    positions: dict[int, int] = {}
-    for i, tensor in enumerate(tensors):
-        positions.setdefault(storage_key(tensor), i)
-    return positions
-
-
-def _bytes_by_position(positions: dict[int, int], bytes_of: dict[int, int], length: int) -> tuple[int, ...]:
-    sizes = [0] * length
-    for key, position in positions.items():
-        sizes[position] = bytes_of.get(key, 0)
-    return tuple(sizes)
-
-
-def _times(operands: Operands, device: torch.device, repeats: int) -> tuple[float, float]:
-    forward, backward = time_chain([operands], device=device, repeats=repeats)[0]
-    return forward.us, backward.us
 
 
 def time_chain(pieces: Sequence[Operands], *, device: torch.device, repeats: int) -> list[tuple[Lap, Lap]]:
@@ -253,54 +236,56 @@ def time_chain(pieces: Sequence[Operands], *, device: torch.device, repeats: int
         pieces: in the order of their forwards; backwards run the other way round.
         repeats: fewest runs of the whole chain that count.
     """
-    # What a run made is let go of as the next one makes it again: a forward does not write where the last one wrote.
+    # The results of a run are freed as the next one makes them again: a forward does not write where the last one
+    # wrote.
     made: list[Any] = [None] * len(pieces)
     seeded: list[tuple[list[Tensor], list[Tensor]]] = []
+    head_start = HeadStart()
 
-    def run(watch: Stopwatch) -> None:
+    def run() -> list[Lap]:
+        watch = Stopwatch(device, head_start)
         for i, piece in enumerate(pieces):
             made[i] = piece.forward()
             watch.mark()
-        seeded[:] = [_seeds(outputs) for outputs, _ in made]
+        seeded[:] = [with_seeds(outputs) for outputs, _ in made]
         watch.mark()
-        for differentiable, seeds in reversed(seeded):
-            if differentiable:
-                torch.autograd.backward(differentiable, seeds)
+        for roots, seeds in reversed(seeded):
+            if roots:
+                torch.autograd.backward(roots, seeds)
             watch.mark()
+        return watch.laps()
 
     # Laps: forwards | making random seeds, which does not count | backwards, the last piece's first.
-    laps = typical_laps(repeat_runs(run, device=device, repeats=repeats))
-    forward, backward = laps[: len(pieces)], laps[: len(pieces) : -1]
+    laps = repeat_runs(run, repeats=repeats)
+    forwards, backwards = laps[: len(pieces)], laps[: len(pieces) : -1]
     none = Lap(us=0.0, is_busy=True)
     return [
-        (ahead, back if differentiable else none)
-        for ahead, back, (differentiable, _) in zip(forward, backward, seeded, strict=True)
+        (forward, backward if roots else none)
+        for forward, backward, (roots, _) in zip(forwards, backwards, seeded, strict=True)
     ]
 
 
-def repeat_runs(run: Callable[[Stopwatch], None], *, device: torch.device, repeats: int) -> list[list[Lap]]:
-    """Return the laps of each run that counts; fast code is run more often than asked."""
+def repeat_runs(run: Callable[[], list[Lap]], *, repeats: int) -> list[Lap]:
+    """Return the typical laps of the runs that count; fast code is run more often than requested."""
     # The first `WARM_UPS` runs are dropped, unless they took so long that there is time for no other. Fast code
     # (0.1 ms) thus runs up to 50 times, a layer of 10 ms ``repeats`` times, one of 3 s twice.
     runs: list[list[Lap]] = []
-    head_start = HeadStart()
     started = time.perf_counter()
     for attempt in itertools.count():
-        watch = Stopwatch(device, head_start)
-        run(watch)
-        laps = watch.laps()
+        laps = run()
         elapsed_s = time.perf_counter() - started
         if attempt >= WARM_UPS or (attempt > 0 and elapsed_s > BUDGET_S):
             runs.append(laps)
         is_enough = len(runs) >= repeats and (elapsed_s > ENOUGH_S or len(runs) >= MOST_REPEATS)
         if is_enough or (runs and elapsed_s > BUDGET_S):
             break
-    return runs
+    return typical_laps(runs)
 
 
-def _seeds(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
-    return differentiable, [torch.randn_like(tensor) for tensor in differentiable]
+def with_seeds(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs that take a gradient, and a random gradient for each."""
+    roots = [tensor for tensor in outputs if tensor.requires_grad]
+    return roots, [torch.randn_like(root) for root in roots]
 
 
 def _peak(operands: Operands, device: torch.device) -> int:
@@ -308,7 +293,7 @@ def _peak(operands: Operands, device: torch.device) -> int:
     if device.type == "cuda":
         return _peak_on_cuda(operands, device)
     #     live bytes   |  forward ▁▃▇▅ | held: outputs and what is saved | backward ▅▇▃▁ |
-    # What is wanted is the higher of the two peaks above the middle: room that a stage needs beside what it holds.
+    # What is wanted is the higher of the two peaks above the middle: memory that a stage needs beside what it holds.
     counter = LiveBytes()
     grads = [p.grad for p in operands.parameters if p.grad is not None]
     counter.ignore((*operands.parameters, *operands.inputs, *operands.received, *grads))
@@ -316,11 +301,15 @@ def _peak(operands: Operands, device: torch.device) -> int:
         outputs, leaves = operands.forward()
         held, peak_forward = counter.live_bytes, counter.peak_bytes
         counter.reset_peak()
-        differentiable, seeds = _seeds(outputs)
-        if differentiable:
-            torch.autograd.backward(differentiable, seeds)
+        _backward(outputs)
         del leaves
     return max(0, max(peak_forward, counter.peak_bytes) - held)
+
+
+def _backward(outputs: Sequence[Tensor]) -> None:
+    roots, seeds = with_seeds(outputs)
+    if roots:
+        torch.autograd.backward(roots, seeds)
 
 
 def _peak_on_cuda(operands: Operands, device: torch.device) -> int:
@@ -329,9 +318,7 @@ def _peak_on_cuda(operands: Operands, device: torch.device) -> int:
     outputs, leaves = operands.forward()
     held, peak_forward = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    differentiable, seeds = _seeds(outputs)
-    if differentiable:
-        torch.autograd.backward(differentiable, seeds)
+    _backward(outputs)
     del leaves
     return max(0, max(peak_forward, torch.cuda.max_memory_allocated(device)) - held)
 
@@ -339,10 +326,10 @@ def _peak_on_cuda(operands: Operands, device: torch.device) -> int:
 class Stopwatch:
     """Laps in microseconds: events on CUDA, the thread's CPU time on one CPU thread, else the wall clock.
 
-    Code on one thread never waits, so its CPU time is its wall time on a free core, whoever else has the core.
+    Code on one thread never waits, so its CPU time is its wall time on a free core.
 
     Args:
-        head_start: on CUDA, holds the device so that the host is ahead of it; it learns from what is timed.
+        head_start: on CUDA, holds the device so that the host queues first; it learns from what is timed.
     """
 
     def __init__(self, device: torch.device, head_start: HeadStart | None = None) -> None:
@@ -374,15 +361,13 @@ class Stopwatch:
     def laps(self) -> list[Lap]:
         """Return every lap so far, when it is over."""
         if not self._events:
-            pairs = zip(self._clock_s, self._clock_s[1:], strict=False)
-            return [Lap(us=(b - a) * 1e6, is_busy=True) for a, b in pairs]
+            laps = itertools.pairwise(self._clock_s)
+            return [Lap(us=(b - a) * 1e6, is_busy=True) for a, b in laps]
         self._events[-1].synchronize()
+        pairs = zip(self._events, self._clock_s, strict=True)
         stamps = [
-            Stamp(
-                host_us=(clock_s - self._origin_s) * 1e6,
-                device_us=self._origin.elapsed_time(event) * 1e3,
-            )
-            for event, clock_s in zip(self._events, self._clock_s, strict=True)
+            Stamp(host_us=(s - self._origin_s) * 1e6, device_us=self._origin.elapsed_time(event) * 1e3)
+            for event, s in pairs
         ]
         if self._head_start is not None:
             self._head_start.learn(stamps)

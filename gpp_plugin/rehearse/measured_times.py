@@ -1,4 +1,4 @@
-"""Holds a timeline against the simulator: task times and message delays as measured, simulated again."""
+"""Compares a timeline with the simulator: task times and message delays as measured, simulated again."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> Measured
     #                            ^ host_us                         ^^ host_us + message_us + bytes / bandwidth
     #   the message was there long ago               the rank was free before: it has waited for the message
     #
-    # Gaps that are neither (the message came at about the time the rank was free) tell nothing
-    # and are not counted.
+    # Gaps that are neither (the message came at about the time the rank was free) are not counted.
     graph = _task_graph(plan)
     tasks: dict[TaskKey, list[float]] = defaultdict(list)
     gaps: dict[int, list[float]] = defaultdict(list)
@@ -114,7 +113,7 @@ def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> Measured
 
 
 def predict_from(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
-    """Return the simulated iteration of ``plan`` in microseconds, given measured times.
+    """Return the simulated iteration of ``plan`` in microseconds, from measured times.
 
     Every mini-batch is simulated with the times of its own tasks, messages, reductions and step; the median of
     those simulations is for comparison with the median measured one.
@@ -124,7 +123,7 @@ def predict_from(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
 
 def _predict_one(plan: PipelinePlan, timeline: Timeline) -> float:
     times = measure_times(plan, [timeline])
-    # The simulator knows no host: its time is added to the task before it. Two tasks of 100 us with 20 us
+    # The simulator has no host: its time is added to the task before it. Two tasks of 100 us with 20 us
     # between them are simulated as 120 us each.
     durations: dict[tuple[object, ...], float] = {}
     for (rank, task), (start, end) in _task_spans(_task_graph(plan), timeline).items():
@@ -172,7 +171,7 @@ def fit_link(delays: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return latency, 1e6 / slope
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Wait:
     """What a task had to wait for: the task before it on its rank, and the last of its producers.
 
@@ -183,10 +182,10 @@ class _Wait:
 
     rank: int
     start_us: float
-    before_us: float = -math.inf
-    produced_us: float = -math.inf
-    producer: int = -1
-    num_bytes: float = 0.0
+    before_us: float
+    produced_us: float
+    producer: int
+    num_bytes: float
 
     @property
     def has_waited(self) -> bool:
@@ -248,14 +247,8 @@ def _waits(graph: TaskGraph, spans: Mapping[tuple[int, Task], tuple[float, float
         produced[target] = max(produced[target], (times[source][1], graph.rank[source], num_bytes))
     for node, (start, _) in enumerate(times):
         end, producer, num_bytes = produced[node]
-        yield _Wait(
-            rank=graph.rank[node],
-            start_us=start,
-            before_us=before[node],
-            produced_us=end,
-            producer=producer,
-            num_bytes=num_bytes,
-        )
+        rank, before_us = graph.rank[node], before[node]
+        yield _Wait(rank, start, before_us, produced_us=end, producer=producer, num_bytes=num_bytes)
 
 
 def _reduce_us(plan: PipelinePlan, timelines: Sequence[Timeline]) -> dict[int, float]:
@@ -268,7 +261,7 @@ def _reduce_us(plan: PipelinePlan, timelines: Sequence[Timeline]) -> dict[int, f
 
 
 def _last_us(events: Sequence[Event]) -> float:
-    """Return the time of a collective: that of the rank that came last, which waited for nobody."""
+    """Return the time of a collective: that of the rank that came last and did not wait."""
     if not events:
         return 0.0
     by_rank: dict[int, list[float]] = defaultdict(list)

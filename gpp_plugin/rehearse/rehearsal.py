@@ -1,4 +1,4 @@
-"""Rehearses a plan: checks it, starts a process a rank, and holds what they measured against the simulator."""
+"""Rehearses a plan: checks it, starts a process a rank, and compares the measured times with the simulator."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def make_windows(plan: PipelinePlan, *, validate: bool = True) -> WindowPrograms
 
 
 def make_ahead(plan: PipelinePlan, *, validate: bool = True) -> AheadPrograms:
-    """Return the programs of a plan whose frozen branch runs a mini-batch ahead, as the engine lowers them.
+    """Return the programs of a plan whose frozen branch is prefetched, as the engine lowers them.
 
     Raises:
         ScheduleError: they are unsafe.
@@ -95,7 +95,7 @@ def scale_times(plan: PipelinePlan, factor: float) -> PipelinePlan:
         dataclasses.replace(stage, **{name: getattr(stage, name) * factor for name in names})
         for stage in plan.stages
     )
-    # what orders reckon with for messages as well, or they would be other orders
+    # the times of messages in orders as well, or they would be other orders
     edges = tuple(
         dataclasses.replace(edge, message_us=edge.message_us * factor, gradient_us=edge.gradient_us * factor)
         for edge in plan.edges
@@ -108,7 +108,7 @@ START_TIMEOUT_S = 180.0
 START_S_PER_RANK = 10.0
 """Time for processes to start: they import torch side by side on however few cores there are."""
 SLOWNESS = 10.0
-"""How many times slower than planned a rehearsal may be before it is given up."""
+"""How many times slower than planned a rehearsal may be before it is stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +116,12 @@ class Rehearsal:
     """What came out.
 
     Args:
-        plan: with the times that were rehearsed; ``timelines`` name the plan as it was given.
+        plan: with the times that were rehearsed; ``timelines`` name the user's plan.
         timelines: of the measured mini-batches, source ``rehearsed``.
         num_windows: mini-batches that ``plan`` and each timeline have as one: several of an asynchronous plan, from an
             empty pipeline to an empty one.
         planned_us: simulated iteration with the plan's own (scaled) times and messages that take none.
-        predicted_us: simulated iteration given the measured task times and message delays.
+        predicted_us: simulated iteration from the measured task times and message delays.
     """
 
     plan: PipelinePlan
@@ -157,15 +157,12 @@ class Rehearsal:
 
 
 def rehearse_plan(
-    plan: PipelinePlan,
-    settings: RehearsalSettings,
-    *,
-    tell: Callable[[str], None] = lambda text: None,
+    plan: PipelinePlan, settings: RehearsalSettings, *, tell: Callable[[str], None] = lambda text: None
 ) -> Rehearsal:
     """Run ``plan`` on processes of this machine with delays in place of compute.
 
     Args:
-        tell: told what is going on, a line at a time.
+        tell: called with each line of progress.
 
     Raises:
         PlanError: the plan does not hold what a rehearsal needs.
@@ -190,7 +187,7 @@ def rehearse_plan(
         save(scaled, folder / "plan.json")
         _run(folder, scaled, settings, planned_us, tell)
         recorded = [load(Timeline, folder / f"timeline{i}.json") for i in range(settings.steps)]
-    # Ranks name the scaled plan they were given; a reader looks for the one on disk.
+    # Ranks name the scaled plan; a reader looks for the one on disk.
     timelines = tuple(dataclasses.replace(timeline, plan=fingerprint(plan)) for timeline in recorded)
     times = measure_times(rehearsed, timelines)
     return Rehearsal(
@@ -225,18 +222,14 @@ def _run(
     planned_us: float,
     tell: Callable[[str], None],
 ) -> None:
-    seconds = planned_us / 1e6
-    tell(
-        f"starting {plan.num_ranks} ranks; {settings.steps + 1} mini-batches of about {seconds:.2f} s follow"
-    )
+    count, seconds = settings.steps + 1, planned_us / 1e6
+    tell(f"starting {plan.num_ranks} ranks; {count} mini-batches of about {seconds:.2f} s follow")
     start = time.perf_counter()
     events = run_ranks(
         "gpp_plugin.rehearse.rehearsal_rank",
         [str(folder / "plan.json"), json.dumps(dataclasses.asdict(settings)), str(folder)],
         num_ranks=plan.num_ranks,
-        timeout_s=START_TIMEOUT_S
-        + START_S_PER_RANK * plan.num_ranks
-        + SLOWNESS * seconds * (settings.steps + 1),
+        timeout_s=START_TIMEOUT_S + START_S_PER_RANK * plan.num_ranks + SLOWNESS * seconds * count,
     )
     for event in events:
         if event["event"] == "ready":

@@ -51,7 +51,7 @@ from gpp_plugin.simulate.async_prediction import num_windows
 
 CPU = torch.device("cpu")
 SPIN_US = 200.0
-"""The end of a delay is awaited by looking at the clock: a sleeping process is woken late."""
+"""The last part of a delay is a busy wait: a sleeping process is woken late."""
 
 
 def wait_us(duration_us: float) -> None:
@@ -155,10 +155,10 @@ class EmulatedCompute:
         self._run(TaskKind.WEIGHT_GRADIENT, micro_batch)
 
     def clear(self) -> None:
-        """Forget nothing: nothing is kept."""
+        """Do nothing: no activations are saved."""
 
     def _run(self, kind: TaskKind, micro_batch: int, half: int | None = None) -> None:
-        # Before the delay, not after: real tensor ranks meet in the first collective of a task.
+        # Before the delay, not after: real tensor ranks synchronise in the first collective of a task.
         if self._tensor_group is not None:
             dist.all_reduce(self._meeting, group=self._tensor_group)
         wait_us(self._task_us(kind, half, micro_batch))
@@ -204,7 +204,7 @@ class EmulatedHooks:
             dist.all_reduce(piece, group=self.data_group)
 
     def reduce_tied(self) -> None:
-        """Do nothing: a plan does not say what is tied, and its programs ask for no such sum."""
+        """Do nothing: a plan does not say what is tied, and its programs have no such sum."""
 
     def step(self) -> None:
         """Agree with all ranks, as they do on the gradients' norm; no parameter is there to update."""
@@ -244,7 +244,7 @@ class EmulatedWeights:
         return begin_all_gather(self._whole, self._part, group=self._group, what="a rehearsed gather")
 
     def free(self) -> None:
-        """Keep the memory: the next gather needs it."""
+        """Do nothing: the next gather needs the memory."""
 
     def apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the outputs: nothing that is computed is a view of these."""

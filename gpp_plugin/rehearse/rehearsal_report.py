@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, Timeline
+from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.rehearse.rehearsal import Rehearsal
 from gpp_plugin.report.timeline_chart import format_timeline
 from gpp_plugin.report.units import fill_text, format_ms, format_table
@@ -28,17 +27,17 @@ def stage_rows(rehearsal: Rehearsal) -> list[dict[str, Any]]:
     busy = timeline.busy_us()
     rows = []
     for index, stage in enumerate(plan.stages):
+        busy_us = statistics.fmean(busy.get(rank, 0.0) for rank in stage.ranks)
         rows.append(
             {
                 "stage": stage.name,
                 "ranks": list(stage.ranks),
                 "micro_batches": plan.num_micro_batches(index),
                 "forward_ms": stage.forward_us / 1e3,
-                "measured_forward_ms": _median_ms(rehearsal, index, [TaskKind.FORWARD]),
+                "measured_forward_ms": _median_ms(rehearsal, index, EventKind.FORWARD),
                 "backward_ms": stage.backward_us / 1e3,
-                "measured_backward_ms": _median_ms(rehearsal, index, [TaskKind.BACKWARD]),
-                "idle": 1.0
-                - statistics.fmean(busy.get(rank, 0.0) for rank in stage.ranks) / timeline.iteration_us,
+                "measured_backward_ms": _median_ms(rehearsal, index, EventKind.BACKWARD),
+                "idle": 1.0 - busy_us / timeline.iteration_us,
                 "in_flight": stage.in_flight,
                 "measured_in_flight": max(most_held(timeline, index) for timeline in rehearsal.timelines),
             }
@@ -55,7 +54,7 @@ def most_held(timeline: Timeline, stage: int) -> int:
 def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:
     """Return the figures of the whole pipeline as JSON types; times in ms where not said otherwise."""
     times = [timeline.iteration_us / 1e3 for timeline in rehearsal.timelines]
-    measured = rehearsal.times
+    plan, measured = rehearsal.plan, rehearsal.times
     steady = {}
     if rehearsal.plan.mode == "async":
         found_us, planned_us = rehearsal.steady_us
@@ -78,9 +77,7 @@ def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:
         "overshoot_us": overshoot_us(rehearsal.plan, rehearsal.timelines),
         "host_us": statistics.median(measured.host_us.values()),
         "message_us": measured.message_us,
-        "reduce_ms": {
-            rehearsal.plan.stages[index].name: us / 1e3 for index, us in measured.reduce_us.items()
-        },
+        "reduce_ms": {plan.stages[index].name: us / 1e3 for index, us in measured.reduce_us.items()},
     }
 
 
@@ -88,7 +85,7 @@ def idle_over_planned(plan: PipelinePlan, timelines: Sequence[Timeline]) -> floa
     """Return the idle time of all ranks over the compute that was planned, the median over mini-batches.
 
     Idle is what a rank was not in a task between the first task's start and the last one's end, so that a
-    delay that lasts longer than asked counts as compute, not as idle.
+    delay that lasts longer than planned counts as compute, not as idle.
     """
     # Rank-microseconds. Two ranks, 100 us from first start to last end, busy for 90 and 60: idle
     # is 50. Over 140 planned (the delays overran by 10 in all) that is 0.36: what the pipeline
@@ -118,9 +115,9 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100, screen: int | No
     """
     # Three times of one mini-batch, from ideal to real, each explaining what the one before lacks:
     #
-    #   planned     the plan's own task times, messages take none     what the planner hoped for
+    #   planned     the plan's own task times, messages take none     what the planner predicted
     #   simulated   task times and message delays as measured         what the schedule makes of this machine
-    #   measured    the processes                                     also what neither knows
+    #   measured    the processes                                     also what is in neither
     figures = rehearsal_figures(rehearsal)
     header = ["stage", "ranks", "fwd ms", "measured", "bwd ms", "measured", "idle", "in flight", "measured"]
     rows = [
@@ -156,36 +153,33 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100, screen: int | No
     if figures["reduce_ms"]:
         reduced = ", ".join(f"{name} {ms:.1f} ms" for name, ms in figures["reduce_ms"].items())
         lines.append(f"gradients are reduced in: {reduced}")
-    said = [fill_text(line, indent="  ") for line in (*lines, *_advice(rehearsal, figures))]
-    return "\n".join([picture, "", format_table(header, rows), "", *said])
+    filled = [fill_text(line, indent="  ") for line in (*lines, *_advice(rehearsal, figures))]
+    return "\n".join([picture, "", format_table(header, rows), "", *filled])
 
 
 def _span(rehearsal: Rehearsal) -> str:
-    count = rehearsal.num_windows
-    return (
-        "a mini-batch" if count == 1 else f"for {count} mini-batches, from an empty pipeline to an empty one"
-    )
+    if rehearsal.num_windows == 1:
+        return "a mini-batch"
+    return f"for {rehearsal.num_windows} mini-batches, from an empty pipeline to an empty one"
 
 
 def _advice(rehearsal: Rehearsal, figures: dict[str, Any]) -> list[str]:
     """Return what to change where this machine, rather than the schedule, makes the time."""
     task_us = statistics.median(rehearsal.times.task_us.values())
     slowest_reduction_us = max(rehearsal.times.reduce_us.values(), default=0.0)
-    # Two ways in which this machine speaks instead of the schedule; messages first, since scaling time
+    # Two ways in which this machine, not the schedule, decides the time; messages first, since scaling time
     # would only hide them. Tasks of 1 ms with 60 us lost behind each are double LARGEST_HOST_SHARE:
     # --scale-time 2 brings it to 3 %.
     if figures["message_us"] > task_us or slowest_reduction_us > rehearsal.planned_us:
         return [
-            "messages or reductions take longer than tasks: here they go through this machine's memory, not over "
+            "messages or reductions take longer than tasks: here they pass through this machine's memory, not over "
             "your links; a smaller --scale-bytes shows the schedule without them"
         ]
     lost_us = figures["host_us"] + figures["overshoot_us"]
     if lost_us > LARGEST_HOST_SHARE * task_us:
         wanted = math.ceil(lost_us / (LARGEST_HOST_SHARE * task_us) * rehearsal.settings.scale_time)
-        return [
-            f"tasks are short against this machine's {lost_us:.0f} us between them; "
-            f"--scale-time {wanted} shows the schedule"
-        ]
+        short = f"tasks are short against this machine's {lost_us:.0f} us between them"
+        return [f"{short}; --scale-time {wanted} shows the schedule"]
     return []
 
 
@@ -193,14 +187,12 @@ def _format_optional(ms: float | None) -> str:
     return "-" if ms is None else format_ms(ms * 1e3)
 
 
-def _median_ms(rehearsal: Rehearsal, stage: int, kinds: Iterable[TaskKind]) -> float | None:
-    """Return the median time of a stage's whole tasks of these kinds; None where it has none."""
-    wanted = {EVENT_OF_TASK[kind] for kind in kinds}
+def _median_ms(rehearsal: Rehearsal, stage: int, kind: EventKind) -> float | None:
+    """Return the median time of a stage's whole tasks of a kind; None where it has none."""
     found = [
         event.end_us - event.start_us
-        for timeline in rehearsal.timelines
-        for event in timeline.events
-        if event.stage == stage and event.kind in wanted and event.half is None
+        for event in _task_events(rehearsal.timelines)
+        if event.stage == stage and event.kind is kind and event.half is None
     ]
     return statistics.median(found) / 1e3 if found else None
 

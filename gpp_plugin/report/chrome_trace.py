@@ -111,9 +111,8 @@ def _messages(timeline: Timeline, plan: PipelinePlan) -> Iterator[tuple[Event, E
     """
     # By edge, direction, sender and receiver: (1, True, 2, 3) are activations along edge 1 from rank 2 to rank 3. The
     # sender counts its micro-batches and the receiver its own (0, 1, 2, 3 against 0, 0, 1, 1), both upwards.
-    channels: dict[tuple[int, bool, int, int], tuple[list[Event], list[Event]]] = defaultdict(
-        lambda: ([], [])
-    )
+    Both = tuple[list[Event], list[Event]]
+    channels: dict[tuple[int, bool, int, int], Both] = defaultdict(lambda: ([], []))
     for event in timeline.events:
         if event.peer < 0:
             continue
@@ -128,7 +127,7 @@ def _messages(timeline: Timeline, plan: PipelinePlan) -> Iterator[tuple[Event, E
 
 
 def _is_activation(event: Event, plan: PipelinePlan) -> bool:
-    """Return whether a message goes along its edge, not against it."""
+    """Return whether a message is sent along its edge, not against it."""
     return (plan.edges[event.edge].src == event.stage) == (event.kind is EventKind.SEND)
 
 

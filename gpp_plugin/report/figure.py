@@ -5,6 +5,7 @@ What a picture shows is laid out once, by who makes the `Figure`; a writer only 
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 from collections import defaultdict
@@ -100,27 +101,19 @@ def stack_figures(figures: Sequence[Figure], *, gap: float = 24.0) -> Figure:
 
 
 def _moved(shape: Shape, down: float) -> Shape:
-    if isinstance(shape, Rectangle):
-        return Rectangle(
-            shape.x, shape.y + down, shape.width, shape.height, shape.fill, shape.frame, shape.tip
-        )
-    if isinstance(shape, Label):
-        return Label(shape.x, shape.y + down, shape.text, shape.colour, shape.is_end, shape.is_bold)
-    points = tuple((x, y + down) for x, y in shape.points)
-    if isinstance(shape, Polygon):
-        return Polygon(points, shape.fill)
-    return Polyline(points, shape.colour, shape.is_dashed, shape.has_head)
+    if isinstance(shape, Rectangle | Label):
+        return dataclasses.replace(shape, y=shape.y + down)
+    return dataclasses.replace(shape, points=tuple((x, y + down) for x, y in shape.points))
 
 
 def figure_svg(figure: Figure) -> str:
     """Return the figure as an SVG element; names in it are escaped."""
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{figure.width:.0f}" height="{figure.height:.0f}" '
-        f'viewBox="0 0 {figure.width:.0f} {figure.height:.0f}" font-family="monospace" font-size="{FONT_SIZE}">',
-        f'<rect width="{figure.width:.0f}" height="{figure.height:.0f}" fill="#ffffff"/>',
-    ]
-    parts += [_svg(shape) for shape in figure.shapes]
-    return "\n".join([*parts, "</svg>"])
+    size = f'width="{figure.width:.0f}" height="{figure.height:.0f}"'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {figure.width:.0f} {figure.height:.0f}" '
+        f'font-family="monospace" font-size="{FONT_SIZE}">'
+    )
+    return "\n".join([head, f'<rect {size} fill="#ffffff"/>', *map(_svg, figure.shapes), "</svg>"])
 
 
 def _svg(shape: Shape) -> str:
@@ -182,9 +175,8 @@ def figure_png(figure: Figure) -> bytes:
     scale = 1 if is_large else PNG_SCALE
     size = (round(figure.width * scale), round(figure.height * scale))
     if size[0] * size[1] > MOST_PIXELS:
-        raise GppError(
-            f"a PNG of {size[0]} x {size[1]} pixels is too large to open; write SVG or HTML instead"
-        )
+        pixels = f"{size[0]} x {size[1]} pixels"
+        raise GppError(f"a PNG of {pixels} is too large to open; write SVG or HTML instead")
     image = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(FONT_SIZE * scale)
     for shape in figure.shapes:
@@ -216,16 +208,12 @@ def _dashes(start: Point, end: Point) -> list[tuple[Point, Point]]:
     """Return the pieces of a dashed line: 4 pixels each, with gaps of 3."""
     (x0, y0), (x1, y1) = start, end
     length = max(abs(x1 - x0), abs(y1 - y0), 1e-9)
-    pieces = []
-    for begin in range(0, int(length) + 1, 7):
-        low, high = begin / length, min((begin + 4) / length, 1.0)
-        pieces.append(
-            (
-                (x0 + low * (x1 - x0), y0 + low * (y1 - y0)),
-                (x0 + high * (x1 - x0), y0 + high * (y1 - y0)),
-            )
-        )
-    return pieces
+
+    def at(share: float) -> Point:
+        return x0 + share * (x1 - x0), y0 + share * (y1 - y0)
+
+    begins = range(0, int(length) + 1, 7)
+    return [(at(begin / length), at(min((begin + 4) / length, 1.0))) for begin in begins]
 
 
 # The stage graph as a figure: boxes by level, edges with the bytes of a micro-batch.
@@ -235,7 +223,7 @@ LINE_HEIGHT = 15.0
 GAP = 46.0
 """Pixels between two levels, where edges and their labels are."""
 STRAIGHT = 18.0
-HEADS_APART = 3.0
+LEAST_HEAD_GAP = 3.0
 """Columns between the heads of two arrows, at least: nearer ones look like one."""
 BOX_COLOUR, FRAME_COLOUR, LOSS_COLOUR, EDGE_COLOUR = "#e8f0fe", "#5b7aa8", "#fde8d7", "#5f6b7a"
 
@@ -277,15 +265,14 @@ def draw_stage_graph(plan: PipelinePlan) -> Figure:
 
 
 def _spread_ends(layout: GraphLayout) -> list[float]:
-    """Return, of each edge, the column in which it meets its target: its own, or shared out where two are too near."""
-    # Edges that end in columns 10, 11 and 20 of a box from 8 to 24 meet it in 12, 16 and 20: a quarter of 16 apart.
+    """Return, of each edge, the column in which it enters its target: its own, or spread where two are too near."""
+    # Edges that end in columns 10, 11 and 20 of a box from 8 to 24 enter it in 12, 16 and 20, a quarter of 16 each.
     ends = [float(edge.columns[-1]) for edge in layout.edges]
     for index, box in enumerate(layout.boxes):
-        into = sorted(
-            (number for number, edge in enumerate(layout.edges) if edge.dst == index), key=lambda n: ends[n]
-        )
+        into = [number for number, edge in enumerate(layout.edges) if edge.dst == index]
+        into.sort(key=lambda number: ends[number])
         gaps = [ends[right] - ends[left] for left, right in itertools.pairwise(into)]
-        if gaps and min(gaps) < HEADS_APART:
+        if gaps and min(gaps) < LEAST_HEAD_GAP:
             for place, number in enumerate(into, start=1):
                 ends[number] = box.left + box.width * place / (len(into) + 1)
     return ends
@@ -301,20 +288,22 @@ def _top(level: int, box_height: float) -> float:
 
 def _box(box: PlacedBox, height: float, colour: str) -> list[Shape]:
     top = _top(box.level, height)
-    shapes: list[Shape] = [
-        Rectangle(_x(box.left), top, box.width * CHAR_WIDTH, height, colour, frame=FRAME_COLOUR)
-    ]
-    for row, line in enumerate(box.lines):
-        shapes.append(Label(_x(box.left + 1), top + LINE_HEIGHT * (row + 1), line, is_bold=row == 0))
-    return shapes
+    frame = Rectangle(_x(box.left), top, box.width * CHAR_WIDTH, height, colour, frame=FRAME_COLOUR)
+    labels = (
+        Label(_x(box.left + 1), top + LINE_HEIGHT * (row + 1), line, is_bold=row == 0)
+        for row, line in enumerate(box.lines)
+    )
+    return [frame, *labels]
 
 
 def _lines(plan: PipelinePlan, index: int) -> list[str]:
     stage = plan.stages[index]
-    lines = [f"{index} {shorten_name(stage.name)}", format_ranks(stage)]
-    lines.append(
-        f"{plan.num_micro_batches(index)} micro-batches of {stage.micro_batch_size}, {stage.in_flight} in flight"
-    )
+    count = plan.num_micro_batches(index)
+    lines = [
+        f"{index} {shorten_name(stage.name)}",
+        format_ranks(stage),
+        f"{count} micro-batches of {stage.micro_batch_size}, {stage.in_flight} in flight",
+    ]
     if stage.forward_us or stage.backward_us:
         lines.append(f"{format_ms(stage.forward_us)} ms forward, {format_ms(stage.backward_us)} ms back")
     if stage.runs_on:
@@ -325,7 +314,7 @@ def _lines(plan: PipelinePlan, index: int) -> list[str]:
 
 
 def _edge_labels(plan: PipelinePlan) -> dict[tuple[int, int], str]:
-    # rows go with the producer's micro-batches, what has no rows with each of the consumer's: "512 B x 4 + 8 B x 2"
+    # rows are sent with the producer's micro-batches, the rest with each of the consumer's: "512 B x 4 + 8 B x 2"
     rows: dict[tuple[int, int], float] = defaultdict(float)
     whole: dict[tuple[int, int], float] = defaultdict(float)
     for edge in plan.edges:

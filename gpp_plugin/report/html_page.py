@@ -62,16 +62,13 @@ def report_page(plans: Sequence[ReportedPlan]) -> str:
     for number, (each, drawn) in enumerate(zip(plans, charts, strict=True)):
         body += _chapter(number, each, drawn, is_only=len(plans) == 1)
     letters = {event: task.value for task, event in EVENT_OF_TASK.items()}
+    kinds = []
+    for kind in _KINDS:
+        colour, name = COLOURS[kind]
+        track, letter = TRACKS.get(kind, 0), letters.get(kind, "")
+        kinds.append({"name": name, "colour": colour, "track": track, "letter": letter})
     data = {
-        "kinds": [
-            {
-                "name": COLOURS[kind][1],
-                "colour": COLOURS[kind][0],
-                "track": TRACKS.get(kind, 0),
-                "letter": letters.get(kind, ""),
-            }
-            for kind in _KINDS
-        ],
+        "kinds": kinds,
         "idle": IDLE_COLOUR,
         "memory": MEMORY_COLOUR,
         "limit": LIMIT_COLOUR,
@@ -151,13 +148,11 @@ def _chapter(number: int, each: ReportedPlan, charts: Sequence[TimelineChart], *
 
 def _decisions(plan: PipelinePlan) -> list[str]:
     """Return what the planner says of its plan: what it rejected and why, what it left out, what else it notes."""
-    rejected = [note for note in plan.notes if note.startswith(REJECTED)]
-    left_out = [note for note in plan.notes if note.startswith(LEFT_OUT)]
-    others = [note for note in plan.notes if note not in rejected and note not in left_out]
     if not plan.notes:
         return []
-    lines = [f"<li>{escape(note)}</li>" for note in others]
-    lines += [f'<li class="rejected">{escape(note)}</li>' for note in (*rejected, *left_out)]
+    rejected = [note for prefix in (REJECTED, LEFT_OUT) for note in plan.notes if note.startswith(prefix)]
+    lines = [f"<li>{escape(note)}</li>" for note in plan.notes if note not in rejected]
+    lines += [f'<li class="rejected">{escape(note)}</li>' for note in rejected]
     return ["<h2>What the planner chose, rejected and left out</h2>", "<ul>", *lines, "</ul>"]
 
 
@@ -167,15 +162,10 @@ def _timelines(number: int, charts: Sequence[TimelineChart]) -> list[str]:
     kinds = {event.kind for chart in charts for row in chart.rows for event in row.events}
     entries = [COLOURS[kind] for kind in _KINDS if kind in kinds] + [(IDLE_COLOUR, "idle")]
     legend = "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in entries)
+    actions = {"in": "zoom in", "out": "zoom out", "all": "show all", "left": "&larr;", "right": "&rarr;"}
     buttons = "".join(
         f'<button data-plan="{number}" data-action="{action}">{text}</button> '
-        for action, text in (
-            ("in", "zoom in"),
-            ("out", "zoom out"),
-            ("all", "show all"),
-            ("left", "&larr;"),
-            ("right", "&rarr;"),
-        )  # fmt: skip
+        for action, text in actions.items()
     )
     parts = [
         "<h2>Timelines</h2>",
@@ -184,18 +174,17 @@ def _timelines(number: int, charts: Sequence[TimelineChart]) -> list[str]:
         "in a bar: micro-batch, and its samples in brackets</span></div>",
     ]
     for index, chart in enumerate(charts):
-        parts.append(f"<h3>{escape(chart.title)}: {format_ms(chart.duration_us)} ms</h3>")
-        parts.append(f'<canvas id="bars-{number}-{index}"></canvas>')
+        title = f"{escape(chart.title)}: {format_ms(chart.duration_us)} ms"
+        parts += [f"<h3>{title}</h3>", f'<canvas id="bars-{number}-{index}"></canvas>']
     with_memory = [(index, chart) for index, chart in enumerate(charts) if chart.has_memory]
     if with_memory:
-        parts.append("<h2>Memory over time</h2>")
-        parts.append(
+        parts += [
+            "<h2>Memory over time</h2>",
             '<p class="note">computed: the plan\'s predicted bytes, with saved activations from each forward to the '
-            "end of its backward in this timeline; the red line is what the rank may use</p>"
-        )
+            "end of its backward in this timeline; the red line is what the rank may use</p>",
+        ]
     for index, chart in with_memory:
-        parts.append(f"<h3>{escape(chart.title)}</h3>")
-        parts.append(f'<canvas id="memory-{number}-{index}"></canvas>')
+        parts += [f"<h3>{escape(chart.title)}</h3>", f'<canvas id="memory-{number}-{index}"></canvas>']
     return parts
 
 
@@ -233,8 +222,8 @@ def _row_data(row: ChartRow, chart: TimelineChart, plan: PipelinePlan) -> dict[s
 
 
 def _bar_data(event: Event, chart: TimelineChart) -> list[Any]:
-    # Told by place, as page.js takes them apart, and what a task has no use for left away: thousands of bars are most
-    # of a page. Times to a tenth of a microsecond.
+    # By position, as page.js unpacks them, without what a task does not use: thousands of bars are most of a page.
+    # Times to a tenth of a microsecond.
     bar = [
         round(event.start_us - chart.start_us, 1),
         round(event.end_us - event.start_us, 1),

@@ -111,20 +111,17 @@ def lay_out_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int]
         for cell in level:
             if cell.node is None:
                 continue
-            placed[cell.node] = PlacedBox(
-                level=depth, left=cell.left, width=cell.width, lines=tuple(cell.lines)
-            )
+            lines = tuple(cell.lines)
+            placed[cell.node] = PlacedBox(level=depth, left=cell.left, width=cell.width, lines=lines)
             for edge in cell.exits:
                 columns, last = [edge.start, edge.end], edge
                 while last.dst.node is None:
                     last = last.dst.exits[0]
                     columns.append(last.end)
-                ways.append(
-                    PlacedEdge(src=cell.node, dst=last.dst.node, label=edge.label, columns=tuple(columns))
-                )
-    return GraphLayout(
-        boxes=tuple(placed[node] for node in range(len(boxes))), edges=tuple(ways), width=total
-    )
+                way = PlacedEdge(src=cell.node, dst=last.dst.node, label=edge.label, columns=tuple(columns))
+                ways.append(way)
+    in_order = tuple(placed[node] for node in range(len(boxes)))
+    return GraphLayout(boxes=in_order, edges=tuple(ways), width=total)
 
 
 def draw_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], str]) -> str:
@@ -139,12 +136,11 @@ def draw_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], s
     levels = _levels(boxes, edges)
     total = _place(levels)
     rows: list[str] = []
-    for depth, level in enumerate(levels):
-        last = depth == len(levels) - 1
-        segments = [] if last else [edge for cell in level for edge in cell.exits]
-        if not last:
-            _assign_columns(level, levels[depth + 1])
+    for level, below in itertools.zip_longest(levels, levels[1:]):
+        if below is not None:
+            _assign_columns(level, below)
         rows += _draw_level(level, total)
+        segments = [edge for cell in level for edge in cell.exits]
         if segments:
             rows += _draw_gap(segments, total)
     return "\n".join(row.rstrip() for row in rows)
@@ -198,11 +194,11 @@ def _width(cell: _Cell) -> int:
     # the widest of three: the text with its frame, labels of what leaves side by side, and two columns a line that
     # enters
     text = max((len(line) for line in cell.lines), default=0) + 4
-    exits = sum(_room(edge) for edge in cell.exits) + 2
+    exits = sum(_columns(edge) for edge in cell.exits) + 2
     return max(text, exits, 2 * len(cell.entries) + 3)
 
 
-def _room(edge: _Edge) -> int:
+def _columns(edge: _Edge) -> int:
     """Return the columns an edge needs below its box: the line, and its label to the right of it."""
     return len(edge.label) + 3
 
@@ -222,12 +218,12 @@ def _assign_columns(level: list[_Cell], below: list[_Cell]) -> None:
         if cell.node is None:
             cell.exits[0].start = cell.column
         else:
-            slack = cell.width - sum(_room(edge) for edge in cell.exits)
+            slack = cell.width - sum(_columns(edge) for edge in cell.exits)
             left = cell.left + 1
             for index, edge in enumerate(cell.exits):
                 share = slack * (index + 1) // (len(cell.exits) + 1)
                 edge.start = left + share
-                left += _room(edge)
+                left += _columns(edge)
         taken |= {edge.start for edge in cell.exits}
     for cell in below:
         _assign_entries(cell, taken)
@@ -238,7 +234,7 @@ def _assign_entries(cell: _Cell, taken: set[int]) -> None:
 
     Edges leave at least three columns apart, so a cell always has enough columns that are not taken.
     """
-    # From left to right, each as near to its share of the width as is free, with room left for the ones to come
+    # From left to right, each as near to its share of the width as is free, with columns left for the ones to come
     # (``most``); straight down where it comes from a column inside.
     cell.entries.sort(key=lambda edge: edge.start)
     inside = range(cell.left + 1, cell.left + cell.width - 1)
@@ -264,10 +260,9 @@ def _draw_level(level: list[_Cell], total: int) -> list[str]:
                 row[cell.column] = "│"
             continue
         inner = cell.width - 2
-        text = [f" {line}".ljust(inner) for line in cell.lines] + [" " * inner] * (
-            height - 2 - len(cell.lines)
-        )
-        box = ["┌" + "─" * inner + "┐", *(f"│{line}│" for line in text), "└" + "─" * inner + "┘"]
+        filled = [*(f" {line}" for line in cell.lines), *[""] * (height - 2 - len(cell.lines))]
+        text = (f"│{line.ljust(inner)}│" for line in filled)
+        box = ["┌" + "─" * inner + "┐", *text, "└" + "─" * inner + "┘"]
         for row, line in zip(canvas, box, strict=True):
             row[cell.left : cell.left + cell.width] = line
         for edge in cell.exits:

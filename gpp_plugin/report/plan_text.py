@@ -68,7 +68,7 @@ def _pair(predicted: int | None, measured: int | None) -> str:
 
 
 MOST_NAMED = 6
-"""Stages named in one line; of the others only the number is told."""
+"""Stages named in one line; of the others only the number is printed."""
 
 
 def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
@@ -82,18 +82,9 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     picture = draw_stages(plan)
     if max(map(len, picture.splitlines()), default=0) > width:
         picture = list_edges(plan)
-    parts = [headline(plan), picture, format_stages(plan)]
-    memory = format_memory(plan)
-    if memory:
-        parts.append(memory)
-    shared = format_shared_ranks(plan)
-    if shared:
-        parts.append(shared)
-    saved = format_saved_in_flight(plan)
-    if saved:
-        parts.append(saved)
-    if plan.notes:
-        parts.append("\n".join(fill_text(f"- {note}", indent="  ") for note in plan.notes))
+    notes = "\n".join(fill_text(f"- {note}", indent="  ") for note in plan.notes)
+    extra = (format_memory(plan), format_shared_ranks(plan), format_saved_in_flight(plan), notes)
+    parts = (headline(plan), picture, format_table(*stage_table(plan)), *filter(None, extra))
     return "\n\n".join(parts)
 
 
@@ -101,22 +92,19 @@ def headline(plan: PipelinePlan) -> str:
     """Return two lines: model, stages, ranks, planner, predicted step; samples."""
     predicted = f", {format_ms(plan.iteration_us)} ms a step predicted" if plan.iteration_us else ""
     noun = "stage" if len(plan.stages) == 1 else "stages"
-    return (
-        fill_text(
-            f"{plan.model}: {len(plan.stages)} {noun} in depth {plan.depth} on {plan.num_ranks} ranks "
-            f"(planner {plan.planner}{', asynchronous' if plan.mode == 'async' else ''}){predicted}"
-        )
-        + f"\nmini-batch {plan.mini_batch} samples, one loss on {plan.loss_unit}"
+    first = fill_text(
+        f"{plan.model}: {len(plan.stages)} {noun} in depth {plan.depth} on {plan.num_ranks} ranks "
+        f"(planner {plan.planner}{', asynchronous' if plan.mode == 'async' else ''}){predicted}"
     )
+    return f"{first}\nmini-batch {plan.mini_batch} samples, one loss on {plan.loss_unit}"
 
 
 def format_saved_in_flight(plan: PipelinePlan) -> str:
     """Return one line on the stages that hold less than a warm-up counted from the sources would have them hold."""
+    counts = zip(plan.stages, in_flight_from_source(plan), strict=True)
     stages = [
         f"{index} {stage.name} {stage.in_flight} (not {from_source})"
-        for index, (stage, from_source) in enumerate(
-            zip(plan.stages, in_flight_from_source(plan), strict=True)
-        )
+        for index, (stage, from_source) in enumerate(counts)
         if stage.in_flight < from_source
     ]
     if not stages:
@@ -154,9 +142,8 @@ def format_memory(plan: PipelinePlan) -> str:
         if memory.swapped:
             parts.append(f"{len(memory.swapped)} tensors, {format_bytes(memory.swapped_bytes)}, swapped")
         if memory.recomputed:
-            parts.append(
-                f"{len(memory.recomputed)} segments, {format_bytes(memory.recomputed_bytes)}, recomputed"
-            )
+            size = format_bytes(memory.recomputed_bytes)
+            parts.append(f"{len(memory.recomputed)} segments, {size}, recomputed")
         lines.append(
             f"{index} {stage.name}: of every micro-batch {'; '.join(parts)}: {format_ms(memory.added_us)} ms more, "
             f"{format_bytes(memory.working_bytes)} to work with"
@@ -190,24 +177,15 @@ def breakdown_table(parts: Sequence[MemoryBreakdown]) -> tuple[list[str], list[l
 
 def draw_stages(plan: PipelinePlan) -> str:
     """Return the stage graph as boxes and lines; an edge shows its forward bytes of a mini-batch."""
-    boxes = [
-        [
-            f"{index} {shorten_name(stage.name)}",
-            format_ranks(stage),
-            *([f"on {stage.runs_on}"] if stage.runs_on else []),
-        ]
-        for index, stage in enumerate(plan.stages)
-    ]
-    return draw_graph(boxes, {pair: format_bytes(size) for pair, size in bytes_between(plan).items()})
-
-
-def bytes_between(plan: PipelinePlan) -> dict[tuple[int, int], float]:
-    """Return the forward bytes of a mini-batch between each two stages that have an edge."""
+    boxes = []
+    for index, stage in enumerate(plan.stages):
+        backend = [f"on {stage.runs_on}"] if stage.runs_on else []
+        boxes.append([f"{index} {shorten_name(stage.name)}", format_ranks(stage), *backend])
     # two stages may have two edges (tensors that tensor ranks hold in two ways): one line, with the sum
     sizes: dict[tuple[int, int], float] = defaultdict(float)
     for edge in plan.edges:
         sizes[edge.src, edge.dst] += _forward_bytes(plan, edge)
-    return dict(sizes)
+    return draw_graph(boxes, {pair: format_bytes(size) for pair, size in sizes.items()})
 
 
 def list_edges(plan: PipelinePlan) -> str:
@@ -219,14 +197,13 @@ def list_edges(plan: PipelinePlan) -> str:
             for edge in plan.edges
             if edge.dst == index
         ]
-        lines.append(
-            f"{index} {stage.forward_label}, {format_ranks(stage)} <- {', '.join(sources) or 'inputs only'}"
-        )
+        received = ", ".join(sources) or "inputs only"
+        lines.append(f"{index} {stage.forward_label}, {format_ranks(stage)} <- {received}")
     return "\n".join(lines)
 
 
 def _forward_bytes(plan: PipelinePlan, edge: StageEdge) -> float:
-    # rows go once whatever the micro-batches; what has no rows goes once for each of the consumer's
+    # rows are sent once whatever the micro-batches, the rest once for each of the consumer's
     whole = edge.bytes_fixed * plan.num_micro_batches(edge.dst)
     return edge.bytes_per_sample * plan.mini_batch + whole
 
@@ -257,13 +234,8 @@ def stage_rows(plan: PipelinePlan) -> list[dict[str, Any]]:
     return [{**to_plain(stage), "load_us": load} for stage, load in zip(plan.stages, loads, strict=True)]
 
 
-def format_stages(plan: PipelinePlan) -> str:
-    """Return the table of stages; ``load`` is what of the busiest rank's compute in a mini-batch a stage takes."""
-    return format_table(*stage_table(plan))
-
-
 def stage_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of `format_stages`."""
+    """Return header and rows of the table of stages; ``load``: the part of the busiest rank's compute in a step."""
     loads = stage_loads_us(plan)
     ranks = {rank for stage in plan.stages for rank in stage.ranks}
     busiest = max((sum(loads[index] for index in plan.stages_of_rank(rank)) for rank in ranks), default=0.0)
@@ -297,18 +269,20 @@ def edge_rows(plan: PipelinePlan, p2p: str) -> list[dict[str, Any]]:
     Args:
         p2p: as ``graph_pipeline.p2p``.
     """
-    return [
-        {
-            "edge": choice.edge,
-            "src": plan.stages[plan.edges[choice.edge].src].name,
-            "dst": plan.stages[plan.edges[choice.edge].dst].name,
-            "tensors": len(plan.edges[choice.edge].batch_tensors)
-            + len(plan.edges[choice.edge].whole_tensors),
-            "transport": choice.transport,
-            "reason": choice.reason,
-        }
-        for choice in choose_edge_transports(plan, p2p)
-    ]
+    rows = []
+    for choice in choose_edge_transports(plan, p2p):
+        edge = plan.edges[choice.edge]
+        rows.append(
+            {
+                "edge": choice.edge,
+                "src": plan.stages[edge.src].name,
+                "dst": plan.stages[edge.dst].name,
+                "tensors": len(edge.batch_tensors) + len(edge.whole_tensors),
+                "transport": choice.transport,
+                "reason": choice.reason,
+            }
+        )
+    return rows
 
 
 def format_edges(plan: PipelinePlan, p2p: str) -> str:
@@ -336,7 +310,7 @@ def format_on_paper(shape: LayerShape, rows: Sequence[OnPaper]) -> str:
     if shape.chosen_experts:
         header.append("experts' exchange ms")
         lines = [[*line, f"{row.experts / 1e3:.2f}"] for line, row in zip(lines, rows, strict=True)]
-    told = "on paper, not built: ring attention (context parallelism) of one layer of one text of "
+    what = "on paper, not built: ring attention (context parallelism) of one layer of one text of "
     experts = ", and experts on ranks of their own" if shape.chosen_experts else ""
-    title = fill_text(f"{told}{shape.length} tokens, beside tensor ranks{experts}")
+    title = fill_text(f"{what}{shape.length} tokens, beside tensor ranks{experts}")
     return f"{title}\n{format_table(header, lines, left=0)}"

@@ -1,8 +1,8 @@
-"""Says on a terminal what is going on, where it takes longer than two seconds; nothing where nobody looks.
+"""Shows on a terminal the steps that take longer than two seconds; elsewhere nothing.
 
-    with step("capture") as tell:
+    with step("capture") as shown:
         for done, module in enumerate(modules):
-            tell.update(done, len(modules))
+            shown.update(done, len(modules))
             ...
 
 A line stands on standard error for as long as the step lasts, with its time and, where the total is known, a bar; then
@@ -94,13 +94,13 @@ class _Screen:
                 TimeElapsedColumn(),
                 console=Console(stderr=True),
                 transient=True,
-                # what is printed on this terminal meanwhile goes above the lines; into a pipe it goes byte for byte
+                # what is printed on this terminal meanwhile is shown above the lines; into a pipe it is not changed
                 redirect_stdout=sys.stdout.isatty(),
             )
             self._progress.start()
         self._num_lines += 1
         line: int = self._progress.add_task("", total=None)
-        # drawn from another thread: `tasks` is asked by number, since lines come and go
+        # drawn from another thread: found in `tasks` by number, since lines come and go
         next(task for task in self._progress.tasks if task.id == line).start_time = start
         return line
 

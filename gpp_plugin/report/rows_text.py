@@ -35,7 +35,7 @@ class RowsChart:
     Args:
         kind: `LINES` over numbers, `BARS` over names, or `PAIRS`, points beside the line of equal numbers.
         x, y: keys; of several keys of x the values are one name.
-        series, panels: keys that tell curves, and pictures, apart; none: all are one.
+        series, panels: keys that separate curves, and pictures; none: all are one.
         y_label: what y is, with its unit.
         is_log: y has a logarithmic axis.
     """
@@ -200,13 +200,12 @@ def format_rows(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] = ()) 
 
 def _format_kind(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     keys = [key for key in keys if any(row[key] is not None for row in rows)]
-    # texts stand left of the numbers, beginning with what tells the rows apart
+    # texts stand left of the numbers, beginning with what distinguishes the rows
     is_text = {key: any(isinstance(row[key], str) for row in rows) for key in keys}
     keys = sorted(keys, key=lambda key: not is_text[key])
     cells = [[_cell(row[key]) for key in keys] for row in rows]
-    return format_table(
-        [key.replace("_", " ") for key in keys], cells, left=sum(is_text[key] for key in keys)
-    )
+    header = [key.replace("_", " ") for key in keys]
+    return format_table(header, cells, left=sum(is_text.values()))
 
 
 def _cell(value: Any) -> str:

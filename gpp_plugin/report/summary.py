@@ -19,8 +19,7 @@ class TimelineSummary:
     Args:
         bubble_ratio: idle share of all ranks over the span of compute.
         busy_us: rank -> microseconds it computed; ``communication_us`` it spent in messages and reductions.
-        overlap_us: microseconds in which the stages asked for all ran their forward, whatever the
-            micro-batch.
+        overlap_us: microseconds in which the requested stages all ran their forward, whatever the micro-batch.
         same_micro_batch_overlap_us: the part of it in which they ran the same micro-batch.
     """
 
@@ -68,11 +67,7 @@ def forward_overlap_us(timeline: Timeline, stages: Sequence[int]) -> float:
 
 def forward_overlaps_us(timeline: Timeline, stages: Sequence[int]) -> dict[int, float]:
     """Return micro-batch -> microseconds in which all ``stages`` were in that micro-batch's forward."""
-    numbers = {
-        event.micro_batch
-        for event in timeline.events
-        if event.kind is EventKind.FORWARD and event.stage in stages
-    }
+    numbers = {event.micro_batch for stage in stages for event in _forwards(timeline, stage)}
     return {
         number: _common_us([_forwards(timeline, stage, number) for stage in stages])
         for number in sorted(numbers)

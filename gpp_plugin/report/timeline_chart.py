@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpp_plugin.ir.memory_plan import MemoryBreakdown, joined_breakdown
+from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 from gpp_plugin.report.figure import CHAR_WIDTH, Figure, Label, Polygon, Polyline, Rectangle, Shape
@@ -229,13 +229,11 @@ def _draw_row(events: list[Event], start_us: float, column_us: float, width: int
 
 
 def _mark(event: Event) -> str | None:
-    if event.kind is EventKind.FORWARD:
-        return str(event.micro_batch % 10)
-    if event.kind in (EventKind.BACKWARD, EventKind.INPUT_GRADIENT):
-        return _LETTERS[event.micro_batch % len(_LETTERS)]
-    if event.kind is EventKind.WEIGHT_GRADIENT:
-        return _LETTERS[event.micro_batch % len(_LETTERS)].upper()
-    return {EventKind.GATHER: "+", EventKind.REDUCE: "=", EventKind.STEP: "#"}.get(event.kind)
+    letter = _LETTERS[event.micro_batch % len(_LETTERS)]
+    marks = {EventKind.GATHER: "+", EventKind.REDUCE: "=", EventKind.STEP: "#"}
+    marks |= {EventKind.FORWARD: str(event.micro_batch % 10), EventKind.WEIGHT_GRADIENT: letter.upper()}
+    marks |= dict.fromkeys((EventKind.BACKWARD, EventKind.INPUT_GRADIENT), letter)
+    return marks.get(event.kind)
 
 
 COLOURS = {
@@ -320,21 +318,15 @@ def chart_timeline(timeline: Timeline, plan: PipelinePlan, *, title: str) -> Tim
 def _stage_memory(plan: PipelinePlan) -> list[StageMemory]:
     # A breakdown's activations are those of all micro-batches in flight: each holds its part from forward to backward.
     # What a block needs in passing is there while a task runs, and so is the rest of gathered weights.
+    static = ("weights", "stashed_weights", "gradients", "optimizer", "inputs", "working")
     return [
-        _memory_of(part, stage.in_flight, stage.local_batch_size)
+        StageMemory(
+            static_bytes=sum(getattr(part, name) for name in static),
+            saved_bytes_fixed=part.activations / max(stage.in_flight, 1),
+            transient_bytes_per_sample=(part.transient + part.gathered) / max(stage.local_batch_size, 1),
+        )
         for part, stage in zip(plan.memory, plan.stages, strict=True)
     ]
-
-
-def _memory_of(part: MemoryBreakdown, in_flight: int, local_batch: int) -> StageMemory:
-    static = (
-        part.weights + part.stashed_weights + part.gradients + part.optimizer + part.inputs + part.working
-    )
-    return StageMemory(
-        static_bytes=static,
-        saved_bytes_fixed=part.activations / max(in_flight, 1),
-        transient_bytes_per_sample=(part.transient + part.gathered) / max(local_batch, 1),
-    )
 
 
 def event_text(event: Event, plan: PipelinePlan) -> str:
@@ -391,15 +383,12 @@ def draw_timeline(
         shapes.append(Label(LEFT - 8, top + ROW - 3, row.label, is_end=True))
         shapes.append(Rectangle(LEFT, top, chart.duration_us * scale, ROW, IDLE_COLOUR))
         for event in row.events:
-            x, length = (
-                LEFT + (event.start_us - chart.start_us) * scale,
-                (event.end_us - event.start_us) * scale,
-            )
+            x = LEFT + (event.start_us - chart.start_us) * scale
+            length = (event.end_us - event.start_us) * scale
             track = TRACKS.get(event.kind, 0)
             y, thick = (top, ROW) if track == 0 else (top + ROW + (track - 1) * MESSAGE, MESSAGE - 0.5)
-            shapes.append(
-                Rectangle(x, y, max(length, 0.3), thick, COLOURS[event.kind][0], tip=event_text(event, plan))
-            )
+            colour, tip = COLOURS[event.kind][0], event_text(event, plan)
+            shapes.append(Rectangle(x, y, max(length, 0.3), thick, colour, tip=tip))
             text = str(event.micro_batch)
             if event.task is not None and length > len(text) * CHAR_WIDTH + 2:
                 middle = x + (length - len(text) * CHAR_WIDTH) / 2
@@ -423,19 +412,16 @@ def draw_memory(chart: TimelineChart, *, width: float = 1200.0, span_us: float =
     span = span_us or chart.duration_us or 1.0
     scale = (width - LEFT - 8) / span
     rows = [row for row in chart.rows if row.memory]
-    shapes: list[Shape] = [
-        Label(8, 14, f"{chart.title}: memory over time, computed from the plan", is_bold=True)
-    ]
+    title = f"{chart.title}: memory over time, computed from the plan"
+    shapes: list[Shape] = [Label(8, 14, title, is_bold=True)]
     height, pitch = ROW + 2 * MESSAGE, ROW + 2 * MESSAGE + SPACE
-    most = memory_scale(rows)
+    # the bytes that a row's full height stands for: the largest peak or limit of all rows
+    most = max([1.0, *(bytes_ for row in rows for bytes_ in (row.peak_bytes, float(row.limit_bytes)))])
     for index, row in enumerate(rows):
         bottom = HEAD + index * pitch + height
         limit = f" of {format_bytes(row.limit_bytes)}" if row.limit_bytes else ""
-        shapes.append(
-            Label(
-                LEFT - 8, bottom - 8, f"rank {row.rank}: {format_bytes(row.peak_bytes)}{limit}", is_end=True
-            )
-        )
+        name = f"rank {row.rank}: {format_bytes(row.peak_bytes)}{limit}"
+        shapes.append(Label(LEFT - 8, bottom - 8, name, is_end=True))
         points = [(LEFT, bottom)]
         held = 0.0
         for time, value in row.memory:
@@ -449,8 +435,3 @@ def draw_memory(chart: TimelineChart, *, width: float = 1200.0, span_us: float =
             y = bottom - height * row.limit_bytes / most
             shapes.append(Polyline(((LEFT, y), (end, y)), LIMIT_COLOUR, is_dashed=True))
     return Figure(width=width, height=HEAD + len(rows) * pitch + 8, shapes=tuple(shapes))
-
-
-def memory_scale(rows: Sequence[ChartRow]) -> float:
-    """Return the bytes that a row's full height stands for: the largest peak or limit of all rows."""
-    return max([1.0, *(row.peak_bytes for row in rows), *(float(row.limit_bytes) for row in rows)])

@@ -9,7 +9,7 @@ import textwrap
 from gpp_plugin.report.printable import printable
 
 IN_LOGS = 100_000
-"""Columns of a table that goes into a log, which nobody cuts."""
+"""Columns of a table in a log, which has no width."""
 LABEL_WIDTH = 40
 """Columns of a stage's name in pictures; tables and errors have the whole one."""
 LEAST_TEXT = 16
@@ -47,7 +47,7 @@ def format_ms(microseconds: float) -> str:
 def shorten_name(name: str, width: int = LABEL_WIDTH) -> str:
     """Return a stage's name in at most ``width`` columns: its first parts and the last ones, ``…`` for the others.
 
-    The last part is what tells most (``loss``), so it is kept first, then parts from both ends in turn.
+    The last part says most (``loss``), so it is shown first, then parts from both ends in turn.
 
     >>> shorten_name("vision_model.post_layernorm+visual_projection+loss")
     'vision_model.post_layernorm+…+loss'
@@ -80,7 +80,7 @@ def screen_columns() -> int | None:
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
     except (OSError, ValueError, AttributeError):  # no terminal; closed; replaced by something without a file
         return None
-    return columns or None  # 0: a terminal that nobody told its size
+    return columns or None  # 0: a terminal of unknown size
 
 
 def fill_text(text: str, *, indent: str = "") -> str:
@@ -90,11 +90,9 @@ def fill_text(text: str, *, indent: str = "") -> str:
         indent: in front of the second line and those behind it.
     """
     width = screen_columns()
-    return (
-        text
-        if width is None
-        else textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False)
-    )
+    if width is None:
+        return text
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False)
 
 
 def format_table(header: list[str], rows: list[list[str]], *, left: int = 1, width: int | None = None) -> str:
@@ -119,17 +117,17 @@ def format_table(header: list[str], rows: list[list[str]], *, left: int = 1, wid
     width = screen_columns() if width is None else width
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     if width is not None and len(header) > 1 and widths[0] > (most := max(width // 2, 12)):
-        # what names the row may take half a line: its two ends tell most
+        # what names the row may take half a line: its two ends say most
         header, rows = [header[0], *header[1:]], [[_shortened(row[0], most), *row[1:]] for row in rows]
         widths[0] = max(len(row[0]) for row in (header, *rows))
     lines: list[str] = []
     for columns in _columns_of_parts(widths, width):
         lines += [""] if lines else []
-        room = None if width is None else max(width - widths[0] - 2, LEAST_TEXT)
+        left_columns = None if width is None else max(width - widths[0] - 2, LEAST_TEXT)
         for row in (header, *rows):
-            if room is not None and len(columns) == 2 and widths[columns[1]] > room:
-                # a column that is wider than the screen: its text goes on below itself
-                texts = textwrap.wrap(row[columns[1]], room) or [""]
+            if left_columns is not None and len(columns) == 2 and widths[columns[1]] > left_columns:
+                # a column that is wider than the screen: its text is continued below
+                texts = textwrap.wrap(row[columns[1]], left_columns) or [""]
                 names = [row[0], *[""] * (len(texts) - 1)]
                 lines += [f"{n:{widths[0]}}  {text}".rstrip() for n, text in zip(names, texts, strict=True)]
                 continue

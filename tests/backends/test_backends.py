@@ -26,10 +26,10 @@ from gpp_plugin.backends.place_forward import CuttableForward, choose_single, pl
 from gpp_plugin.backends.stage_backends import (
     BackendForward,
     StageBackends,
-    backends_asked,
     check_asked,
     check_stages,
     forward_code,
+    requested_backends,
 )
 from gpp_plugin.collage.operator_graph import bits
 from gpp_plugin.collage.patterns import BasePatternRule, is_op
@@ -120,7 +120,7 @@ def test_each_gives_what_torch_gives_and_stays_as_it_is(name: str, tower: Forwar
 
 
 def test_frozen_code_takes_what_changes_and_nothing_else(tower: ForwardCode) -> None:
-    assert [n.name for n in tower.frozen.graph.nodes if n.op == "placeholder"] == ["given_0"]
+    assert [n.name for n in tower.frozen.graph.nodes if n.op == "placeholder"] == ["input_0"]
     for own, right in zip(tower.frozen(*tower.examples), tower.run(*tower.examples), strict=True):
         assert torch.equal(own, right)
 
@@ -203,8 +203,8 @@ def test_a_conversion_that_fails_names_the_operator(tower: ForwardCode) -> None:
     [
         ([(aten.dropout.default, 0.5, True)], r"aten\.dropout\.default\) draws random numbers"),
         ([(aten.batch_norm.default, None, None, "held", "held", True, 0.1, 1e-5, False)], "updates its running statistics"),
-        ([(aten.relu_.default,)], r"aten\.relu_\.default\) writes into what it is given"),
-        ([(aten.view.default, [12]), (aten.relu_.default,)], "writes into what it is given"),
+        ([(aten.relu_.default,)], r"aten\.relu_\.default\) writes into its operands"),
+        ([(aten.view.default, [12]), (aten.relu_.default,)], "writes into its operands"),
         ([(aten.nonzero.default,)], "depends on values"),
     ],
 )  # fmt: skip
@@ -458,8 +458,8 @@ def test_a_backend_that_is_asked_for_and_absent_is_refused_before_anything_is_ca
             ):
                 check_asked(asked)
         check_asked("auto")
-        assert "absent" not in backends_asked("auto", "vision")
-    assert backends_asked({"vision": "openvino"}, "language") == backends_asked("off", "vision") == ()
+        assert "absent" not in requested_backends("auto", "vision")
+    assert requested_backends({"vision": "openvino"}, "language") == requested_backends("off", "vision") == ()
 
 
 def test_forward_code_is_the_version_in_use(tower: ForwardCode) -> None:

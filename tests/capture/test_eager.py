@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.eager.opaque_call import OpaqueCall, put_together, take_apart
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall, extract_tensors, insert_tensors
 from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad_records
 from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device, with_culprit
 from gpp_plugin.capture.export import capture_model
@@ -250,9 +250,11 @@ def test_arguments_come_apart_and_together() -> None:
             self.inner, self.name = inner, "box"
 
     tensors: list[Tensor] = []
-    pattern = take_apart(((x, None), {"mask": [m, 3], "box": Box(x), "device": torch.device("cpu")}), tensors)
+    pattern = extract_tensors(
+        ((x, None), {"mask": [m, 3], "box": Box(x), "device": torch.device("cpu")}), tensors
+    )
     assert len(tensors) == 3
-    (first, none), named = put_together(pattern, [x + 1, m, x + 2], ("cpu", torch.device("meta", 1)))
+    (first, none), named = insert_tensors(pattern, [x + 1, m, x + 2], ("cpu", torch.device("meta", 1)))
     assert torch.equal(first, x + 1) and none is None
     assert named["mask"][1] == 3 and torch.equal(named["box"].inner, x + 2) and named["box"].name == "box"
     assert named["device"] == torch.device("meta", 1)
@@ -282,7 +284,7 @@ def test_lists_of_dicts_travel_as_padded_tensors() -> None:
     )
     cut = cut_records(bare["masks"], [bare[name] for name in bare["masks"].entries("masks")])
     assert all(torch.equal(one, other) for one, other in zip(cut, masks, strict=True))
-    with pytest.raises(ConfigError, match="'labels': its dicts have unlike keys"):
+    with pytest.raises(ConfigError, match="'labels': its dicts have different keys"):
         pad_records({"labels": [{"a": torch.ones(1)}, {"b": torch.ones(1)}]})
 
 

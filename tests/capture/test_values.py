@@ -82,7 +82,7 @@ def test_a_rank_without_the_batch_replays_what_others_read() -> None:
     assert replayed.op_graph == again.op_graph
     assert_is_model(replayed, model, other)
     for wrong in (readings[:-1], (*readings, 1)):
-        with pytest.raises(CaptureError, match="reads other values of this batch than were told"):
+        with pytest.raises(CaptureError, match="reads other values of this batch than the recording has"):
             recapture(model, capture.analysis, WholeUnit(shapes, num_samples=2, readings=wrong))
 
 

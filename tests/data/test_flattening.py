@@ -39,7 +39,10 @@ def test_labels_are_the_tokens_where_there_are_none_and_padding_is_left_out() ->
         ([{"input_ids": torch.zeros(2, 2)}], "must be a tensor"),
         ([{"input_ids": torch.ones(2), "pixel_values": torch.ones(3, 4, 4)}], r"pixel_values is \[3, 4, 4\]"),
         ([{"input_ids": torch.ones(2), "name": "a"}], "name is str"),
-        ([{"input_ids": torch.ones(2)}, {"input_ids": torch.ones(2), "x": torch.ones(2)}], "unlike entries"),
+        (
+            [{"input_ids": torch.ones(2)}, {"input_ids": torch.ones(2), "x": torch.ones(2)}],
+            "different entries",
+        ),
         ([{"input_ids": torch.ones(2), "attention_mask": torch.zeros(2)}], "hides all of its 2"),
     ],
 )

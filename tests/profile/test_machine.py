@@ -32,7 +32,7 @@ def test_reading_it_draws_no_random_numbers():
 def test_products_are_timed_in_the_dtype_they_are_trained_in(monkeypatch):
     """On the device at hand, so that a plan of bf16 ranks is made with the speed of bf16."""
     seen = []
-    monkeypatch.setattr(machine, "_seconds", lambda operation: seen.append(operation()) or 1e-3)
+    monkeypatch.setattr(machine, "seconds_of", lambda operation, is_cuda: seen.append(operation()) or 1e-3)
     reached_speeds.cache_clear()
     try:
         speeds = [read_machine(1, device_type="cpu", dtype=d).devices[0].flops_per_s for d in DTYPES]

@@ -296,7 +296,7 @@ def test_blocks_are_timed_in_a_chain_where_there_is_room(
             raise torch.OutOfMemoryError("out of memory")
         return [(Lap(us=1e9 + i, is_busy=True), Lap(us=2e9 + i, is_busy=True)) for i in range(len(found))]
 
-    monkeypatch.setattr(block_survey, "_has_room", lambda device: True)
+    monkeypatch.setattr(block_survey, "_has_chain_memory", lambda device: True)
     monkeypatch.setattr(block_survey, "time_chain", time_chain)
     plain = measured(*prepared("clip"))
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""While a model is traced: modules that are kept whole, and custom autograd functions, leave one operator each.
+"""While a model is traced: eager submodules and custom autograd functions leave one operator each.
 
 The ``forward`` of such a module is replaced by a function that tries the real one (`trial_run`), calls an operator of
 ours with its tensors, which tracing writes down, and returns fake results in the structure of the real ones. In the
@@ -31,7 +31,6 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpp_plugin.capture.eager.opaque_call import (
@@ -40,10 +39,10 @@ from gpp_plugin.capture.eager.opaque_call import (
     Observed,
     OpaqueCall,
     ResultSpec,
+    extract_tensors,
     holds_symbols,
+    insert_tensors,
     is_plain,
-    put_together,
-    take_apart,
 )
 from gpp_plugin.capture.eager.trial_run import (
     CPU,
@@ -58,6 +57,7 @@ from gpp_plugin.capture.eager.trial_run import (
 from gpp_plugin.capture.tracing.carried_state import class_values, described, initial_values
 from gpp_plugin.capture.tracing.devices import on_device
 from gpp_plugin.capture.tracing.outside import TORCHS_OWN, refill
+from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.analysis import CarriedState
 
@@ -77,10 +77,10 @@ def _fake_results(tensors: Sequence[Tensor], call: str) -> list[Tensor]:
 
 
 class NeedsWholeModule(CaptureError):
-    """What calls this can only be kept whole: the innermost module around it must run as it is.
+    """What calls this cannot be traced: the innermost module around it must run as it is.
 
     Args:
-        within: the module or function that cannot be kept whole alone; None where it is none.
+        within: the module or function that cannot run as it is alone; None where it is none.
     """
 
     def __init__(self, message: str, within: str | None = None) -> None:
@@ -121,8 +121,8 @@ class WholeCalls:
         self._is_trying = False
         self._gives_modules = False
         self.left_by_hooks: set[tuple[str, str]] = set()
-        """Module and attribute that hooks of modules kept whole have left something in, outside of these."""
-        # weights by the shadow's modules: the same path in both
+        """Module and attribute that hooks of eager submodules have left something in, outside of these."""
+        # weights by the meta_copy's modules: the same path in both
         self._weights = {
             (path, name): tensor
             for path, module in original.named_modules(remove_duplicate=False)
@@ -135,7 +135,7 @@ class WholeCalls:
         self._states = self.states_around(states)[1]
 
     def states_around(self, states: Sequence[CarriedState]) -> tuple[list[CarriedState], list[CarriedState]]:
-        """Return the state outside of modules that are kept whole, and the attributes inside, which they see to."""
+        """Return the state outside of eager submodules, and the attributes inside, which these carry themselves."""
         inside = [
             state
             for state in states
@@ -244,7 +244,7 @@ class WholeCalls:
         """Keep a custom function with its backward, where its backward matters and it is not torch's own."""
         original: Any = super(_SingleLevelFunction, function).apply  # type: ignore[misc]
         tensors: list[Tensor] = []
-        pattern = take_apart((args, kwargs), tensors)
+        pattern = extract_tensors((args, kwargs), tensors)
         if self._is_trying:
             self._gives_modules |= not is_plain(pattern)
             return original(*args, **kwargs)
@@ -255,7 +255,7 @@ class WholeCalls:
         name = f"{function.__module__}.{function.__qualname__}"
         if not is_plain(pattern):
             raise NeedsWholeModule(
-                f"custom autograd function {name} is given more than tensors and numbers, and loses its backward alone"
+                f"custom autograd function {name} takes more than tensors and numbers, and loses its backward alone"
             )
         where = f"custom autograd function {name}"
         before = class_values(function)
@@ -290,8 +290,8 @@ class WholeCalls:
         is_function: bool = False,
     ) -> Any:
         """Try a call, let tracing write it down, and return its fake results as the real ones are structured."""
-        given: list[Tensor] = []
-        pattern = take_apart(arguments, given)
+        operands: list[Tensor] = []
+        pattern = extract_tensors(arguments, operands)
         call = OpaqueCall(
             title=title,
             where=where,
@@ -300,18 +300,18 @@ class WholeCalls:
             pattern=pattern,
             observed=Observed(results=()),
             is_function=is_function,
-            home=([*own, *given] or [torch.empty(())])[0].device.type,
+            home=([*own, *operands] or [torch.empty(())])[0].device.type,
         )
-        if not own and not given:
+        if not own and not operands:
             raise NeedsWholeModule(f"{where} is called without tensors")
-        if holds_symbols(pattern) or any(not all(type(n) is int for n in t.shape) for t in given):
+        if holds_symbols(pattern) or any(not all(type(n) is int for n in t.shape) for t in operands):
             raise NeedsWholeModule(f"{where} is called with numbers, or shapes, that depend on values")
-        returned = self._try(call, [*own, *given], weights)
+        returned = self._try(call, [*own, *operands], weights)
         key = str(next(_NUMBERS))
         self._calls[key] = call
         _TRACED[key] = call.observed.results
-        made = torch.ops.gpp_plugin.eager([*own, *given], key)
-        return put_together(returned, made)
+        made = torch.ops.gpp_plugin.eager([*own, *operands], key)
+        return insert_tensors(returned, made)
 
     def _try(self, call: OpaqueCall, traced: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
         """Run a call for real, note what was observed, and return the pattern of what it returned."""
@@ -321,7 +321,7 @@ class WholeCalls:
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            patterns.append(take_apart(result, []))
+            patterns.append(extract_tensors(result, []))
             return result
 
         path = call.title.removeprefix("eager ")
@@ -334,7 +334,7 @@ class WholeCalls:
         self._is_trying, self._gives_modules = True, False
         call.callee.function = noting
         try:
-            # made-up operands and weights are drawn; the capture is told of no number that is not the model's own
+            # made-up operands and weights are drawn; the capture sees no number that is not the model's own
             with (
                 _disable_current_modes(),
                 torch.random.fork_rng(devices=[]),
@@ -357,7 +357,7 @@ class WholeCalls:
         if written:
             raise CaptureError(
                 f"a hook on {call.where} writes into {written[0]}, which is not that module's, so that no stage would "
-                "have what it leaves: let it write into a buffer of the module that it is given, its first argument"
+                "have what it leaves: let it write into a buffer of its first argument, the module"
             )
         if isinstance(call.callee, ModuleCallee):
             call.callee.stays_bound |= self._gives_modules
@@ -392,7 +392,7 @@ class _LeftByHooks:
 
     Args:
         model: the user's.
-        path: the module that is tried, of whose own tensors it is given copies.
+        path: the module that is tried, on copies of its own tensors.
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
@@ -401,7 +401,7 @@ class _LeftByHooks:
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if not is_within(name, path)
         }
-        # A version tells that a tensor was written to. Parameters are not cloned, as they may be large: a write to one
+        # A version changes when a tensor is written. Parameters are not cloned, as they may be large: a write to one
         # is refused, and none is put back.
         self._tensors = {name: (tensor, tensor._version) for name, tensor in outside.items()}
         self._values = {
@@ -410,33 +410,27 @@ class _LeftByHooks:
             if not isinstance(tensor, nn.Parameter)
         }
         self.attributes: set[tuple[str, str]] = set()
-        self._paths = {id(vars(module)): path for path, module in model.named_modules()}
-        self._modules = [(vars(module), vars(module).keys() - ()) for module in model.modules()]
         # containers by their contents: a hook that appends to a list leaves the list itself in place
-        self._attributes = [
-            (
-                vars(module),
-                name,
-                value,
-                copy.copy(value) if isinstance(value, (dict, list, deque, set)) else None,
-            )
-            for module in model.modules()
-            for name, value in vars(module).items()
-            if name not in TORCHS_OWN
-        ]
+        self._before = []
+        for path, module in model.named_modules():
+            values = dict(vars(module))
+            own = {n: v for n, v in values.items() if n not in TORCHS_OWN}
+            held = {n: copy.copy(v) for n, v in own.items() if isinstance(v, (dict, list, deque, set))}
+            self._before.append((path, vars(module), values.keys(), own, held))
 
     def undone(self) -> list[str]:
         """Put back what was left, and return the names of tensors that were written."""
-        for attributes, names in self._modules:
+        for path, attributes, names, own, held in self._before:
             for name in attributes.keys() - names:
-                self.attributes.add((self._paths[id(attributes)], name))
+                self.attributes.add((path, name))
                 del attributes[name]
-        for attributes, name, value, content in self._attributes:
-            if attributes.get(name) is not value or not _holds_the_same(content, value):
-                self.attributes.add((self._paths[id(attributes)], name))
-            attributes[name] = value
-            if content is not None:
-                refill(value, content)
+            for name, value in own.items():
+                content = held.get(name)
+                if attributes.get(name) is not value or not _holds_the_same(content, value):
+                    self.attributes.add((path, name))
+                attributes[name] = value
+                if content is not None:
+                    refill(value, content)
         written = [name for name, (tensor, version) in self._tensors.items() if tensor._version != version]
         with torch.no_grad(), _disable_current_modes():
             for name in written:
@@ -460,7 +454,7 @@ _AT_REST: ContextVar[bool] = ContextVar("_AT_REST", default=False)
 
 @contextmanager
 def hooks_at_rest() -> Iterator[None]:
-    """Call no hooks of modules that are kept whole while the context lasts, but where they change what is computed.
+    """Call no hooks of eager submodules while the context lasts, unless they change what is computed.
 
     A model is timed on made-up values, many times: whoever logs or keeps activations is to have none of these.
     """
@@ -472,10 +466,10 @@ def hooks_at_rest() -> Iterator[None]:
 
 
 class _CalledWithHooks:
-    """Calls a module that is kept whole with the hooks that its user's module has at that time.
+    """Calls an eager submodule with the hooks that its user's module has at that time.
 
     Args:
-        module: the copy whose forward runs, and which hooks are given; tracing finds no hooks on it.
+        module: the copy whose forward runs, and which hooks receive; tracing finds no hooks on it.
         original: the user's module.
     """
 
@@ -505,10 +499,10 @@ class _CalledWithHooks:
                 own["forward"] = stand_in
 
     def _call_hook(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = [tensor for tensor in pytree.tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
-        before = [(tensor._version, tensor.requires_grad) for tensor in given]
+        passed = tensors_in((args, kwargs))
+        before = [(tensor._version, tensor.requires_grad) for tensor in passed]
         returned = hook(*args, **kwargs)
-        is_left = before == [(tensor._version, tensor.requires_grad) for tensor in given]
+        is_left = before == [(tensor._version, tensor.requires_grad) for tensor in passed]
         self._changes = self._changes or returned is not None or not is_left
         return returned
 
@@ -546,7 +540,7 @@ def _compute(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     target: Any = node.target
     seen: Any = node.meta.get("val")
     if isinstance(seen, FakeTensor) and seen.constant is not None:
-        return seen.constant  # made of Python's numbers (sizes of feature maps): tracing knows its values
+        return seen.constant  # made of Python's numbers (sizes of feature maps): tracing has its values
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return None
     sources = [known[source] for source in node.all_input_nodes]

@@ -3,7 +3,7 @@
 A graph's node has an `OpaqueCall` as its target and tensors alone as arguments: the module's own parameters and
 buffers, then the tensors among what it was called with. Everything else (flags, lists, None) is frozen in the call.
 On real tensors it runs the user's code under autograd, dropout, custom backwards and all; on fake ones it makes
-results like those that were seen when the code was tried (`trial_run`), and lets autograd keep as much.
+results like those that were seen when the code was tried (`trial_run`), and autograd saves as much.
 
 Source: this project
 Tests: tests/capture/test_eager.py
@@ -31,12 +31,12 @@ from gpp_plugin.capture.eager.padded_records import TracedRecords, cut_records
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.analysis import CarriedState
 
-# Arguments and results of a call apart: their tensors in a row, and everything else as a pattern.
+# Arguments and results of a call as a list of their tensors, and a pattern with everything else.
 
 Rebuild = Callable[[Sequence[Any]], Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.Size)
-"""What is compared where a call returns it, and what a custom autograd function may be given beside tensors."""
+"""What is compared where a call returns it, and what a custom autograd function may take beside tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ MAX_DEPTH = 3
 """How many objects inside each other are looked into; a configuration may refer to itself."""
 
 
-def take_apart(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
+def extract_tensors(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
     """Return the pattern of a value, its tensors appended to ``tensors``.
 
     Looks into tuples, lists, mappings, dataclasses and other objects with attributes; what holds no tensor is part of
@@ -75,15 +75,16 @@ def take_apart(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
         return value
     before = len(tensors)
     rebuild, parts = _open(value)
-    taken = tuple(take_apart(part, tensors, depth + is_object) for part in parts)
-    return Container(rebuild, taken) if len(tensors) > before or _holds_device(taken) else value
+    taken = tuple(extract_tensors(part, tensors, depth + is_object) for part in parts)
+    holds_device = any(isinstance(part, (torch.device, Container)) for part in taken)
+    return Container(rebuild, taken) if len(tensors) > before or holds_device else value
 
 
 Moved = tuple[str, torch.device]
 """A type of devices, and the device that stands for each of that type."""
 
 
-def put_together(pattern: Any, tensors: Sequence[Any], moved: Moved | None = None) -> Any:
+def insert_tensors(pattern: Any, tensors: Sequence[Any], moved: Moved | None = None) -> Any:
     """Return the value of a pattern with these tensors.
 
     Args:
@@ -92,7 +93,7 @@ def put_together(pattern: Any, tensors: Sequence[Any], moved: Moved | None = Non
     if isinstance(pattern, Slot):
         return tensors[pattern.index]
     if isinstance(pattern, Container):
-        return pattern.rebuild([put_together(part, tensors, moved) for part in pattern.parts])
+        return pattern.rebuild([insert_tensors(part, tensors, moved) for part in pattern.parts])
     if isinstance(pattern, torch.device) and moved is not None and pattern.type == moved[0]:
         return moved[1]
     return pattern
@@ -107,21 +108,21 @@ def plain_values(pattern: Any) -> tuple[Any, ...]:
 
 def is_plain(pattern: Any) -> bool:
     """Return whether a pattern holds plain values and tensors only: no modules, no functions, no other objects."""
-    if isinstance(pattern, Container):
-        return all(is_plain(part) for part in pattern.parts)
-    if isinstance(pattern, (tuple, list, set, frozenset)):
-        return all(is_plain(part) for part in pattern)
     if isinstance(pattern, Mapping):
-        return all(is_plain(part) for part in pattern.values())
+        pattern = tuple(pattern.values())
+    if isinstance(pattern, Container):
+        pattern = pattern.parts
+    if isinstance(pattern, (tuple, list, set, frozenset)):
+        return all(map(is_plain, pattern))
     return isinstance(pattern, (*PLAIN, Slot, torch.device))
 
 
 def holds_symbols(pattern: Any) -> bool:
-    """Return whether a pattern holds numbers that tracing knows as symbols only."""
+    """Return whether a pattern holds numbers that are symbols while tracing."""
     if isinstance(pattern, Container):
-        return any(holds_symbols(part) for part in pattern.parts)
+        pattern = pattern.parts
     if isinstance(pattern, (tuple, list)):
-        return any(holds_symbols(part) for part in pattern)
+        return any(map(holds_symbols, pattern))
     return isinstance(pattern, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
@@ -132,10 +133,8 @@ def _open(value: Any) -> tuple[Rebuild, list[Any]]:
         is_named = hasattr(kind, "_fields")
         return (lambda parts: kind(*parts)) if is_named else (lambda parts: kind(parts)), list(value)
     if isinstance(value, TracedRecords):
-        fields = value.fields
-        return (lambda parts: cut_records(fields, parts)), [
-            t for pair in value.tensors.values() for t in pair
-        ]
+        fields, tensors = value.fields, [t for pair in value.tensors.values() for t in pair]
+        return (lambda parts: cut_records(fields, parts)), tensors
     if isinstance(value, list):
         return (lambda parts: kind(parts)), list(value)
     if isinstance(value, Mapping):
@@ -143,7 +142,13 @@ def _open(value: Any) -> tuple[Rebuild, list[Any]]:
         if dataclasses.is_dataclass(kind):  # a HuggingFace output: both, made by its fields
             return (lambda parts: kind(**dict(zip(keys, parts, strict=True)))), [value[k] for k in keys]
         if isinstance(value, MutableMapping):
-            return _refill(value, keys), [value[k] for k in keys]
+
+            def refilled(parts: Sequence[Any]) -> Any:
+                made = copy.copy(value)
+                made.update(zip(keys, parts, strict=True))
+                return made
+
+            return refilled, [value[k] for k in keys]
     attributes = getattr(value, "__dict__", None)
     if callable(value) or not attributes:
         return (lambda parts: value), []
@@ -164,21 +169,6 @@ def _open(value: Any) -> tuple[Rebuild, list[Any]]:
     return rebuild, [attributes[name] for name in names]
 
 
-def _refill(value: MutableMapping[Any, Any], keys: Sequence[Any]) -> Rebuild:
-    """Return what makes a mapping like ``value``, of its own class, of other values."""
-
-    def rebuild(parts: Sequence[Any]) -> Any:
-        made = copy.copy(value)
-        made.update(zip(keys, parts, strict=True))
-        return made
-
-    return rebuild
-
-
-def _holds_device(parts: Sequence[Any]) -> bool:
-    return any(isinstance(part, (torch.device, Container)) for part in parts)
-
-
 _HOOKS: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = ContextVar(
     "_HOOKS", default=None
 )
@@ -186,7 +176,7 @@ _HOOKS: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | Non
 
 @contextmanager
 def saving_apart(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Let what opaque calls save for backward go through these hooks, whatever hooks there are around the calls.
+    """Pass what opaque calls save for backward through these hooks, whatever hooks there are around the calls.
 
     Where saved tensors are followed by position (a plan that swaps or recomputes), those of a call must not be among
     them: with other values it may save more of them, or fewer.
@@ -214,10 +204,10 @@ class Observed:
 
     Args:
         results: the tensors it returned; ``values`` the numbers and texts beside them, which must never change.
-        keeps: what autograd kept: ("argument", its position), ("result", its number), or ("inside", bytes).
+        keeps: what autograd saved: ("argument", its position), ("result", its number), or ("inside", bytes).
         written: positions of the arguments that it writes into.
         draws_outside: it drew from Python's or numpy's generator.
-        calls_modules_later: a custom function inside it was given modules, which its backward may call.
+        calls_modules_later: a custom function inside it took modules, which its backward may call.
     """
 
     results: tuple[ResultSpec, ...]
@@ -237,14 +227,14 @@ class Callee:
     function: Callable[..., Any]
 
     def bound(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Let the function see its own tensors."""
+        """Put the function's own tensors in place."""
         assert not tensors, "a function has none"
         return nullcontext()
 
 
 @dataclass
 class ModuleCallee(Callee):
-    """A module whose parameters and buffers are given to it for each call.
+    """A module whose parameters and buffers are put in place for each call.
 
     Args:
         function: its own ``forward``; hooks on the module itself are traced around the call.
@@ -260,10 +250,10 @@ class ModuleCallee(Callee):
 
     @contextmanager
     def bound(self, tensors: Sequence[Tensor]) -> Any:
-        """Let the module's parameters and buffers be these; what it puts in their place is written into them."""
+        """Put these in place of the module's parameters and buffers; what replaces them is written into them."""
         before = self._set(tensors)
         homes = [tensor.data for tensor in tensors]
-        kept = [dict(vars(module)) for module, _ in self.states]
+        before_call = [dict(vars(module)) for module, _ in self.states]
         try:
             for module, state in self.states:
                 vars(module)[state.name.rpartition(".")[2]] = self._read(module, state)
@@ -280,7 +270,7 @@ class ModuleCallee(Callee):
                         with torch.no_grad():
                             tensor.copy_(found)  # ``self.count = self.count + 1``
         finally:
-            for (module, state), attributes in zip(self.states, kept, strict=True):
+            for (module, state), attributes in zip(self.states, before_call, strict=True):
                 leaf = state.name.rpartition(".")[2]
                 vars(module)[leaf] = attributes.get(leaf)
             if not self.stays_bound:
@@ -306,10 +296,9 @@ class ModuleCallee(Callee):
             RuntimeFailure: it is of another structure than before.
         """
         left, spec = pytree.tree_flatten(vars(module)[state.name.rpartition(".")[2]])
-        buffers = self._buffers_of(module, state)
         if pytree.treespec_dumps(spec) != state.structure:
             raise RuntimeFailure(f"{state.name} is of another structure than in the sample batch's forward")
-        for buffer, value in zip(buffers, left, strict=True):
+        for buffer, value in zip(self._buffers_of(module, state), left, strict=True):
             value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=buffer.dtype)
             if value.shape != buffer.shape:
                 raise RuntimeFailure(
@@ -359,7 +348,7 @@ class OpaqueCall:
 
     @property
     def is_random(self) -> bool:
-        """Return whether it may draw random numbers: of a module that runs as it is nobody knows."""
+        """Return whether it may draw random numbers; of a module that runs as it is that is unknown."""
         return self.observed.is_random or not self.is_function
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -377,22 +366,22 @@ class OpaqueCall:
             (r.shape, r.dtype) for r in expected.results
         ]:
             raise RuntimeFailure(
-                f"{self.where}, which runs as it is, returned {_told(results, values)} and was captured with "
-                f"{_told(expected.results, expected.values)}: what it returns depends on values; name a module around "
-                'it that returns one shape in "eager", or pad its input'
+                f"{self.where}, which runs as it is, returned {_described(results, values)} and was captured with "
+                f"{_described(expected.results, expected.values)}: what it returns depends on values; name a module "
+                'around it that returns one shape in "eager", or pad its input'
             )
         return results
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """Return the tensors that the user's code returns for real ones, and the plain values beside them."""
-        own, given = tensors[: self.num_own], tensors[self.num_own :]
+        own, operands = tensors[: self.num_own], tensors[self.num_own :]
         hooks = _HOOKS.get()
-        apart = nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
-        with self._drawing(), self.callee.bound(own), apart:
-            args, kwargs = put_together(self.pattern, given, (self.home, tensors[0].device))
+        saving = nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
+        with self._drawing(), self.callee.bound(own), saving:
+            args, kwargs = insert_tensors(self.pattern, operands, (self.home, tensors[0].device))
             returned = self.callee.function(*args, **kwargs)
         results: list[Tensor] = []
-        pattern = take_apart(returned, results)
+        pattern = extract_tensors(returned, results)
         # no result shares memory with an argument: the graph takes it for a tensor of its own
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         return tuple(
@@ -413,18 +402,18 @@ class OpaqueCall:
             ]
             results, _ = self.run([leaf.clone() for leaf in leaves])
             roots = [r for r in results if r.requires_grad]
-            asked = [leaf for leaf in leaves if leaf.requires_grad]
-            if not roots or not asked:
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            if not roots or not trained:
                 return results, []
             # a gradient that differs from element to element and is cut as the result is: 0.5 + the result's cosine
             seeds = [root.detach().cos() + 0.5 for root in roots]
-            found = torch.autograd.grad(roots, asked, seeds, allow_unused=True)
-        gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(asked, found, strict=True)]
+            found = torch.autograd.grad(roots, trained, seeds, allow_unused=True)
+        gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(trained, found, strict=True)]
         return tuple(r.detach() for r in results), gradients
 
     @contextmanager
     def _drawing(self) -> Any:
-        """Let Python's and numpy's generators follow torch's, where the code draws from them.
+        """Seed Python's and numpy's generators from torch's, where the code draws from them.
 
         A rank's torch generator is seeded by the job and restored before anything runs again, so that a second forward
         draws the same.
@@ -444,7 +433,7 @@ class OpaqueCall:
 
 
 class _Stand(torch.autograd.Function):
-    """Stands for a call on fake tensors: results of the shapes seen, and as much kept for backward."""
+    """Stands for a call on fake tensors: results of the shapes seen, and as much saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, call: OpaqueCall, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -457,13 +446,13 @@ class _Stand(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(m for m, r in zip(made, call.observed.results, strict=True) if not r.requires_grad)
         )
-        kept = []
+        saved = []
         for kind, number in call.observed.keeps:
             if kind == "inside":
-                kept.append(torch.empty(number, dtype=torch.uint8, device=device))
+                saved.append(torch.empty(number, dtype=torch.uint8, device=device))
             else:
-                kept.append((tensors if kind == "argument" else made)[number])
-        ctx.save_for_backward(*kept)
+                saved.append((tensors if kind == "argument" else made)[number])
+        ctx.save_for_backward(*saved)
         return made
 
     @staticmethod
@@ -472,7 +461,7 @@ class _Stand(torch.autograd.Function):
         raise AssertionError("what is only looked at has no backward")
 
 
-def _told(results: Sequence[Any], values: tuple[Any, ...]) -> str:
+def _described(results: Sequence[Any], values: tuple[Any, ...]) -> str:
     shapes = [f"{list(r.shape)} {str(r.dtype).removeprefix('torch.')}" for r in results]
     others = [v for v in values if isinstance(v, (bool, int, float, str))]
     return ", ".join(shapes + [repr(v) for v in others]) or "nothing"

@@ -10,7 +10,7 @@ and joined like any other, and a constant that says what they were:
 A list of tensors (a segmenter's masks) is taken for one of dicts with one field, ``tensor``.
 
 While a model is traced such an entry is a `TracedRecords`, of which nothing can be read: only a module or a loss that
-is kept whole gets the list of dicts again, cut to each tensor's own shape.
+runs as it is gets the list of dicts again, cut to each tensor's own shape.
 
 Source: this project
 Tests: tests/capture/test_eager.py
@@ -52,7 +52,7 @@ def pad_records(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch with its lists of dicts of tensors, one a sample, as padded tensors.
 
     Raises:
-        ConfigError: dicts of one entry have unlike keys, or tensors of unlike numbers of axes.
+        ConfigError: dicts of one entry have different keys, or tensors of different numbers of axes.
     """
     padded: dict[str, Any] = {}
     for key, value in batch.items():
@@ -89,8 +89,8 @@ def _num_samples(batch: Mapping[str, Any]) -> int:
 def _pad_field(key: str, field: str, records: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     if any(record.keys() != records[0].keys() for record in records):
         raise ConfigError(
-            f"batch entry {key!r}: its dicts have unlike keys {sorted({tuple(sorted(r)) for r in records})}; give all "
-            "samples the same"
+            f"batch entry {key!r}: its dicts have different keys {sorted({tuple(sorted(r)) for r in records})}; give "
+            "all samples the same"
         )
     tensors = [record[field] for record in records]
     if len({(t.dim(), t.dtype) for t in tensors}) > 1:
@@ -148,7 +148,7 @@ class TracedRecords(list[Any]):
 
 
 class UnreadRecords(CaptureError):
-    """Code that is traced reads a list of dicts: the module whose code it is must be kept whole."""
+    """Code that is traced reads a list of dicts: its module must run as it is."""
 
 
 def with_records(entries: Mapping[str, Any]) -> dict[str, Any]:

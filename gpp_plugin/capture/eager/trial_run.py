@@ -30,12 +30,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from gpp_plugin.capture.eager.opaque_call import Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.tracing.devices import on_device
 from gpp_plugin.capture.tracing.outside import TORCH, watched_generators
+from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure, first_line
 
-# Which modules are kept whole: those that are asked for by path, and those whose tracing fails.
+# Which modules run as they are: those that the user names by path, and those whose tracing fails.
 
 MAX_ATTEMPTS = 12
-"""How often a model is traced anew with one more kind of module kept whole."""
+"""How often a model is traced anew with one more kind of module as it is."""
 
 
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -47,29 +48,20 @@ HOOK_OPTIONS = (
 )
 """Tables that say how hooks are called."""
 GLOBAL_HOOKS: Mapping[str, Any] = {
-    name: getattr(nn.modules.module, name)
-    for name in (
-        "_global_forward_pre_hooks",
-        "_global_forward_hooks",
-        "_global_backward_pre_hooks",
-        "_global_backward_hooks",
-    )
+    name: getattr(nn.modules.module, f"_global{name}") for name in MODULE_HOOKS
 }
 """Tables of the hooks that torch calls for every module."""
 TRACED_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "gpp_plugin")
 """Packages whose own hooks compute (weight norms, inputs that take a gradient), which a trace has as operators."""
 
 
-READS, DEPENDS, TAKEN = (
-    "the Python code depends on tensor values",
-    "depends on values",
-    "taken from a tensor",
-)
-"""Words that say that values are what an export lacks (`lacks_values`)."""
+READS, DEPENDS = "the Python code depends on tensor values", "depends on values"
+TAKEN = "taken from a tensor"
+"""Words in errors of an export that lacks values (`lacks_values`)."""
 
 
 class Untraceable(CaptureError):
-    """Tracing failed inside a module, or a function, which may be kept whole instead.
+    """Tracing failed inside a module, or a function, which may run as it is instead.
 
     Args:
         culprit: its path; "" where that is the whole model.
@@ -94,7 +86,7 @@ def lacks_values(error: CaptureError) -> bool:
 def find_asked(
     model: nn.Module, eager: Iterable[str], *, key: str = "graph_pipeline.eager"
 ) -> tuple[str, ...]:
-    """Return the modules that paths ask for; ``*`` in one stands for any one part of a path.
+    """Return the modules that paths name; ``*`` in one stands for any one part of a path.
 
     A path may end with a function that is an attribute of a module, such as a HuggingFace model's ``loss_function``.
 
@@ -134,7 +126,7 @@ def hooked_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def with_culprit(model: nn.Module, whole: Sequence[str], culprit: str) -> tuple[str, ...] | None:
-    """Return what to keep whole after tracing failed in one more module; None where nothing is left to try.
+    """Return the modules to run as they are after tracing failed in one more; None where nothing is left to try.
 
     The modules of its class in its place in the other layers fail as it did: ``layers.0.router`` stands for
     ``layers.*.router``. Where one of its class failed in another place before, all modules of the class do.
@@ -216,16 +208,19 @@ def made_up(shape: Sequence[int], dtype: torch.dtype, *, varied: torch.Generator
     Args:
         varied: draws zeros as well as ones, on its device.
     """
-    where = varied.device if varied is not None else torch.device("cpu")
+    shape = tuple(shape)
+    drawn: Any = {"generator": varied, "device": varied.device if varied is not None else CPU}
     if dtype.is_floating_point or dtype.is_complex:
         # drawn in single precision where the type is less exact, or holds two numbers
         real = torch.float64 if dtype is torch.float64 else torch.float32
-        return (torch.rand(tuple(shape), generator=varied, device=where, dtype=real) + 0.5).to(dtype)
+        return (torch.rand(shape, dtype=real, **drawn) + 0.5).to(dtype)
     if varied is None:
-        return torch.ones(tuple(shape), dtype=dtype)
-    if dtype is torch.bool:
-        return torch.rand(tuple(shape), generator=varied, device=where) < 0.5
-    return torch.randint(0, 2, tuple(shape), generator=varied, device=where, dtype=dtype)
+        return torch.ones(shape, dtype=dtype)
+    return (
+        torch.rand(shape, **drawn) < 0.5
+        if dtype is torch.bool
+        else torch.randint(0, 2, shape, dtype=dtype, **drawn)
+    )
 
 
 class CheckedOnCpu(TorchDispatchMode):
@@ -252,17 +247,13 @@ class CheckedOnCpu(TorchDispatchMode):
             # Copies: an operator may write into its operands, and runs once more. No mode sees the check (it would
             # count its operations), and generators are as before it.
             with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-                given, named = tree_map(self._copied, on_device((args, kwargs), CPU, of_type=self._of_type))
+                copies, named = tree_map(self._copied, on_device((args, kwargs), CPU, of_type=self._of_type))
                 with contextlib.suppress(NotImplementedError):  # no kernel for the CPU
-                    func(*given, **named)
+                    func(*copies, **named)
         return func(*args, **kwargs)
 
     def _is_checked(self, arguments: Any) -> bool:
-        operands = [
-            leaf
-            for leaf in tree_leaves(arguments)
-            if isinstance(leaf, Tensor) and leaf.device.type == self._of_type
-        ]
+        operands = [tensor for tensor in tensors_in(arguments) if tensor.device.type == self._of_type]
         if not self._indices_only:
             return bool(operands)
         return any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in operands)
@@ -293,17 +284,13 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
         arguments: real tensors, as its node has them; written into where the code writes.
     """
     # Clones: code may write into an argument, and autograd refuses that of a tensor that only takes a gradient. They
-    # are counted neither as kept nor as written, and count no operations, being made before.
-    given = [
-        a.detach().requires_grad_(takes)
-        if position < call.num_own
-        else a.detach().requires_grad_(takes).clone()
-        for position, (a, takes) in enumerate(zip(arguments, requires_grad, strict=True))
-    ]
-    kept: dict[int, Tensor] = {}
+    # are counted neither as saved nor as written, and count no operations, being made before.
+    leaves = [a.detach().requires_grad_(takes) for a, takes in zip(arguments, requires_grad, strict=True)]
+    operands = [*leaves[: call.num_own], *(leaf.clone() for leaf in leaves[call.num_own :])]
+    saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(
+        saved.setdefault(
             tensor.untyped_storage()._cdata, tensor
         )  # held, so that no other storage gets its address
         return tensor
@@ -312,12 +299,12 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         watched_generators() as drawn,
-        undone_writes(dict(enumerate(given))) as writes,
+        undone_writes(dict(enumerate(operands))) as writes,
         FlopCount() as costs,
         saved_tensors_hooks(pack, lambda tensor: tensor),
+        writes,
     ):
-        with writes:
-            results, values = call.run(given)
+        results, values = call.run(operands)
     return Observed(
         results=tuple(
             ResultSpec(
@@ -326,7 +313,7 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
             for r in results
         ),
         values=values,
-        keeps=_kept(kept, given, results),
+        keeps=_owners_of(saved, operands, results),
         written=tuple(sorted(writes.before)),
         flops=costs.flops,
         is_random=TORCH in drawn,
@@ -373,14 +360,15 @@ def undone_writes(tensors: Mapping[Any, Tensor]) -> Iterator[NotedWrites]:
             tensor.copy_(old)
 
 
-def _kept(
-    kept: dict[int, Tensor], arguments: Sequence[Tensor], results: Sequence[Tensor]
+def _owners_of(
+    saved: dict[int, Tensor], arguments: Sequence[Tensor], results: Sequence[Tensor]
 ) -> tuple[tuple[str, int], ...]:
-    """Return what was saved for backward, as `Observed` says it; storages of no argument and no result in one sum."""
-    places: dict[int, tuple[str, int]] = {}
-    for kind, tensors in (("result", results), ("argument", arguments)):
-        for number, tensor in enumerate(tensors):
-            places[tensor.untyped_storage()._cdata] = kind, number
-    found = [places[key] for key in kept if key in places]
-    inside = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in places)
-    return tuple(found) + ((("inside", inside),) if inside else ())
+    """Return the tensors saved for backward, as `Observed.keeps`; storages of no argument and no result in one sum."""
+    places = {
+        tensor.untyped_storage()._cdata: (kind, number)
+        for kind, tensors in (("result", results), ("argument", arguments))
+        for number, tensor in enumerate(tensors)
+    }
+    found = [places[key] for key in saved if key in places]
+    inside = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in places)
+    return (*found, ("inside", inside)) if inside else tuple(found)

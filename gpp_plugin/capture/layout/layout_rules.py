@@ -58,7 +58,7 @@ _ELEMENTWISE = {
     aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.contiguous.default, aten.clone.default,
     aten.alias.default, aten.detach.default, aten.detach_.default, aten.dropout.default,
     aten.feature_dropout.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self,
-    aten.where.ScalarOther, aten.where.ScalarSelf, aten.type_as.default,
+    aten.where.ScalarOther, aten.where.ScalarSelf, aten.type_as.default, aten.expand.default,
 }  # fmt: skip
 
 
@@ -126,8 +126,12 @@ def _reshape(operands: Operands, shape: tuple[int, ...], samples: int) -> Rows |
     return None
 
 
+def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+
+
 def _get(node: fx.Node, operands: Operands, position: int, name: str) -> Operand | None:
-    value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    value = _argument(node, position, name)
     return operands.get(value) if isinstance(value, fx.Node) else None
 
 
@@ -139,11 +143,11 @@ def _only(first: Operand | None, operands: Operands) -> Rows | None:
     return first.state if all(isinstance(operand.state, Fixed) for operand in others) else None
 
 
-def _keeps_all_but(trailing: Callable[[fx.Node], int], name: str = "input") -> Any:
+def _keeps_all_but(trailing: Callable[[fx.Node], int]) -> Any:
     """Rule of operators that mix only the last ``trailing`` axes of their first operand."""
 
     def rule(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
-        first = _get(node, operands, 0, name)
+        first = _get(node, operands, 0, "input")
         rows = _only(first, operands)
         if rows is None or first is None:
             return None
@@ -157,12 +161,9 @@ def _embedding(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Row
 
 
 def _softmax(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
-    first = _get(node, operands, 0, "self")
-    rows = _only(first, operands)
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if rows is None or not isinstance(dim, int):
-        return None
-    return rows if dim % len(shape) != rows.axis else None
+    rows = _only(_get(node, operands, 0, "self"), operands)
+    dim = _argument(node, 1, "dim")
+    return rows if rows is not None and isinstance(dim, int) and dim % len(shape) != rows.axis else None
 
 
 def _attention(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
@@ -196,10 +197,6 @@ def _matmul(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows |
         return left.state if left.state.axis < len(left.shape) - 1 else None
     is_batched = len(left.shape) == len(right.shape) >= 3 and left.state == right.state
     return left.state if is_batched and left.state.axis < len(left.shape) - 2 else None
-
-
-def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
 
 
 def _transpose(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
@@ -239,10 +236,6 @@ def _concatenate(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> R
     return state if isinstance(state, Rows) and state.axis != dim else None
 
 
-def _expand(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
-    return _broadcast(list(operands.values()), shape)
-
-
 def _reduce(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
     (operand,) = operands.values()
     rank = len(operand.shape)
@@ -258,7 +251,7 @@ def _reduce(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows |
 
 
 def _layer_norm_axes(node: fx.Node) -> int:
-    sizes = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
+    sizes = _argument(node, 1, "normalized_shape")
     return len(sizes) if isinstance(sizes, (list, tuple)) else 1
 
 
@@ -282,7 +275,6 @@ _RULES: dict[Any, Callable[[fx.Node, Operands, tuple[int, ...]], Rows | None]] =
     aten.slice.Tensor: _slice,
     aten.select.int: _slice,
     aten.cat.default: _concatenate,
-    aten.expand.default: _expand,
     aten.mean.dim: _reduce,
     aten.sum.dim_IntList: _reduce,
     aten.amax.default: _reduce,

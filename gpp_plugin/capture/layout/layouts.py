@@ -7,7 +7,7 @@ operands of ``2n`` samples and on slices of ``n`` of them. If some axis of the r
 agree, that is its batch axis; if all results are equal, it is the same for every sample; otherwise the
 operator mixes samples. Operators whose layout follows from a rule (`layout_rules`) are not run, equal
 operators are run once, and operators of fixed arguments are fixed. What depends on the number of samples
-alone (``arange(samples)``) keeps its real values, so that indexing by it is judged as it will happen.
+alone (``arange(samples)``) keeps its real values, so that indexing by it is tried as it will happen.
 
 Source: this project
 Tests: tests/capture/test_layouts.py
@@ -43,7 +43,7 @@ def find_clusters(
     - A storage that is written: everything that touches it up to its last write, since the order of
       reads and writes carries values that no edge shows. Of a buffer, everything that touches it.
     - Writes into the buffers of one module (BatchNorm's statistics and its counter).
-    - An operator with several results, and the nodes that pick them apart.
+    - An operator with several results, and the nodes that pick them out.
     - The producer and all readers of an ``uncuttable`` tensor (no axis splits by sample).
     - Whatever lies on a path between members, so that contracting groups leaves the graph acyclic.
 
@@ -89,16 +89,15 @@ def _storage_groups(graph: fx.Graph, nodes: list[fx.Node], notes: Mapping[str, N
     for index, node in enumerate(nodes):
         for storage in notes[node.name].writes:
             last_write[storage] = index
-    groups = list(_buffer_writers(nodes, notes, fixed).values())
+    writers: dict[str, list[str]] = {}
+    for node in nodes:
+        if notes[node.name].writes & fixed:
+            writers.setdefault(module_path(node), []).append(node.name)
+    groups = list(writers.values())
     for storage, last in last_write.items():
         end = len(nodes) if storage in fixed else last + 1
-        groups.append(
-            [
-                node.name
-                for node in nodes[:end]
-                if storage in notes[node.name].reads or storage in notes[node.name].storages
-            ]
-        )
+        touching = (n.name for n in nodes[:end] if storage in notes[n.name].reads | notes[n.name].storages)
+        groups.append(list(touching))
     return groups
 
 
@@ -137,22 +136,14 @@ def operator_sources(nodes: Iterable[fx.Node]) -> dict[str, list[str]]:
     return {node.name: [s.name for s in node.all_input_nodes] for node in nodes}
 
 
-def _buffer_writers(nodes: list[fx.Node], notes: Mapping[str, Note], fixed: set[int]) -> dict[str, list[str]]:
-    writers: dict[str, list[str]] = {}
-    for node in nodes:
-        if notes[node.name].writes & fixed:
-            writers.setdefault(module_path(node), []).append(node.name)
-    return writers
-
-
 aten = torch.ops.aten
 
 MAX_CONSTANT_ELEMENTS = 1 << 26
 
-_MIXING = {
-    aten.masked_scatter.default: "takes its values in the order of the mask over all samples",
-    aten.masked_scatter_.default: "takes its values in the order of the mask over all samples",
-}
+_MIXING = dict.fromkeys(
+    (aten.masked_scatter.default, aten.masked_scatter_.default),
+    "takes its values in the order of the mask over all samples",
+)
 """Operators that random operands cannot try."""
 
 
@@ -176,35 +167,22 @@ class Layouts:
         return [n for n, s in self.states.items() if isinstance(s, Rows) and s.outer > 1]
 
 
-def analyse_layouts(
-    small: Traced,
-    large: Traced,
-    clusters: Sequence[Sequence[str]],
-    input_rows: dict[str, int],
-    traced_on: torch.device,
-    *,
-    written: Set[str],
-) -> Layouts:
-    """Return the layout of every tensor and the operators that mix samples.
-
-    Args:
-        small, large: structurally equal exports at ``n >= 2`` and ``2n`` samples.
-        clusters: operators judged as one because they write shared storage.
-        input_rows: batch key -> rows a sample along axis 0; 0 for inputs without samples.
-        traced_on: the device of both exports; operators are tried on the CPU.
-        written: placeholders that operators write into.
-    """
-    return _Analysis(small, large, clusters, input_rows, traced_on, written).run()
-
-
 def whole_layouts(traced: Traced) -> Layouts:
     """Return the layouts of a graph that computes on whole loss units, whatever its axes hold."""
     names = [*traced.fakes, *(node.name for node in traced.operators)]
     return Layouts(states=dict.fromkeys(names, Whole()), coupling={node.name for node in traced.operators})
 
 
-class _Analysis:
-    """State of one walk through both graphs in step."""
+class LayoutAnalysis:
+    """Finds the layout of every tensor and the operators that mix samples, in one walk through both graphs in step.
+
+    Args:
+        small, large: structurally equal exports at ``n >= 2`` and ``2n`` samples.
+        clusters: operators classified as one because they write shared storage.
+        input_rows: batch key -> rows a sample along axis 0; 0 for inputs without samples.
+        traced_on: the device of both exports; operators are tried on the CPU.
+        written: placeholders that operators write into.
+    """
 
     def __init__(
         self,
@@ -213,6 +191,7 @@ class _Analysis:
         clusters: Sequence[Sequence[str]],
         input_rows: dict[str, int],
         traced_on: torch.device,
+        *,
         written: Set[str],
     ) -> None:
         self.small, self.large = small, large
@@ -230,36 +209,27 @@ class _Analysis:
         )
         self.written = written & small.parameters.keys()
         for name in small.fakes:
-            self._place_input(name, input_rows)
-
-    def _place_input(self, name: str, input_rows: dict[str, int]) -> None:
-        state: State = Fixed()
-        if name in self.small.inputs:
-            rows = input_rows[self.small.inputs[name]]
-            state = Rows(0, rows) if rows else Fixed()
-        elif name in self.small.constants:
-            self.constants[name] = (
-                self.small.constants[name].to(CPU),
-                self.large.constants[name].to(CPU),
-            )
-        self.found.states[name] = state
+            rows = input_rows[small.inputs[name]] if name in small.inputs else 0
+            self.found.states[name] = Rows(0, rows) if rows else Fixed()
+            if name in small.constants:
+                self.constants[name] = small.constants[name].to(CPU), large.constants[name].to(CPU)
 
     def run(self) -> Layouts:
-        """Judge each operator, or cluster of writers, in execution order."""
+        """Return the layouts: each operator, or cluster of writers, is classified in execution order."""
         writing = [
             names for names in self.clusters if any(written_arguments(self.pairs[n][0]) for n in names)
         ]
         for unit in ordered_units(operator_sources(self.small.operators), writing):
-            self._judge(unit)
+            self._classify(unit)
         return self.found
 
-    def _judge(self, unit: tuple[str, ...]) -> None:
-        # From the surest to the costliest: parts of a tuple have been judged with it; constants are computed; buffers,
+    def _classify(self, unit: tuple[str, ...]) -> None:
+        # From the surest to the costliest: parts of a tuple are classified with it; constants are computed; buffers,
         # operands that are whole and operators known to mix couple; random operators follow their operand; what reads
         # nothing that varies is fixed; rules; and at last trials.
         first = self.pairs[unit[0]][0]
         if len(unit) == 1 and first.target is operator.getitem and first.args[0].name in self.tuples:
-            self._set(first.name, self.tuples[first.args[0].name][int(first.args[1])])
+            self.found.states[first.name] = self.tuples[first.args[0].name][int(first.args[1])]
             if first.args[0].name in self.found.coupling:
                 self.found.coupling.add(first.name)
             return
@@ -278,20 +248,22 @@ class _Analysis:
         if first.target in _MIXING and any(isinstance(state, Rows) for state in states):
             self._couple(unit, _MIXING[first.target])
             return
-        eager = [node for name in unit if is_eager(node := self.pairs[name][0])]
+        # what a module that runs as it is does with other values is unknown
+        calls = [self.pairs[name][0].target for name in unit]
+        eager = [call for call in calls if isinstance(call, OpaqueCall) and not call.is_function]
         if eager:
-            self._couple(unit, f"runs {eager[0].target.where} as it is, which may mix samples")
+            self._couple(unit, f"runs {eager[0].where} as it is, which may mix samples")
             return
         if any(is_random(self.pairs[name][0]) for name in unit):
-            self._judge_random(unit, sources)
+            self._classify_random(unit, sources)
             return
         if all(isinstance(s, Fixed) for s in states) and self._same_arguments(unit):
             for name in unit:
-                self._spread(name, [Fixed()] * self._num_results(name))
+                self._spread(name, [Fixed()] * len(tensors_of(self.pairs[name][0])))
             return
-        self._judge_by_rule_or_run(unit, sources)
+        self._classify_by_rule_or_trial(unit, sources)
 
-    def _judge_by_rule_or_run(self, unit: tuple[str, ...], sources: list[fx.Node]) -> None:
+    def _classify_by_rule_or_trial(self, unit: tuple[str, ...], sources: list[fx.Node]) -> None:
         small, large = self.pairs[unit[0]]
         # A result of one shape at n and 2n samples, from operands that have samples, has reduced them: no trial needed.
         value = small.meta.get("val")
@@ -299,45 +271,42 @@ class _Analysis:
             operands = self._operands(sources)
             rows = self._rule(unit[0], sources)
             if rows is not None:
-                self._set(unit[0], rows)
+                self.found.states[unit[0]] = rows
                 return
             has_rows = any(isinstance(o.state, Rows) for o in operands.values())
             if has_rows and shape_of(small) == shape_of(large):
                 self._couple(unit, "reduces over the samples")
                 return
-        outcome = self.trials.judge(unit, sources)
+        outcome = self.trials.classify(unit, sources)
         if isinstance(outcome, str):
             self._couple(unit, outcome)
             return
         results = iter(outcome)
         for name in unit:
-            self._spread(name, [next(results) for _ in range(self._num_results(name))])
+            self._spread(name, [next(results) for _ in tensors_of(self.pairs[name][0])])
 
-    def _judge_random(self, unit: tuple[str, ...], sources: list[fx.Node]) -> None:
+    def _classify_random(self, unit: tuple[str, ...], sources: list[fx.Node]) -> None:
         """Dropout follows its operand, other draws an operand of their shape, or their own shape."""
         node, large = self.pairs[unit[0]]
-        operands = self._operands(sources)
-        if len(unit) == 1 and operands and isinstance(node.meta.get("val"), Tensor):
-            state: State | None = self._rule(unit[0], sources)
-            first = next(iter(operands.values()))
-            if state is None and len(operands) == 1 and first.shape == shape_of(node):
-                state = first.state
+        operands = list(self._operands(sources).values())
+        if len(unit) == 1 and isinstance(node.meta.get("val"), Tensor):
+            state: State | None
+            if not operands:
+                state = _whole_or_rows(shape_of(node), shape_of(large), self.small.num_samples)
+            else:
+                state = self._rule(unit[0], sources)
+                if state is None and len(operands) == 1 and operands[0].shape == shape_of(node):
+                    state = operands[0].state
             if isinstance(state, (Rows, Fixed)):
-                self._set(unit[0], state)
-                return
-        if len(unit) == 1 and not operands and isinstance(node.meta.get("val"), Tensor):
-            drawn = _whole_or_rows(shape_of(node), shape_of(large), self.small.num_samples)
-            if isinstance(drawn, Rows):
-                self._set(unit[0], drawn)
+                self.found.states[unit[0]] = state
                 return
         self._couple(unit, "draws random numbers whose shape does not follow the samples")
 
     # ------------------------------------------------------------------ constants
 
     def _is_constant(self, unit: tuple[str, ...], sources: list[fx.Node]) -> bool:
-        if any(is_random(self.pairs[name][0]) for name in unit):
-            return False
-        if any(isinstance(self.pairs[name][0].target, OpaqueCall) for name in unit):
+        members = [self.pairs[name][0] for name in unit]
+        if any(is_random(node) or isinstance(node.target, OpaqueCall) for node in members):
             return False
         return all(source.name in self.constants or source.op == "get_attr" for source in sources)
 
@@ -414,18 +383,11 @@ class _Analysis:
             for a, b in (self.pairs[name] for name in unit)
         )
 
-    def _num_results(self, name: str) -> int:
-        return len(tensors_of(self.pairs[name][0]))
-
-    def _set(self, name: str, state: State) -> None:
-        self.found.states[name] = state
-
     def _spread(self, name: str, states: list[State]) -> None:
-        if isinstance(self.pairs[name][0].meta.get("val"), Tensor):
-            self._set(name, states[0])
-        else:
+        is_tensor = isinstance(self.pairs[name][0].meta.get("val"), Tensor)
+        self.found.states[name] = states[0] if is_tensor else Fixed()
+        if not is_tensor:
             self.tuples[name] = tuple(states)
-            self._set(name, Fixed())
 
     def _couple(self, unit: tuple[str, ...], reason: str | None) -> None:
         """Mark the unit as mixing samples; results that scale on one axis may be cut there again."""
@@ -440,22 +402,15 @@ class _Analysis:
             ]
             self._spread(name, states or [Whole()])
         if reason is not None:
-            culprits = [n for n in unit if self._writes_buffer(n)] or [unit[-1]]
+            written = {n: [a.name for a in written_arguments(self.pairs[n][0])] for n in unit}
+            culprits = [n for n in unit if not self.written.isdisjoint(written[n])] or [unit[-1]]
             self.found.reasons[culprits[-1]] = reason
-
-    def _writes_buffer(self, name: str) -> bool:
-        return any(a.name in self.written for a in written_arguments(self.pairs[name][0]))
 
 
 def describe_coupling(node: fx.Node, reason: str) -> str:
     """Return the line for the user on an operator that mixes samples."""
     place = module_path(node) or "the model itself"
     return f"{place}: {node.target} ({node.name}) {reason}"
-
-
-def is_eager(node: fx.Node) -> bool:
-    """Return whether the operator is a module that runs as it is: what it does with other values nobody knows."""
-    return isinstance(node.target, OpaqueCall) and not node.target.is_function
 
 
 def is_random(node: fx.Node) -> bool:

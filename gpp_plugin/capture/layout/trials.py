@@ -48,7 +48,7 @@ class Trials:
     Args:
         small, large: structurally equal exports at ``n`` and ``2n`` samples.
         pairs: the nodes of both by the smaller one's names.
-        states: of every operand, filled as operators are judged.
+        states: of every operand, filled as operators are classified.
         constants: values, at both sizes, of operands that do not depend on inputs.
         traced_on: the device of both graphs; custom functions without code for the CPU are tried on it.
     """
@@ -73,11 +73,11 @@ class Trials:
         )
         """What each graph calls, by name, on the CPU."""
 
-    def judge(self, unit: tuple[str, ...], sources: list[fx.Node]) -> list[State] | str:
+    def classify(self, unit: tuple[str, ...], sources: list[fx.Node]) -> list[State] | str:
         """Return the layout of every result of the unit's operators, or why they mix samples.
 
         Args:
-            unit: operators judged as one.
+            unit: operators classified as one.
             sources: what they read from outside.
         """
         key = self._key(unit, sources)
@@ -92,7 +92,7 @@ class Trials:
 
     def _key(self, unit: tuple[str, ...], sources: list[fx.Node]) -> Any:
         # Two units are equal if they are the same calls, at both sizes, on operands of the same states, shapes and
-        # types: operands are told by their position, not their name, so that the layers of a model are one trial.
+        # types: operands are known by their position, not their name, so that the layers of a model are one trial.
         position = {s.name: i for i, s in enumerate(sources)}
         position.update({name: len(sources) + i for i, name in enumerate(unit)})
         rank = lambda n: ("node", position[n.name])  # noqa: E731
@@ -116,7 +116,7 @@ class Trials:
     def _run_slices(self, unit: tuple[str, ...], sources: list[fx.Node]) -> list[State] | str:
         # Of operands for 2n samples the large graph's operator makes the whole result, and the small graph's one makes
         # a part of each slice of n. Three slices, for n = 2:
-        #     samples  0 1 2 3      starts 0, 1 and 2; the middle one tells a cut along samples from one that
+        #     samples  0 1 2 3      starts 0, 1 and 2; the middle one separates a cut along samples from one that
         #              a a . .      happens to agree on halves (a reduction over pairs of samples)
         #              . b b .
         #              . . c c
@@ -219,10 +219,10 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 def _take(value: Tensor, rows: Rows, start: int, count: int) -> Tensor:
     """Return samples ``start .. start + count`` of a tensor laid out as ``rows``."""
-    # Axes of ``apart``: those before, outer, samples, rows, those behind. A tensor [3 x 4 x 2, 5] of 4 samples along
+    # Axes of ``split``: those before, outer, samples, rows, those behind. A tensor [3 x 4 x 2, 5] of 4 samples along
     # axis 0 with outer 3 and 2 rows is [3, 4, 2, 5]; samples 1..2 of it are [3, 2, 2, 5], and flat again [12, 5].
-    apart: Tensor = value.unflatten(rows.axis, (rows.outer, -1, rows.rows))
-    return apart.narrow(rows.axis + 1, start, count).flatten(rows.axis, rows.axis + 2)
+    split: Tensor = value.unflatten(rows.axis, (rows.outer, -1, rows.rows))
+    return split.narrow(rows.axis + 1, start, count).flatten(rows.axis, rows.axis + 2)
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Along which axis an operator's result is cut where its operands are: one rule for each kind of operator.
 
-Each rule proves that the operator, given every rank's parts of its operands, yields that rank's part of its result.
+Each rule proves that the operator, on a rank's parts of its operands, yields that rank's part of its result.
 What it reads whole it says (`OperandReads.whole`), and what must be cut for it too (`OperandReads.cut`); of anything
 else it says that it cannot (`NotSharded`).
 
@@ -41,10 +41,10 @@ class NotSharded(Exception):
 
 
 class NeedsParts(Exception):
-    """What a linear operator makes is taken apart: it must be cut part by part."""
+    """A linear operator's result is split: it must be cut part by part."""
 
     def __init__(self, origin: fx.Node, parts: tuple[int, ...]) -> None:
-        super().__init__(f"is taken apart into {parts}")
+        super().__init__(f"is split into {parts}")
         self.origin, self.parts = origin, parts
 
 
@@ -73,7 +73,7 @@ def shape_of(node: Any) -> tuple[int, ...]:
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument, however it was given."""
+    """Return an argument, positional or by keyword."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
@@ -110,7 +110,7 @@ def aligned(node: fx.Node, operands: Sequence[Any], reads: OperandReads, *, shap
         place = axis - (len(shape) - len(own))
         if place < 0 or own[place] != shape[axis]:
             if reads.get(each) is not None:
-                raise NotSharded("reads parts of unlike axes")
+                raise NotSharded("reads parts of different axes")
             reads.whole(each)
         else:
             reads.cut(each, result.at(place))
@@ -123,12 +123,12 @@ def pointwise(node: fx.Node, reads: OperandReads) -> AxisCut:
 
 
 def same(node: fx.Node, reads: OperandReads) -> AxisCut:
-    """The first operand again, perhaps copied or cast; others tell types only."""
+    """The first operand again, perhaps copied or cast; others decide types only."""
     return _one(node, reads)[1]
 
 
 def feature_dropout(node: fx.Node, reads: OperandReads) -> AxisCut:
-    """Whole features, those of the first two axes, dropped or kept: one draw for all that lies behind."""
+    """Whole features, those of the first two axes, dropped together: one draw for all that lies behind."""
     _, found = _one(node, reads)
     if found.axis > 1:
         raise NotSharded("drops as one what is cut")
@@ -141,7 +141,7 @@ def view(node: fx.Node, reads: OperandReads) -> AxisCut:
     before, after = shape_of(operand), shape_of(node)
     # [2, 8, 32] cut at 2 becomes [2, 8, 4, 8]: the group (2) -> (2, 3) has it, and 4 heads are cut in its place.
     # [2, 8, 4, 8] cut at 2 becomes [2, 8, 32]: the group (2, 3) -> (2), as heads are the outer of the two.
-    # [2, 4, 8, 8] cut at 1 becomes [8, 8, 8]: refused, as each sample's heads would be apart.
+    # [2, 4, 8, 8] cut at 1 becomes [8, 8, 8]: refused, as each sample's heads would not be adjacent.
     for old, new in _groups(before, after):
         if found.axis in old:
             return _regrouped(found, [(i, before[i]) for i in old], [(i, after[i]) for i in new])
@@ -250,12 +250,7 @@ def select(node: fx.Node, reads: OperandReads) -> AxisCut:
 
 def unbind(node: fx.Node, reads: OperandReads) -> Sequence[AxisCut]:
     """Every element of an axis."""
-    operand, found = _one(node, reads)
-    shape = shape_of(operand)
-    axis = _own_axis(argument(node, 1, "dim", 0), len(shape))
-    if axis == found.axis:
-        _need_parts(found, shape[axis])
-    return [found.at(found.axis - (axis < found.axis))] * shape[axis]
+    return [select(node, reads)] * len(node.meta["val"])
 
 
 def _need_parts(found: AxisCut, number: int) -> None:
@@ -295,25 +290,19 @@ def _stretch(node: fx.Node, size: int) -> tuple[int, int]:
 
 
 def split(node: fx.Node, reads: OperandReads) -> Sequence[AxisCut]:
-    """An axis taken apart: another one, or the parts of the one that is cut."""
+    """An axis that is split: another one, or the parts of the one that is cut."""
     operand, found = _one(node, reads)
-    sizes = sizes_of_split(node)
     axis = _own_axis(argument(node, 2, "dim", 0), len(shape_of(operand)))
+    sizes = tuple(int(value.shape[axis]) for value in node.meta["val"])
     if axis != found.axis:
         return [found] * len(sizes)
     # c_attn of a GPT-2: 96 features are split into 32, 32 and 32. Cut as one, a rank would hold 48 of them, one and a
     # half of the three; so the linear operator must be cut part by part, and then each result is cut as a whole.
     if sizes != found.parts:
         if sum(sizes) != shape_of(found.origin)[-1]:
-            raise NotSharded("takes apart the axis that is cut")
+            raise NotSharded("splits the axis that is cut")
         raise NeedsParts(found.origin, sizes)
     return [found.at(axis, (size,)) for size in sizes]
-
-
-def sizes_of_split(node: fx.Node) -> tuple[int, ...]:
-    """Return how much of the axis each result has."""
-    axis = argument(node, 2, "dim", 0)
-    return tuple(int(value.shape[axis]) for value in node.meta["val"])
 
 
 def cat(node: fx.Node, reads: OperandReads) -> AxisCut:
@@ -342,8 +331,8 @@ def reduction(node: fx.Node, reads: OperandReads) -> AxisCut:
     dims = len(shape_of(operand))
     axes = argument(node, 1, "dim")
     if axes is None or axes == []:
-        raise NotSharded("sums over the axis that is cut")
-    gone = {_own_axis(axis, dims) for axis in (axes if isinstance(axes, (list, tuple)) else (axes,))}
+        axes = range(dims)
+    gone = {_own_axis(axis, dims) for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,))}
     if found.axis in gone:
         raise NotSharded("sums over the axis that is cut")
     keeps = bool(argument(node, 2, "keepdim", False))
@@ -375,7 +364,7 @@ def matmul(node: fx.Node, reads: OperandReads) -> AxisCut:
         if found.axis == size + rows:
             other = right if operand is left else left
             if reads.get(other) is not None:
-                raise NotSharded("reads parts of unlike axes")
+                raise NotSharded("reads parts of different axes")
             reads.whole(other)
             return found.at(len(shape) + rows)
         if found.axis >= size - 2:

@@ -4,7 +4,7 @@ Every linear operator is tried as the beginning of one: its weight cut by column
 its readers by `axis_rules`, until linear operators whose weights are cut by rows have taken all of it in. Where an
 operator on the way needs another operand cut too, the linear operators that make that operand begin the region as well
 (keys and values beside queries, ``up`` beside ``gate``); where none make it, each rank reads its part of the whole
-tensor (a bias by heads). Where a linear operator's result is taken apart (queries, keys and values of one weight) it is
+tensor (a bias by heads). Where a linear operator's result is split (queries, keys and values of one weight) it is
 cut part by part. What cannot be proven so stays whole, and the operator that is in the way is named.
 
 A cross entropy takes in the logits of a vocabulary. Where the weight that makes them is the embedding's too, both are
@@ -20,9 +20,10 @@ Tests: tests/capture/test_sharding.py
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -49,7 +50,7 @@ from gpp_plugin.ir.analysis import (
     regions_in,
     without_half_cut,
 )
-from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding, OpGraph, OpNode
+from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding, OpGraph
 from gpp_plugin.ir.plan import PipelinePlan
 
 # What tensor ranks divide of each block, in numbers: shares of its costs, and the bytes that the ranks sum.
@@ -67,8 +68,8 @@ def block_shardings(
         graph: its sizes are those of the result.
     """
     inside = [region for block in blocks for region in regions_in(regions, block.nodes)]
-    kept = without_half_cut(regions, inside)
-    owned = {block.name: found for block in blocks if (found := regions_in(kept, block.nodes))}
+    whole = without_half_cut(regions, inside)
+    owned = {block.name: found for block in blocks if (found := regions_in(whole, block.nodes))}
     sizes = _together(owned)
     return tuple(
         _sharding(graph, block, owned[block.name], sizes[block.name])
@@ -89,9 +90,8 @@ def why_undivided(sharding: Sharding, blocks: Iterable[Block], granularity: str)
         elif regions_in(sharding.regions, block.nodes):
             found[block.name] = "it shares a parameter with blocks that no number divides along with it"
         elif not regions.isdisjoint(block.nodes):
-            found[block.name] = (
-                f'operators that go together are in several blocks at granularity "{granularity}"'
-            )
+            reason = f'operators that belong together are in several blocks at granularity "{granularity}"'
+            found[block.name] = reason
     return found
 
 
@@ -107,10 +107,10 @@ def regions_of_stage(
     divided = {own.block for own in graph.sharding if size in own.degrees}
     together = {name for stage in plan.stages if stage.tensor == size for name in stage.blocks}
     inside = [region for name in together & divided for region in regions_in(regions, nodes[name])]
-    kept = without_half_cut(regions, inside)
+    whole = without_half_cut(regions, inside)
     own = divided.intersection(plan.stages[index].blocks)
     return tuple(
-        region for block in graph.blocks if block.name in own for region in regions_in(kept, block.nodes)
+        region for block in graph.blocks if block.name in own for region in regions_in(whole, block.nodes)
     )
 
 
@@ -142,16 +142,15 @@ def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], si
     nodes = {node.name: node for node in graph.nodes}
     own = [nodes[name] for name in block.nodes]
     held = [p for p in graph.parameters if p.name in cut]
-    # a storage is kept once, whoever keeps it: of what a region keeps, its own results and what is inside are parts
-    kept = {maker: size for node in own for maker, size in node.keeps if maker in parts}
+    # a storage is saved once, by however many: of a region's saved tensors its own results and the inside are in parts
+    saved = {maker: size for node in own for maker, size in node.keeps if maker in parts}
     inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
     summed = [_bytes(graph, name) for region in regions for name in region.sums]
     for name in (name for region in regions for name in region.losses):
-        rows = _rows(graph, nodes[name])
-        summed += [
-            rows * _NUMBER_BYTES,
-            2 * rows * _NUMBER_BYTES,
-        ]  # the largest logits; sums and the labels' logits
+        logits = nodes[nodes[name].inputs[0]].output
+        assert logits is not None
+        label_bytes = logits.shape_for(graph.num_samples)[0] * _NUMBER_BYTES
+        summed += [label_bytes, 2 * label_bytes]  # the largest logits; sums and the labels' logits
     shared = [_bytes(graph, name) for region in regions for name in region.shared]
     flops = sum(node.flops for node in own if node.name in operators)
     return BlockSharding(
@@ -160,19 +159,14 @@ def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], si
         flop_share=min(flops / block.flops, 1.0) if block.flops else 0.0,
         parameter_bytes=sum(p.bytes for p in held),
         trainable_bytes=sum(p.bytes for p in held if p.requires_grad),
-        saved_share=min((sum(kept.values()) + inside) / block.saved_bytes, 1.0) if block.saved_bytes else 0.0,
+        saved_share=min((sum(saved.values()) + inside) / block.saved_bytes, 1.0)
+        if block.saved_bytes
+        else 0.0,
         forward_sums=len(summed),
         forward_sum_bytes=sum(summed),
         backward_sums=len(shared),
         backward_sum_bytes=sum(shared),
     )
-
-
-def _rows(graph: OpGraph, loss: OpNode) -> int:
-    """Return how many labels a cross entropy reads."""
-    (logits,) = (node.output for node in graph.nodes if node.name == loss.inputs[0])
-    assert logits is not None
-    return logits.shape_for(graph.num_samples)[0]
 
 
 def _bytes(graph: OpGraph, name: str) -> int:
@@ -259,7 +253,7 @@ class _Trial:
         linears: all linear operators of the graph.
         parameters: placeholder -> parameter.
         called: placeholder -> how parameters, buffers and inputs are known.
-        needs_gradient: names of nodes and placeholders whose gradient is asked for.
+        needs_gradient: names of nodes and placeholders whose gradient is needed.
     """
 
     begins: Mapping[fx.Node, tuple[int, ...]]
@@ -294,7 +288,7 @@ class _Trial:
         known = self.get(operand)
         if known is not None:
             if (known.axis, known.parts) != (cut.axis, cut.parts):
-                raise NotSharded("reads parts of unlike axes")
+                raise NotSharded("reads parts of different axes")
             return
         if operand in self.wholes or operand in self.sums or operand in self.losses:
             raise NotSharded("reads parts of what is whole")
@@ -309,8 +303,8 @@ class _Trial:
     def _makers(self, operand: fx.Node) -> list[fx.Node]:
         """Return the linear operators that make an operand, by operators that have rules."""
         # Backwards from the keys that attention reads beside cut queries: transpose, view, linear; the linear one is
-        # what must begin the region too. A residual stream leads to many operators: after some steps it is given up,
-        # and the trial goes on as if nobody made the operand (each rank then reads its part of a whole tensor).
+        # what must begin the region too. A residual stream leads to many operators: after some steps it is abandoned,
+        # and the trial continues as if no operator made the operand (each rank then reads its part of a whole tensor).
         found, pending, seen = [], [operand], {operand}
         while pending and len(seen) <= MAX_STEPS_BACK:
             node = pending.pop()
@@ -340,27 +334,19 @@ class _Trial:
         # between and reads nothing that is cut is passed over. ``last`` moves on as readers are found:
         #
         #     q  view  k  view  v  view  attention  reshape  o | residual norm ...        begins q k v, ends with o
-        first = min(self.begins)
-        node = first
-        last = max(self.begins)
+        node, last = min(self.begins), max(self.begins)
         while True:
             try:
                 self._look_at(node)
             except NotSharded as error:
                 raise _InTheWay(node, str(error)) from None
-            for user in self._readers(node):
+            for user in node.users if node in self.cuts or node in self.of_parts else ():
+                if user.op != "call_function":
+                    raise _InTheWay(node, "is a result of the model, which is whole")
                 last = max(last, user)
             if node is last:
                 return
             node = node.next
-
-    def _readers(self, node: fx.Node) -> list[fx.Node]:
-        if node not in self.cuts and node not in self.of_parts:
-            return []
-        for user in node.users:
-            if user.op != "call_function":
-                raise _InTheWay(node, "is a result of the model, which is whole")
-        return list(node.users)
 
     def _look_at(self, node: fx.Node) -> None:
         linear = self.linears.get(node)
@@ -400,7 +386,7 @@ class _Trial:
         self.whole(linear.operand)
 
     def _take_in(self, linear: Linear) -> None:
-        """Let a linear operator read parts: of its features, then its results are summed; or of another axis."""
+        """Have a linear operator read parts: of its features, then its results are summed; or of another axis."""
         found = self.get(linear.operand)
         if found is None:
             raise NotSharded("has parts for weights")
@@ -409,12 +395,11 @@ class _Trial:
             self.sums.append(linear.node)
             return
         self.whole(linear.weight)
-        if linear.bias is not None:
-            self.whole(linear.bias)
+        self.whole(linear.bias)
         self.cuts[linear.node] = found
 
     def _take_logits(self, node: fx.Node) -> None:
-        """Let a cross entropy read parts of its classes."""
+        """Have a cross entropy read parts of its classes."""
         logits, target = node.args[0], node.args[1]
         found, dims = self.get(logits), len(shape_of(logits))
         is_plain = argument(node, 2, "weight") is None and not argument(node, 5, "label_smoothing", 0.0)
@@ -443,13 +428,10 @@ class _Trial:
         is_vocabulary = bool(self.losses) or not self.begins
         if is_vocabulary and size % VOCABULARY_STEP:
             pad = f"resize_token_embeddings(pad_to_multiple_of={VOCABULARY_STEP})"
-            raise _InTheWay(
-                first, f"has a vocabulary of {size}, which {VOCABULARY_STEP} does not divide; {pad}"
-            )
+            why = f"has a vocabulary of {size}, which {VOCABULARY_STEP} does not divide; {pad}"
+            raise _InTheWay(first, why)
         if size < 2:
-            raise _InTheWay(
-                first, f"makes features that no number divides with what is made of them ({size})"
-            )
+            raise _InTheWay(first, f"makes features that no number divides with their readers' ({size})")
         results = {**self.cuts, **{n: cuts[0].at(cuts[0].axis) for n, cuts in self.of_parts.items()}}
         read = [*self.wholes, *self.sliced]
         return ShardedRegion(
@@ -490,10 +472,13 @@ def find_sharding(
     # 1. Every linear operator that is in no region yet is tried as the beginning of one. Those that end regions are in
     #    one by the time they are met, as readers come after what they read (but see `_in_order`).
     # 2. Embeddings join those that share their weights with a head.
-    # 3. A parameter that any reader takes whole is cut by nobody: regions with it are given up, which may make others
+    # 3. A parameter that any reader takes whole is not cut: regions with it are dropped, which may make others
     #    lose theirs; so until nothing changes.
     known = ((node, as_linear(node, parameters)) for node in graph.nodes)
     linears = {node: linear for node, linear in known if linear is not None}
+    make_trial = functools.partial(
+        _Trial, linears=linears, parameters=parameters, called=called, needs_gradient=needs_gradient
+    )
     found: list[tuple[ShardedRegion, _Trial]] = []
     whole: dict[fx.Node, str] = {}
     taken: set[fx.Node] = set()
@@ -501,7 +486,7 @@ def find_sharding(
         if node in taken:
             continue
         try:
-            trial = _try(node, linears, parameters, called, needs_gradient)
+            trial = _try(node, make_trial)
             region = trial.region()
         except _InTheWay as error:
             whole[node] = str(error)
@@ -512,22 +497,17 @@ def find_sharding(
             continue
         taken |= own
         found.append((region, trial))
-    found += _embeddings(graph, found, parameters, called, styles)
-    kept = _without_half_cut(found, whole)
-    shared_out = {name for region in kept for name in region.operators}
-    return Sharding(
-        regions=tuple(kept),
-        whole=tuple(
-            WholeLinear(name=n.name, reason=why) for n, why in whole.items() if n.name not in shared_out
-        ),
-    )
+    found += _embeddings(graph, found, make_trial, styles)
+    regions = _without_half_cut(found, whole)
+    divided = {name for region in regions for name in region.operators}
+    left = tuple(WholeLinear(name=n.name, reason=why) for n, why in whole.items() if n.name not in divided)
+    return Sharding(regions=tuple(regions), whole=left)
 
 
 def _embeddings(
     graph: fx.Graph,
     found: Iterable[tuple[ShardedRegion, _Trial]],
-    parameters: Mapping[str, str],
-    called: Mapping[str, str],
+    make_trial: Callable[..., _Trial],
     styles: Mapping[str, str],
 ) -> list[tuple[ShardedRegion, _Trial]]:
     """Return embeddings by rows: of a weight that a head cuts so too, or where the plan of the model says so."""
@@ -536,14 +516,13 @@ def _embeddings(
     heads = {node for _, trial in found for node, cut in trial.of_parameters.items() if cut.axis == 0}
     regions = []
     for node in graph.nodes:
-        if node.target is not aten.embedding.default or node.args[0].name not in parameters:
+        if node.target is not aten.embedding.default:
             continue
-        weight = node.args[0]
+        trial, weight = make_trial({}), node.args[0]
         is_planned = "embedding_rowwise" in styles.get(module_path(node), "")
         is_plain = not any(argument(node, place, "", False) for place in (3, 4)) and not node.kwargs
-        if not is_plain or not (is_planned or weight in heads):
+        if weight.name not in trial.parameters or not is_plain or not (is_planned or weight in heads):
             continue
-        trial = _Trial({}, {}, parameters, called, ())
         trial.of_parameters[weight] = AxisCut(0, (shape_of(weight)[0],), node)
         trial.sums.append(node)
         with contextlib.suppress(_InTheWay):
@@ -561,29 +540,23 @@ def _in_order(linears: Iterable[fx.Node], styles: Mapping[str, str]) -> list[fx.
     return sorted(linears, key=place)
 
 
-def _try(
-    node: fx.Node,
-    linears: Mapping[fx.Node, Linear],
-    parameters: Mapping[str, str],
-    called: Mapping[str, str],
-    needs_gradient: Collection[str],
-) -> _Trial:
+def _try(node: fx.Node, make_trial: Callable[..., _Trial]) -> _Trial:
     begins: dict[fx.Node, tuple[int, ...]] = {node: (shape_of(node)[-1],)}
     # begins {q: (32,)}            attention: k and v are whole     -> again with k and v
     # begins {q, k, v}             all the way to o                 -> a region
     # begins {c_attn: (96,)}       split: 96 are 32, 32 and 32      -> again with parts (32, 32, 32)
     for _ in range(MAX_TRIALS):
-        trial = _Trial(begins, linears, parameters, called, needs_gradient)
+        trial = make_trial(begins)
         try:
             trial.run()
             return trial
         except _NeedsLinears as more:
             begins |= {other: (shape_of(other)[-1],) for other in more.nodes}
-        except NeedsParts as apart:
-            # checkpoints know equal parts only (`saved_tensors.cut_shard`)
-            if len(begins[apart.origin]) > 1 or len(set(apart.parts)) > 1:
-                raise _InTheWay(apart.origin, str(apart)) from None
-            begins[apart.origin] = apart.parts
+        except NeedsParts as split:
+            # checkpoints have equal parts only (`saved_tensors.cut_shard`)
+            if len(begins[split.origin]) > 1 or len(set(split.parts)) > 1:
+                raise _InTheWay(split.origin, str(split)) from None
+            begins[split.origin] = split.parts
     raise _InTheWay(node, "needs too many others to be cut with it")
 
 
@@ -591,21 +564,18 @@ def _without_half_cut(
     found: list[tuple[ShardedRegion, _Trial]], whole: dict[fx.Node, str]
 ) -> list[ShardedRegion]:
     """Return the regions whose parameters nobody reads whole, or cut in another way."""
-    kept = list(found)
     while True:
         cuts: dict[fx.Node, set[tuple[int, tuple[int, ...]]]] = {}
         readers: dict[fx.Node, set[fx.Node]] = {}
-        for _, trial in kept:
+        for _, trial in found:
             for node, cut in trial.of_parameters.items():
                 cuts.setdefault(node, set()).add((cut.axis, cut.parts))
                 readers.setdefault(node, set()).update(trial.cuts, trial.of_parts, trial.sums, trial.losses)
-        bad = {
-            node for node, ways in cuts.items() if len(ways) > 1 or not readers[node].issuperset(node.users)
-        }
+        bad = {n for n, ways in cuts.items() if len(ways) > 1 or not readers[n].issuperset(n.users)}
         if not bad:
-            return [region for region, _ in kept]
-        for _, trial in kept:
+            return [region for region, _ in found]
+        for _, trial in found:
             for node in bad.intersection(trial.of_parameters):
                 reason = f"{trial.parameters[node.name]} is read whole by others too"
                 whole[min([*trial.begins, *trial.sums])] = reason
-        kept = [each for each in kept if bad.isdisjoint(each[1].of_parameters)]
+        found = [each for each in found if bad.isdisjoint(each[1].of_parameters)]

@@ -11,11 +11,11 @@ Each is a buffer of the traced copy. The forward reads a clone, and what it leav
 so that stages write, save and move it as they do running statistics. Where there was nothing before the first forward
 (``self.h = None``), the state begins with zeros; whether that is the model is for `model.verify` to find out.
 
-Not state: what is written before it is read (a loss kept for its reader; entries of a dict, a list that is cleared
+Not state: what is written before it is read (a loss saved for its reader; entries of a dict, a list that is cleared
 first), and what is the same whatever the batch (a table of positions).
 
 A tensor that is written in place, and no buffer, is found in the graph, as a constant that some operator writes into
-(`kept_tensors`).
+(`states_of_written`).
 
 Source: this project
 Tests: tests/capture/test_carried_state.py
@@ -24,6 +24,7 @@ Tests: tests/capture/test_carried_state.py
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -85,12 +86,7 @@ def held_by(model: nn.Module, keep: Callable[[Tensor], Any] = lambda tensor: ten
 
 
 def _note(
-    found: dict[str, Any],
-    name: str,
-    value: Any,
-    keep: Callable[[Tensor], Any],
-    met: set[int],
-    depth: int = 0,
+    found: dict[str, Any], name: str, value: Any, keep: Callable[[Tensor], Any], met: set[int], depth: int = 0
 ) -> None:
     if isinstance(value, Tensor):
         found[name] = id(value) if id(value) in met else keep(value)
@@ -237,7 +233,7 @@ def initial_values(model: nn.Module, wanted: Iterable[Parameter]) -> dict[str, T
 
 @contextmanager
 def carried_in(model: nn.Module, states: Sequence[CarriedState]) -> Iterator[None]:
-    """Let modules read their state as tensors of the graph, and write what they leave when they are done."""
+    """Make modules read their state as tensors of the graph, and write what they leave when they are done."""
     read: list[tuple[CarriedState, nn.Module, list[Tensor]]] = []
     for state in states:
         if not state.tensors:
@@ -265,37 +261,30 @@ def carried_in(model: nn.Module, states: Sequence[CarriedState]) -> Iterator[Non
         if state.structure and pytree.treespec_dumps(spec) != state.structure:
             raise refused(model, state.name, "is of another structure after each forward")
         for buffer, value in zip(held, leaves, strict=True):
-            if isinstance(value, Tensor):
-                if value.shape != buffer.shape:
-                    raise refused(
-                        model,
-                        state.name,
-                        f"has shape {list(buffer.shape)} and is left with {list(value.shape)}",
-                    )
-                buffer.copy_(value.detach())
-            else:
+            if not isinstance(value, Tensor):
                 buffer.fill_(value)
+                continue
+            if value.shape != buffer.shape:
+                what = f"has shape {list(buffer.shape)} and is left with {list(value.shape)}"
+                raise refused(model, state.name, what)
+            buffer.copy_(value.detach())
         if not state.structure:
             module._buffers[leaf] = held[0]
 
 
 @contextmanager
 def _numbers_as_tensors() -> Iterator[None]:
-    """Let Python's functions of numbers take those that are tensors of the graph: ``min(1.0, self.calls / 100)``."""
-    with mock.patch.object(builtins, "min", _extreme(min, torch.minimum)):
-        with mock.patch.object(builtins, "max", _extreme(max, torch.maximum)):
-            names = ("exp", "log", "sqrt", "sin", "cos", "tanh", "floor", "ceil")
-            originals = {name: getattr(math, name) for name in names}
-            patched = {
-                name: _of_tensor(original, getattr(torch, name)) for name, original in originals.items()
-            }
-            for name, function in patched.items():
-                setattr(math, name, function)
-            try:
-                yield
-            finally:
-                for name, original in originals.items():
-                    setattr(math, name, original)
+    """Make Python's functions of numbers take those that are tensors of the graph: ``min(1.0, self.calls / 100)``."""
+    names = ("exp", "log", "sqrt", "sin", "cos", "tanh", "floor", "ceil")
+    functions: dict[str, Any] = {
+        name: _of_tensor(getattr(math, name), getattr(torch, name)) for name in names
+    }
+    with (
+        mock.patch.object(builtins, "min", _extreme(min, torch.minimum)),
+        mock.patch.object(builtins, "max", _extreme(max, torch.maximum)),
+        mock.patch.multiple(math, **functions),
+    ):
+        yield
 
 
 def _extreme(original: Any, of_two: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
@@ -349,7 +338,7 @@ class StateFinder:
         """
         # self.calls += 1; self.last = loss:
         #   before   calls 3, last None        first   calls read, last written
-        #   after    calls 4, last <tensor>    state   calls; last is only kept for a reader outside
+        #   after    calls 4, last <tensor>    state   calls; last is only there for a reader outside
         found = self._assigned_buffers()
         after = held_by(self._model)
         names: dict[str, tuple[nn.Module, str]] = {}
@@ -363,18 +352,15 @@ class StateFinder:
         left = {name: vars(module).get(leaf, _ABSENT) for name, (module, leaf) in names.items()}
         fixed = {n for n, value in left.items() if not any(map(_depends_on_data, _tensors_in(value)))}
         if fixed:
-            # numbers and tables that depend on no data are the model's own cache if a second forward leaves them alone
-            seen = held_by(self._model, keep=lambda tensor: (tuple(tensor.shape), tensor.dtype))
+            # numbers and tables that depend on no data are the model's own cache if a second forward leaves them as is
+            shapes = functools.partial(held_by, self._model, keep=lambda t: (tuple(t.shape), t.dtype))
+            before = shapes()
             again()
-            moved = changed_attributes(
-                seen, held_by(self._model, keep=lambda tensor: (tuple(tensor.shape), tensor.dtype))
-            )
+            moved = changed_attributes(before, shapes())
             fixed -= {_joined(path, leaf) for _, path, leaf in (attribute_of(self._model, n) for n in moved)}
-        for name in names:
-            if name in fixed:
-                found.append(CarriedState(name=name))
-            else:
-                found.append(self.as_state(name, names[name][1], left[name]))
+        for name, (_, leaf) in names.items():
+            is_fixed = name in fixed
+            found.append(CarriedState(name=name) if is_fixed else self.as_state(name, leaf, left[name]))
         return found
 
     def _assigned_buffers(self) -> list[CarriedState]:
@@ -404,15 +390,10 @@ class StateFinder:
                     )
                 if before is None or buffer is None or before.shape != buffer.shape:
                     shapes = [None if t is None else list(t.shape) for t in (before, buffer)]
-                    raise refused(
-                        self._model, name, f"is {shapes[0]} before a forward and {shapes[1]} after it"
-                    )
-                found.append(
-                    CarriedState(
-                        name=name,
-                        tensors=(StateTensor(name=name, shape=tuple(before.shape), dtype=_dtype(before)),),
-                    )
-                )
+                    what = f"is {shapes[0]} before a forward and {shapes[1]} after it"
+                    raise refused(self._model, name, what)
+                tensor = StateTensor(name=name, shape=tuple(before.shape), dtype=_dtype(before))
+                found.append(CarriedState(name=name, tensors=(tensor,)))
                 module._buffers[leaf] = before
         return found
 
@@ -422,9 +403,8 @@ class StateFinder:
             raise refused(
                 self._model, name, "is of its class, for all modules of it", "keep it on the module: self."
             )
-        before = {
-            n: v for n, v in self._before.items() if n == name or n.startswith((f"{name}[", f"{name}."))
-        }
+        inner = (f"{name}[", f"{name}.")
+        before = {n: v for n, v in self._before.items() if n == name or n.startswith(inner)}
         try:
             leaves, spec = pytree.tree_flatten(value)
             structure = pytree.treespec_dumps(spec)
@@ -442,10 +422,8 @@ class StateFinder:
                     raise refused(self._model, name, "takes a gradient", "keep it detached: .detach()")
                 tensors.append(StateTensor(name=own, shape=tuple(part.shape), dtype=_dtype(part)))
             elif type(part) in _NUMBERS:
-                kind = type(part)
-                tensors.append(
-                    StateTensor(name=own, shape=(), dtype=str(_NUMBERS[kind])[6:], number=kind.__name__)
-                )
+                dtype = str(_NUMBERS[type(part)])[6:]
+                tensors.append(StateTensor(name=own, shape=(), dtype=dtype, number=type(part).__name__))
             elif isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 reads = f"is a number {TAKEN}, which only a module that runs as it is may have"
                 raise Untraceable(str(refused(self._model, name, reads)), path, is_of_state=True)
@@ -459,8 +437,8 @@ class StateFinder:
         return CarriedState(name=name, tensors=tuple(tensors), structure=structure)
 
 
-def kept_tensors(model: nn.Module, written: Sequence[Tensor]) -> list[CarriedState]:
-    """Return the state that tensors are which a forward writes in place: attributes of modules that are no buffers.
+def states_of_written(model: nn.Module, written: Sequence[Tensor]) -> list[CarriedState]:
+    """Return the states of tensors that a forward writes in place and that are attributes of modules, no buffers.
 
     Raises:
         CaptureError: one is held elsewhere.

@@ -34,13 +34,13 @@ _FACTORIES = {
     aten.empty_like.default: aten.empty.memory_format,
     aten.new_empty.default: aten.empty.memory_format,
 }
-"""Operators that read only the shape and type of their operand, and those that are told them."""
+"""Operators that read only the shape and type of their operand, and those that take them as arguments."""
 _UPDATE_STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
 """Operators that write their running statistics without saying so: positions of mean, var, switch."""
 
 
 _SPARSE = ("sparse", "sparse_grad")
-"""Arguments by which operators are asked for gradients of the rows that were read alone."""
+"""Arguments that request gradients of the rows that were read alone."""
 
 ADDED = "added"
 """Mark, in ``node.meta``, of operators that a rewritten graph has and the capture has not."""
@@ -57,8 +57,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         found = [node.args[i] for i in (mean, var)] if updates else []
         return [a for a in found if isinstance(a, fx.Node)]
     if isinstance(node.target, OpaqueCall):
-        given: list[Any] = [node.args[i] for i in node.target.observed.written]
-        return given
+        arguments: list[Any] = [node.args[i] for i in node.target.observed.written]
+        return arguments
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return []
@@ -82,7 +82,7 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
     the names of other nodes do not depend on how many parts there are.
 
     Args:
-        graph: of an exported program; it is taken apart.
+        graph: of an exported program; it is destroyed.
         attributes: what its ``get_attr`` nodes refer to.
     """
     # The order matters: a region's body holds checks and casts of its own; dead operators would keep their operands
@@ -102,6 +102,14 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
             _join_parts(graph, node) or _skip_no_op(graph, node) or _skip_broadcast(graph, node)
     _drop_dead(graph, attributes)
     return _renamed(graph)
+
+
+def copied(nodes: Iterable[fx.Node]) -> fx.Graph:
+    """Return a graph of copies of nodes, in this order: each after those that it reads."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return graph
 
 
 def _drop_dead(graph: fx.Graph, attributes: dict[str, Any]) -> None:
@@ -140,33 +148,30 @@ def _skip_no_op(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _make_dense(node: fx.Node) -> None:
-    """Let an embedding's gradient be dense: the same numbers, where the gradients of a stage are added up."""
+    """Make an embedding's gradient dense: the same numbers, where the gradients of a stage are added up."""
     schema = getattr(node.target, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name not in _SPARSE:
             continue
-        if (
-            position < len(node.args) and node.args[position] is True
-        ):  # a matrix is called ``sparse`` elsewhere
+        # only flags: a matrix is called ``sparse`` elsewhere
+        if position < len(node.args) and node.args[position] is True:
             node.update_arg(position, False)
         elif node.kwargs.get(argument.name) is True:
             node.update_kwarg(argument.name, False)
 
 
 def _make_from_shape(node: fx.Node) -> None:
-    """Let a constant not depend on the tensor whose shape it has."""
+    """Make a constant independent of the tensor whose shape it has."""
     # zeros_like(hidden) [8, 16, 32] becomes zeros([8, 16, 32]): otherwise a mask would be an edge from the tensor to
     # its readers, sent between stages for the sake of its shape.
     value = node.meta.get("val")
     if node.target not in _FACTORIES or not isinstance(value, torch.Tensor):
         return
-    args: list[Any] = [[argument_of(size) for size in value.shape]]
-    if node.target is aten.full_like.default:
-        args.append(node.args[1])
-    elif node.target is aten.new_full.default:
-        args.append(node.args[2])
+    fill = {aten.full_like.default: node.args[1:2], aten.new_full.default: node.args[2:3]}.get(
+        node.target, ()
+    )
     node.target = _FACTORIES[node.target]
-    node.args = tuple(args)
+    node.args = ([argument_of(size) for size in value.shape], *fill)
     node.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
@@ -203,11 +208,9 @@ def _join_parts(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     with graph.inserting_before(node):
         joined = graph.call_function(aten.flatten.using_ints, (whole, 0, 1))
-    joined.meta = dict(node.meta)
+    joined.meta = {**node.meta, "wanted_name": node.name}
     node.replace_all_uses_with(joined)
-    name = node.name
     graph.erase_node(node)
-    joined.meta["wanted_name"] = name
     return True
 
 
@@ -222,9 +225,8 @@ def _renamed(graph: fx.Graph) -> fx.Graph:
             name = f"{mapping[source].name}_part_{node.args[1]}"
         args: Any = fx.map_arg(node.args, lambda n: mapping[n])
         kwargs: Any = fx.map_arg(node.kwargs, lambda n: mapping[n])
-        copied = new.create_node(node.op, node.target, args, kwargs, name=name)
-        copied.meta = dict(node.meta)
-        mapping[node] = copied
+        mapping[node] = new.create_node(node.op, node.target, args, kwargs, name=name)
+        mapping[node].meta = dict(node.meta)
     return new
 
 
@@ -268,25 +270,25 @@ def _inline_regions(graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph, operands: list[Any], *, detaches: bool) -> None:
     values: dict[fx.Node, Any] = {}
-    given: dict[fx.Node, Any] = {}
+    passed: dict[fx.Node, Any] = {}
     remaining = iter(operands)
     results: Any = ()
     with graph.inserting_before(node):
         for inner in body.nodes:
             if inner.op == "placeholder":
-                value = given[inner] = next(remaining)
+                value = passed[inner] = next(remaining)
                 values[inner] = _detached(graph, value, inner) if detaches else value
             elif inner.op == "output":
                 results = inner.args[0]
             else:
                 values[inner] = graph.node_copy(inner, values.__getitem__)
-    # The call returned a tuple, which ``getitem`` nodes took apart: these are the bodies' results themselves now.
+    # The call returned a tuple, which ``getitem`` nodes unpacked: these are the bodies' results themselves now.
     for user in list(node.users):
-        assert user.target is operator.getitem, f"{node.name} is read by {user.name}, not taken apart"
+        assert user.target is operator.getitem, f"{node.name} is read by {user.name}, not unpacked"
         result = results[user.args[1]]
         # ``with torch.no_grad(): scale.clamp_(max=4)``: what is read behind it is scale itself, which takes a gradient
         written = _written_operand(result)
-        user.replace_all_uses_with(given[written] if detaches and written in given else values[result])
+        user.replace_all_uses_with(passed[written] if detaches and written in passed else values[result])
         graph.erase_node(user)
     graph.erase_node(node)
 
@@ -329,7 +331,7 @@ def written_storages(graph: fx.Graph) -> set[fx.Node]:
 
 
 def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
-    """Let forward write into copies of the batch's tensors: ``x -= x.mean()`` of one stage is what all others read.
+    """Make forward write into copies of the batch's tensors: ``x -= x.mean()`` of one stage is what all others read.
 
     The batch itself stays as it is.
 
@@ -341,16 +343,19 @@ def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
     written = written_storages(graph)
     for node in [n for n in graph.nodes if n.name in inputs and n in written]:
         first = next(user for user in graph.nodes if node in user.all_input_nodes)
-        with graph.inserting_before(first):
-            copy = graph.create_node(
-                "call_function", aten.clone.default, (node,), name=f"{node.name}_written"
-            )
-        copy.meta = {"val": node.meta["val"].clone(), "nn_module_stack": first.meta.get("nn_module_stack")}
+        copy = _clone_before(first, node, name=f"{node.name}_written")
         node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
+def _clone_before(reader: fx.Node, node: fx.Node, *, name: str) -> fx.Node:
+    with reader.graph.inserting_before(reader):
+        copy = reader.graph.create_node("call_function", aten.clone.default, (node,), name=name)
+    copy.meta = {"val": node.meta["val"].clone(), "nn_module_stack": reader.meta.get("nn_module_stack")}
+    return copy
+
+
 def copy_read_state(graph: fx.Graph, parameters: Collection[str], takes_gradient: Collection[str]) -> None:
-    """Let what autograd may save of a tensor that forward has written be a copy: the next forward writes it again.
+    """Make autograd save a copy of a tensor that forward has written: the next forward writes it again.
 
     In one process the backward has come by then; in a pipeline the next micro-batch's forward may be first.
 
@@ -380,13 +385,7 @@ def copy_read_state(graph: fx.Graph, parameters: Collection[str], takes_gradient
             ]
             if not readers:
                 continue
-            first = min(readers, key=order.__getitem__)
-            with graph.inserting_before(first):
-                copy = graph.create_node(
-                    "call_function", aten.clone.default, (part,), name=f"{part.name}_read"
-                )
-            stack = first.meta.get("nn_module_stack")
-            copy.meta = {"val": part.meta["val"].clone(), "nn_module_stack": stack}
+            copy = _clone_before(min(readers, key=order.__getitem__), part, name=f"{part.name}_read")
             for reader in readers:
                 reader.replace_input_with(part, copy)
 

@@ -2,7 +2,7 @@
 
 A number that Python's `random`, numpy or a real torch generator gives while a model is traced would be in the graph
 for ever. So the generators are watched; where one was drawn from, the model is traced again with other numbers, and
-a graph that is another one then is refused. What draws without effect (MusicGen asks for a number for every layer, at
+a graph that is another one then is refused. What draws without effect (MusicGen draws a number for every layer, at
 ``layerdrop=0`` too) or seeds the generator itself before every draw (BigBird) is the same graph again, and stays.
 
 Source: this project
@@ -49,7 +49,7 @@ TORCHS_OWN = frozenset(
 
 
 def refill(container: Any, content: Any) -> None:
-    """Let a dict, list, deque or set hold other contents, and stay the object that it is."""
+    """Replace the contents of a dict, list, deque or set, which stays the same object."""
     container.clear()
     (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
@@ -116,7 +116,7 @@ for _name in ("__iter__", "__len__", "keys", "values", "items", "copy", "__eq__"
 
 @contextmanager
 def _noted_containers(model: nn.Module, first: dict[tuple[int, str], bool]) -> Iterator[None]:
-    """Let a dict, or a list, count as written where a forward reads of it only what it has put there itself."""
+    """Count a dict, or a list, as written where a forward reads of it only what it has put there itself."""
     held: list[tuple[dict[str, Any], str, Any, Any]] = []
     for module in model.modules():
         if not type(module).__module__.startswith("torch."):
@@ -150,41 +150,25 @@ def noted_accesses(model: nn.Module) -> Iterator[dict[tuple[int, str], bool]]:
         first.setdefault((id(own(module, "__dict__")), name), False)
         put(module, name, value)
 
-    setattr(nn.Module, "__setattr__", write)  # noqa: B010
-    try:
-        with noted_reads(read), _noted_containers(model, first):
-            yield first
-    finally:
-        setattr(nn.Module, "__setattr__", put)  # noqa: B010
+    patch = mock.patch.object(nn.Module, "__setattr__", write)
+    with patch, noted_reads(read), _noted_containers(model, first):
+        yield first
 
 
 @contextmanager
 def noted_reads(note: Callable[[int, str], object]) -> Iterator[None]:
     """Call a function at each read of a module's attribute, with the id of its ``__dict__`` and the name; may nest."""
-    own = object.__getattribute__
-    is_noted = "__getattribute__" in vars(nn.Module)  # by somebody around this
-    get = nn.Module.__getattribute__
+    own, get = object.__getattribute__, nn.Module.__getattribute__
 
     def read(module: nn.Module, name: str) -> Any:
         note(id(own(module, "__dict__")), name)
         return get(module, name)
 
-    setattr(nn.Module, "__getattribute__", read)  # noqa: B010
-    try:
+    with mock.patch.object(nn.Module, "__getattribute__", read):
         yield
-    finally:
-        if is_noted:
-            setattr(nn.Module, "__getattribute__", get)  # noqa: B010
-        else:
-            delattr(nn.Module, "__getattribute__")
 
 
-_UNIT_DRAWS = (
-    (random, "random"),
-    (np.random, "rand"),
-    (np.random, "random"),
-    (np.random, "random_sample"),
-)
+_UNIT_DRAWS = ((random, "random"), *((np.random, name) for name in ("rand", "random", "random_sample")))
 """Functions that draw from [0, 1), with a shape as arguments, or none for one number."""
 _UNIFORM_DRAWS = ((random, "uniform"), (np.random, "uniform"))
 _SEEDS = (20011, 90001)
@@ -193,7 +177,7 @@ _SEEDS = (20011, 90001)
 
 @contextmanager
 def hidden_process_group() -> Iterator[None]:
-    """Let `torch.distributed` look uninitialised: one process computes a loss, whatever other ranks there are.
+    """Make `torch.distributed` look uninitialised: one process computes a loss, whatever other ranks there are.
 
     A model that gathers features where there is a process group (FLAVA) would be captured with the gathering, and
     its ranks, each of which traces at its own time, would wait for each other.
@@ -268,7 +252,7 @@ def check_draws(model: nn.Module, trace: Callable[[], tuple[str, Draws]], first:
 
 def _remedy(where: str) -> str:
     general = (
-        'draw with torch on the CPU or GPU (torch.rand), or keep the module whole: "eager": ["module.path"]'
+        'draw with torch on the CPU or GPU (torch.rand), or run the module as it is: "eager": ["module.path"]'
     )
     if "mask_indices" in where:
         return f"set mask_time_prob=0 and mask_feature_prob=0 in its configuration, {general}"
@@ -347,7 +331,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 @contextmanager
 def _extreme_draws(*, is_low: bool) -> Iterator[None]:
-    """Let draws from an interval give its least number, or its greatest, and leave the generators alone."""
+    """Make draws from an interval give its least number, or its greatest, and leave the generators alone."""
     share = 0.0 if is_low else math.nextafter(1.0, 0.0)
 
     def of_unit(*shape: Any) -> Any:
@@ -371,7 +355,7 @@ def _extreme_draws(*, is_low: bool) -> Iterator[None]:
 
 def _find_draw(model: nn.Module, trace: Callable[[], object]) -> str:
     """Return ``module.path (Class, file.py:12: source)`` of the first draw of the model."""
-    # Only here, where a capture is refused: Python tells of every line of the model's code and its library's, and
+    # Only here, where a capture is refused: Python traces every line of the model's code and its library's, and
     # the first one after which a generator stands elsewhere is the one that drew, whatever it called.
     paths = {id(module): name for name, module in model.named_modules()}
     generators = _generators(model)

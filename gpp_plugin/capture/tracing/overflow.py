@@ -6,7 +6,7 @@ the values of an activation. While such a model is traced, the branch is entered
     torch.where(isfinite(x).all(), x, torch.clamp(x, low, high))
 
 which is x to the bit where the branch would not have been entered, and the clamped tensor where it would. A branch that
-holds no clamp of what it asked about is refused.
+holds no clamp of the tensor that it checks is refused.
 
 Source: this project
 Tests: tests/capture/test_values.py
@@ -27,7 +27,7 @@ _CLAMPS = frozenset(("clamp", "clip"))
 
 
 class OverflowMode(TorchFunctionMode):
-    """Enters branches on overflow and makes the clamp in them depend on what they asked."""
+    """Enters branches on overflow and makes the clamp in them depend on what they check."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class OverflowMode(TorchFunctionMode):
         if self._entered is not None:
             raise CaptureError(
                 "the Python code depends on tensor values: a branch on isfinite() or isinf() does something else than "
-                "clamp the tensor that it asks about; use torch.where"
+                "clamp the tensor that it checks; use torch.where"
             )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch; remember what is asked of overflow, and answer a branch on it."""
+        """Call a function of torch; note checks for overflow, and decide a branch on one."""
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -69,7 +69,7 @@ class OverflowMode(TorchFunctionMode):
         if name in ("isfinite", "isinf") and isinstance(result, Tensor):
             self._checks[id(result)] = result, first, name == "isfinite"
         elif name in ("all", "any") and id(first) in self._checks and len(args) == 1 and not kwargs:
-            _, asked, is_well = self._checks[id(first)]
+            _, checked, is_well = self._checks[id(first)]
             if is_well == (name == "all"):
-                self._checks[id(result)] = result, asked, is_well
+                self._checks[id(result)] = result, checked, is_well
         return result

@@ -27,11 +27,11 @@ LengthOf = int | Mapping[str, int]
 """The length of all texts, or of the entries that are named."""
 
 
-def length_entries(batch: Mapping[str, Any], asked: LengthOf) -> dict[str, tuple[str, ...]]:
+def length_entries(batch: Mapping[str, Any], requested: LengthOf) -> dict[str, tuple[str, ...]]:
     """Return each anchor with the entries that are as long as it, itself included.
 
     Args:
-        asked: a number, or an object whose keys are the anchors.
+        requested: a number, or an object whose keys are the anchors.
 
     Raises:
         ConfigError: an entry that is named is not there, or none is a text.
@@ -41,15 +41,15 @@ def length_entries(batch: Mapping[str, Any], asked: LengthOf) -> dict[str, tuple
         for key, value in batch.items()
         if isinstance(value, Tensor) and value.ndim >= 2 and not value.is_floating_point()
     }
-    if isinstance(asked, Mapping):
+    if isinstance(requested, Mapping):
         named = {k: v.shape[-1] for k, v in batch.items() if isinstance(v, Tensor) and v.ndim >= 2}
-        missing = sorted(asked.keys() - named.keys())
+        missing = sorted(requested.keys() - named.keys())
         if missing:
             raise ConfigError(
                 f"{place_of('lengths')}: {missing[0]!r} is no entry of the batch with a length; give some of "
                 f"{', '.join(sorted(named))}"
             )
-        anchors = {key: named[key] for key in asked}
+        anchors = {key: named[key] for key in requested}
     else:
         anchors = {key: texts[key] for key in ANCHORS if key in texts}
         # other names than HuggingFace's: the longest text
@@ -68,9 +68,9 @@ def length_entries(batch: Mapping[str, Any], asked: LengthOf) -> dict[str, tuple
     return found
 
 
-def length_of(asked: LengthOf, anchor: str) -> int:
-    """Return the length that is asked for an anchor."""
-    return asked[anchor] if isinstance(asked, Mapping) else asked
+def length_of(requested: LengthOf, anchor: str) -> int:
+    """Return the length that is requested for an anchor."""
+    return requested[anchor] if isinstance(requested, Mapping) else requested
 
 
 def with_lengths(batch: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def with_lengths(batch: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[s
     Args:
         lengths: by entry; others stay as they are.
     """
-    # ids [[5, 6, 7]] to 5: [[5, 6, 7, 7, 7]]; the mask of a padded row goes on being 0, that of another 1
+    # ids [[5, 6, 7]] to 5: [[5, 6, 7, 7, 7]]; the mask of a padded row continues with 0, that of another with 1
     found = dict(batch)
     for key, length in lengths.items():
         value: Tensor = batch[key]
@@ -202,11 +202,9 @@ def rows_per_sample(batch: Mapping[str, Any]) -> dict[str, int]:
     samples = count_samples(batch)
     rows = {}
     for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and isinstance(batch, WholeUnit):
-            rows[key] = 0
-        elif isinstance(value, torch.Tensor):
-            has_axis = value.dim() > 0 and value.shape[0] % samples == 0
-            rows[key] = value.shape[0] // samples if has_axis else 0
+        if isinstance(value, torch.Tensor):
+            is_cut = not isinstance(batch, WholeUnit) and value.dim() > 0 and value.shape[0] % samples == 0
+            rows[key] = value.shape[0] // samples if is_cut else 0
     return rows
 
 
@@ -228,7 +226,7 @@ def resize_batch(batch: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
             )
         return batch
     rows = rows_per_sample(batch)
-    # 3 samples a b c to 7: three times a b c, of which a b c a b c a are kept.
+    # 3 samples a b c to 7: three times a b c, of which a b c a b c a are used.
     times = -(-num_samples // samples)
     resized = dict(batch)
     for key, count in rows.items():

@@ -23,7 +23,7 @@ from gpp_plugin.ir.block_graph import Parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shadow:
+class MetaCopy:
     """The copy, and how its tensors are called.
 
     Args:
@@ -68,7 +68,7 @@ def make_shadow(
     dtype: torch.dtype | None,
     device: torch.device,
     carried: Sequence[CarriedState] = (),
-) -> Shadow:
+) -> MetaCopy:
     """Copy ``model`` with fake tensors in place of its parameters and buffers; ties stay ties.
 
     Args:
@@ -79,9 +79,9 @@ def make_shadow(
         CaptureError: the model cannot be copied, or has parameters that cannot be trained.
     """
     _check_kinds(model, dtype)
-    # `copy.deepcopy` asks ``memo`` for every object by its id before it copies it: with a fake tensor entered for each
-    # parameter and buffer, the copy is made around them and no weight is ever copied. A tied parameter is one object
-    # under two names, so it is one fake tensor under both.
+    # `copy.deepcopy` looks every object up in ``memo`` by its id before it copies it. With a fake tensor entered for
+    # each parameter and buffer, the copy is made around them and no weight is ever copied. A tied parameter is one
+    # object under two names, so it is one fake tensor under both.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     memo: dict[int, Any] = {**without_history(model)}
     where = tracing_device(device)
@@ -91,7 +91,7 @@ def make_shadow(
             # one whose ranks hold parts of it has a shape, and no memory, between mini-batches (ZeRO 3)
             strides = torch.empty_like(parameter, device="meta").stride()
             empty = torch.empty_strided(parameter.shape, strides, dtype=cast, device=where)
-            # strides are kept: a weight in channels-last memory decides what convolutions make of it
+            # the same strides: a weight in channels-last memory decides what convolutions make of it
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             memo[id(buffer)] = torch.empty_strided(
@@ -102,20 +102,22 @@ def make_shadow(
         memo[id(table)] = table.copy()
     parameters = (*_describe_parameters(model, dtype), *described(carried))
     try:
-        twin = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied for tracing ({type(error).__name__}: {error}); "
             "remove attributes that copy.deepcopy refuses (open files, locks, process groups) before capture"
         ) from error
-    rebind_hooks(twin, memo)
+    rebind_hooks(copied, memo)
     with mode:
-        register_states(twin, carried, functools.partial(_empty, where))
-    set_modes(twin, training=training)
-    _switch_off_extras(twin)
+        register_states(
+            copied, carried, lambda shape, kind: torch.empty(tuple(shape), dtype=kind, device=where)
+        )
+    set_modes(copied, training=training)
+    _switch_off_extras(copied)
     first_names = {name: p.name for p in parameters for name in (p.name, *p.aliases)}
-    return Shadow(
-        model=twin,
+    return MetaCopy(
+        model=copied,
         original=model,
         mode=mode,
         device=device,
@@ -126,8 +128,8 @@ def make_shadow(
     )
 
 
-def rebind_hooks(twin: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Let hooks of a copy see the copy where they saw the model: as methods of its modules, or in their closure.
+def rebind_hooks(copied: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Make hooks of a copy see the copy where they saw the model: as methods of its modules, or in their closure.
 
     Args:
         memo: of `copy.deepcopy`: the copy of each object, by its id.
@@ -149,12 +151,8 @@ def rebind_hooks(twin: nn.Module, memo: Mapping[int, Any]) -> None:
             return copied
         return hook
 
-    for table in (getattr(part, name) for part in twin.modules() for name in MODULE_HOOKS):
+    for table in (getattr(part, name) for part in copied.modules() for name in MODULE_HOOKS):
         table.update({key: rebound(hook) for key, hook in table.items()})
-
-
-def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def set_modes(model: nn.Module, *, training: bool) -> bool:
@@ -174,14 +172,14 @@ def set_modes(model: nn.Module, *, training: bool) -> bool:
     return is_wholly_in_eval
 
 
-def fake_inputs(shadow: Shadow, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def fake_inputs(meta_copy: MetaCopy, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the batch's tensors as fake ones; floating ones are cast like the parameters."""
-    where = tracing_device(shadow.device)
-    with shadow.mode:
+    where = tracing_device(meta_copy.device)
+    with meta_copy.mode:
         return {
             key: torch.empty(
                 value.shape,
-                dtype=shadow.dtype if shadow.dtype and value.is_floating_point() else value.dtype,
+                dtype=meta_copy.dtype if meta_copy.dtype and value.is_floating_point() else value.dtype,
                 device=where,
             )
             for key, value in batch.items()
@@ -192,7 +190,7 @@ def fake_inputs(shadow: Shadow, batch: Mapping[str, Any]) -> dict[str, torch.Ten
 class _NeverDrops(float):
     """A layer-drop probability of 0 that says so when a drawn number is compared with it.
 
-    transformers before 5.23 draws a number for every layer, also at probability 0, and asks in Python
+    transformers before 5.23 draws a number for every layer, also at probability 0, and tests in Python
     whether it is less: a branch on a tensor's value, which cannot be exported. No drawn number is less than 0.
     """
 
@@ -219,7 +217,7 @@ def _switch_off_extras(model: nn.Module) -> None:
 
 
 def switch_off_caches(model: nn.Module) -> None:
-    """Let a copy keep nothing for generation."""
+    """Make a copy cache nothing for generation."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
@@ -231,15 +229,11 @@ def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[P
     # whose first name is what everything calls it and whose others are aliases.
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    tensor: torch.Tensor
-    for name, tensor in model.named_parameters(remove_duplicate=False):
+    buffers = list(model.named_buffers(remove_duplicate=False))
+    buffer_ids = {id(tensor) for _, tensor in buffers}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    buffers: set[int] = set()
-    for name, tensor in model.named_buffers(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-        buffers.add(id(tensor))
     # Buffers that state dicts leave out (position ids, rotary tables): whoever loads weights must make them anew.
     transient = {
         f"{prefix}.{name}" if prefix else name
@@ -249,15 +243,14 @@ def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[P
     described = []
     for key, (first, *aliases) in names.items():
         tensor = tensors[key]
-        is_buffer = key in buffers
-        casts = dtype is not None and tensor.is_floating_point() and not is_buffer
-        kept = dtype if casts and dtype is not None else tensor.dtype
+        is_buffer = key in buffer_ids
+        cast = dtype if dtype is not None and tensor.is_floating_point() and not is_buffer else tensor.dtype
         described.append(
             Parameter(
                 name=first,
                 shape=tuple(tensor.shape),
-                dtype=dtype_name(kept),
-                bytes=tensor.numel() * kept.itemsize,
+                dtype=dtype_name(cast),
+                bytes=tensor.numel() * cast.itemsize,
                 requires_grad=tensor.requires_grad,
                 aliases=tuple(aliases),
                 is_buffer=is_buffer,
@@ -273,9 +266,8 @@ def overlapping(model: nn.Module) -> list[tuple[str, str]]:
     tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         if tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and tensor.numel():
-            reach = sum(
-                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
+            axes = zip(tensor.shape, tensor.stride(), strict=True)
+            reach = sum((size - 1) * stride for size, stride in axes)
             first = tensor.data_ptr()
             spans[id(tensor)] = first, first + (reach + 1) * tensor.element_size(), name
     ordered = sorted(spans.values())

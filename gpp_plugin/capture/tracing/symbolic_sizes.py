@@ -14,7 +14,7 @@ Tests: tests/capture/test_lengths.py, tests/capture/test_values.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from gpp_plugin.ir.size_formulas import Evaluate, SizeConditions, compile_formul
 # not:
 #
 #     codes = logits.argmax(1)          unknown             low  0  0  0  0       high  9  9  9  9
-#     codes[~is_asked] = -100           unknown             low  0  0 -100 0      high  9  9 -100 9
+#     codes[~is_image] = -100           unknown             low  0  0 -100 0      high  9  9 -100 9
 #     codes != -100                     known: the two bounds agree everywhere    1  1  0  1
 #
 # The bounds are tensors of the trace like any other, so that what a comparison finds is known, recorded and guarded as
@@ -99,14 +99,14 @@ class Bounds:
             arguments: positional ones and those by keyword; what is written has been.
         """
         args, kwargs = arguments
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(arguments)
         if name == "argmax" and isinstance(result, Tensor):
             dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
             most = args[0].numel() if dim is None else args[0].shape[dim]
-            made = [
+            ends = [
                 torch.full(result.shape, n, dtype=result.dtype, device=result.device) for n in (0, most - 1)
             ]
-            self._between[id(result)] = _Between(result, *made)
+            self._between[id(result)] = _Between(result, *ends)
             return
         is_placed = any(map(self._is_bounded, tensors)) and all(
             self._is_known(tensor) or self._is_bounded(tensor) for tensor in tensors
@@ -114,15 +114,12 @@ class Bounds:
         if name not in _PLACING or not is_placed:
             return
         low, high = (function(*self._at(args, end), **self._at(kwargs, end)) for end in ("low", "high"))
-        leaves = [
-            [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)] for made in (result, low, high)
-        ]
-        for tensor, least, most in zip(*leaves, strict=True):
+        for tensor, least, most in zip(*map(tensors_in, (result, low, high)), strict=True):
             if not self._is_bounded(tensor):  # in place: its bounds were written as it was
                 self._between[id(tensor)] = _Between(tensor, least, most)
 
     def forget(self, written: Sequence[Tensor]) -> None:
-        """Forget tensors that share memory with some that were written."""
+        """Drop tensors that share memory with some that were written."""
         storages = {tensor.untyped_storage()._cdata for tensor in written}
         for key, between in list(self._between.items()):
             if between.tensor.untyped_storage()._cdata in storages:
@@ -131,9 +128,8 @@ class Bounds:
     def is_written_alike(self, name: str, arguments: Any) -> bool:
         """Return whether a call writes the bounds of its first argument as it writes the argument."""
         args, kwargs = arguments
-        rest = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
-        is_alike = name in ("__setitem__", "masked_fill_") and all(self._is_known(tensor) for tensor in rest)
-        return is_alike and self._is_bounded(args[0])
+        is_alike = name in ("__setitem__", "masked_fill_") and self._is_bounded(args[0])
+        return is_alike and all(map(self._is_known, tensors_in((args[1:], kwargs))))
 
     def _is_bounded(self, value: Any) -> bool:
         return isinstance(value, Tensor) and id(value) in self._between
@@ -147,6 +143,11 @@ class Bounds:
         return tree_map(changed, value)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def made_of_a_shape(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return what a function makes of the shape and type of its first argument alone; None of any other function.
 
@@ -156,21 +157,17 @@ def made_of_a_shape(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if not isinstance(like, Tensor) or set(kwargs) - {"dtype", "device", "fill_value", "size"}:
         return None
     rest = [*args[1:], *(kwargs[key] for key in ("size", "fill_value") if key in kwargs)]
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(rest)):
+    if tensors_in(rest):
         return None
-    where: dict[str, Any] = {
-        "dtype": kwargs.get("dtype") or like.dtype,
-        "device": kwargs.get("device") or like.device,
-    }
+    where: dict[str, Any] = {key: kwargs.get(key) or getattr(like, key) for key in ("dtype", "device")}
+    makers: dict[str, Any] = {"zeros": torch.zeros, "ones": torch.ones}
     if name in ("zeros_like", "ones_like"):
-        return (torch.zeros if name == "zeros_like" else torch.ones)(like.shape, **where)
+        return makers[name[:-5]](like.shape, **where)
+    if name in ("new_zeros", "new_ones"):
+        return makers[name[4:]](*rest, **where)
     if name == "full_like" and len(rest) == 1:
         return torch.full(like.shape, rest[0], **where)
-    if name in ("new_zeros", "new_ones"):
-        return (torch.zeros if name == "new_zeros" else torch.ones)(*rest, **where)
-    if name == "new_full" and len(rest) == 2:
-        return torch.full(*rest, **where)
-    return None
+    return torch.full(*rest, **where) if name == "new_full" and len(rest) == 2 else None
 
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -188,8 +185,8 @@ class OpenSize:
 
 
 def leave_open(inputs: Mapping[str, Tensor], axes: Mapping[str, Collection[int]]) -> None:
-    """Let the sizes of some axes be symbols in the export of a model on these inputs."""
-    # What ``Dim.AUTO`` means, told by the tensors themselves: export has no words for axes of keyword arguments whose
+    """Make the sizes of some axes symbols in the export of a model on these inputs."""
+    # What ``Dim.AUTO`` means, marked on the tensors themselves: export has no words for axes of keyword arguments whose
     # names the signature (``**inputs``) does not give.
     for key, of_key in axes.items():
         for axis in of_key:
@@ -255,8 +252,7 @@ def sizes_in(node: fx.Node) -> Iterator[Any]:
 
 def sizes_of_results(node: fx.Node) -> list[Any]:
     """Return the symbolic sizes of an operator's results."""
-    values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-    return [size for value in values if isinstance(value, Tensor) for size in value.shape if is_open(size)]
+    return [size for value in tensors_in(node.meta.get("val")) for size in value.shape if is_open(size)]
 
 
 class SizeTexts:
@@ -270,7 +266,9 @@ class SizeTexts:
     """
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
-        self._env = _shape_env(inputs.values())
+        sizes: list[Any] = [size for tensor in inputs.values() for size in tensor.shape]
+        envs = (size.node.shape_env for size in sizes if isinstance(size, _SYMBOLIC))
+        self._env: ShapeEnv | None = next(envs, None)
         # torch's symbol -> ours, in the order of the batch's keys; equal lengths of two keys are one symbol to torch
         self._names: dict[Any, str] = {}
         symbols: dict[str, tuple[str, int]] = {}
@@ -289,9 +287,9 @@ class SizeTexts:
         return tuple(self._symbols)
 
     def conditions(self) -> SizeConditions:
-        """Return for which batches the export holds; to be asked when nothing looks at its sizes any more.
+        """Return for which batches the export holds; to be called when nothing looks at its sizes any more.
 
-        Whatever Python code asked of a size (``length > 16``) was answered for the batch that was traced, and is a
+        Whatever Python code tested of a size (``length > 16``) was decided for the batch that was traced, and is a
         condition; so is what torch assumes of all sizes it leaves open, that they are no 0 and no 1.
         """
         conditions: dict[str, None] = {}
@@ -341,8 +339,3 @@ class _Renaming(PythonPrinter):
 
     def _print_Symbol(self, expr: Any) -> str:
         return self._names[expr]
-
-
-def _shape_env(tensors: Iterable[Tensor]) -> ShapeEnv | None:
-    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
-    return next((size.node.shape_env for size in sizes if isinstance(size, _SYMBOLIC)), None)

@@ -1,4 +1,4 @@
-"""Run torch.export on a shadow model, through a wrapper that returns the loss and named outputs."""
+"""Run torch.export on a meta_copy model, through a wrapper that returns the loss and named outputs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,17 +23,12 @@ from torch.overrides import TorchFunctionMode
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.eager.trial_run import READS, Untraceable
-from gpp_plugin.capture.tracing.carried_state import (
-    LeavesState,
-    StateFinder,
-    carried_in,
-    is_number,
-)
+from gpp_plugin.capture.tracing.carried_state import LeavesState, StateFinder, carried_in, is_number
 from gpp_plugin.capture.tracing.outside import TORCHS_OWN, hidden_process_group, noted_accesses, refill
 from gpp_plugin.capture.tracing.overflow import OverflowMode
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit
-from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
-from gpp_plugin.capture.tracing.symbolic_sizes import leave_open
+from gpp_plugin.capture.tracing.shadow import MetaCopy, fake_inputs
+from gpp_plugin.capture.tracing.symbolic_sizes import leave_open, tensors_in
 from gpp_plugin.capture.tracing.values import ReadingMode, Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
@@ -45,8 +40,8 @@ LOSS_FUNCTION = "loss_function"
 """Attribute by which HuggingFace models call their loss."""
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
-ASKS_OF_OVERFLOW = "asks of overflow"
-"""Noticed of a shadow: its Python asks whether an activation is finite."""
+CHECKS_OVERFLOW = "checks overflow"
+"""Noted of a meta copy: its Python tests whether an activation is finite."""
 
 
 Call: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Any]
@@ -63,27 +58,8 @@ class _Seen:
 
     has_loss = False
     recording: Recording | None = None
-    asks_of_overflow = False
+    checks_overflow = False
     left: Sequence[CarriedState] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reads:
-    """What a model's Python may read of the batch that it is traced with: values, or the readings of an earlier run."""
-
-    values: Mapping[str, Any] | None = None
-    readings: Sequence[Any] = ()
-
-    @classmethod
-    def of(cls, batch: Mapping[str, Any]) -> Reads:
-        """Return what is read of a batch; of a unit whose readings are known there may be no values here."""
-        readings = batch.readings if isinstance(batch, WholeUnit) else None
-        return cls(values=batch) if readings is None else cls(readings=readings)
-
-    def mode(self, inputs: Mapping[str, torch.Tensor]) -> ReadingMode:
-        """Return what lets Python read, for these fake inputs."""
-        values = None if self.values is None else {key: self.values[key] for key in inputs}
-        return ReadingMode(inputs, values, self.readings)
 
 
 class LossWrapper(nn.Module):
@@ -97,7 +73,7 @@ class LossWrapper(nn.Module):
         needs_loss: bool,
         call: Call = call_by_key,
         note_inputs: Callable[[Mapping[str, torch.Tensor]], None] = lambda inputs: None,
-        reads: Reads | None = None,
+        reads: Mapping[str, Any] | None = None,
         states: Sequence[CarriedState] = (),
         inside: Sequence[CarriedState] = (),
         left_by_hooks: Collection[tuple[str, str]] = (),
@@ -117,8 +93,12 @@ class LossWrapper(nn.Module):
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the model on the batch."""
         self._note_inputs(inputs)
-        overflow = OverflowMode() if self.seen.asks_of_overflow else None
-        reading = None if self._reads is None else self._reads.mode(inputs)
+        overflow = OverflowMode() if self.seen.checks_overflow else None
+        reading = None
+        if self._reads is not None:  # of a unit whose readings are known there may be no values here
+            readings = self._reads.readings if isinstance(self._reads, WholeUnit) else None
+            values = self._reads if readings is None else None
+            reading = ReadingMode(inputs, values, readings or ())
         finder = StateFinder(self.model, [*self._states, *self._inside])
         with (
             _attributes_restored(self.model),
@@ -148,7 +128,8 @@ class LossWrapper(nn.Module):
 
     def results(self, result: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the loss, if any, and the named outputs of what the model returned."""
-        loss = _find_loss(result)
+        found = result if isinstance(result, torch.Tensor) else _field(result, "loss")
+        loss = found if isinstance(found, torch.Tensor) else None
         if loss is None and self._needs_loss and isinstance(result, (tuple, list)):
             raise CaptureError(
                 f"{type(self.model).__name__} returned a {type(result).__name__} of {len(result)}, which does not say "
@@ -166,7 +147,7 @@ class LossWrapper(nn.Module):
             )
         if loss is None and not self._outputs:
             raise CaptureError(
-                f"{type(self.model).__name__} returned no loss and no outputs were asked for; pass labels, "
+                f"{type(self.model).__name__} returned no loss and no outputs were requested; pass labels, "
                 "or name output fields (outputs=('logits',))"
             )
         self.seen.has_loss = loss is not None
@@ -221,15 +202,12 @@ _OUT_OF_PLACE: Mapping[str, str] = MappingProxyType(
 """Operators in place on a number's tensor, and those that make a new one."""
 
 
-def _find_loss(result: Any) -> torch.Tensor | None:
-    if isinstance(result, torch.Tensor):
-        return result
-    found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    return found if isinstance(found, torch.Tensor) else None
+def _field(result: Any, name: str) -> Any:
+    return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
 
 
 def _find_output(result: Any, name: str, model: str) -> torch.Tensor:
-    found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+    found = _field(result, name)
     if not isinstance(found, torch.Tensor):
         fields = sorted(result) if isinstance(result, Mapping) else []
         raise CaptureError(
@@ -250,8 +228,7 @@ def split_batch(batch: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
         if isinstance(value, torch.Tensor):
             keys.append(key)
             continue
-        leaves = torch.utils._pytree.tree_leaves(value)
-        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        if tensors_in(value):
             raise CaptureError(
                 f"batch entry {key!r} is a {type(value).__name__} of tensors; pass one tensor with the "
                 "samples along axis 0"
@@ -261,21 +238,21 @@ def split_batch(batch: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 def export_model(
-    shadow: Shadow,
+    meta_copy: MetaCopy,
     batch: Mapping[str, Any],
     *,
     outputs: Sequence[str],
     training: bool,
     whole: WholeCalls,
     call: Call = call_by_key,
-    reads: Reads | None = None,
+    reads: Mapping[str, Any] | None = None,
     lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> tuple[torch.export.ExportedProgram, bool, Recording | None]:
-    """Export the shadow on fake inputs shaped like ``batch``.
+    """Export the meta_copy on fake inputs shaped like ``batch``.
 
     Args:
         whole: the calls that leave one operator each.
-        reads: what the model's Python may read of the batch.
+        reads: the batch, where the model's Python may read its values, or the readings of an earlier run.
         lengths: batch key -> axes whose sizes are left open, where the model allows it.
 
     Returns:
@@ -283,54 +260,65 @@ def export_model(
 
     Raises:
         CaptureError: the model cannot be exported; names the module, the line and the remedy.
-        Untraceable: it could be if a module of it were kept whole.
-        LeavesState: the forward leaves state behind that the shadow does not carry.
+        Untraceable: it could be if a module of it ran as it is.
+        LeavesState: the forward leaves state behind that the meta_copy does not carry.
     """
-    _, constants = split_batch(batch)
-    # Names in the export are those of attributes: "model.layers.0.weight" for `wrapper.model`, whatever `call` does
-    # between the batch and the model, so that a plain model and a part under other names trace to one graph.
     # a part of a larger model is trained by what reads its outputs
     needs_loss = training and not outputs
-    states, inside = whole.states_around(shadow.carried)
-    wrapper = LossWrapper(
-        shadow.model,
-        constants,
+    wrapper = _wrapped(
+        meta_copy,
+        batch,
         outputs,
-        needs_loss,
+        whole,
         call,
-        whole.note_inputs,
         reads,
-        states,
-        inside,
-        whole.left_by_hooks,
+        needs_loss=needs_loss,
+        left_by_hooks=whole.left_by_hooks,
     )
     wrapper.training = training
-    wrapper.seen.asks_of_overflow = ASKS_OF_OVERFLOW in shadow.noticed
+    wrapper.seen.checks_overflow = CHECKS_OVERFLOW in meta_copy.noticed
     program: torch.export.ExportedProgram | None = None
     try:
-        program = _export(wrapper, shadow, batch, whole, lengths)
+        program = _export(wrapper, meta_copy, batch, whole, lengths)
     except CaptureError as error:
-        if wrapper.seen.asks_of_overflow or not any(word in str(error) for word in ("isfinite(", "isinf(")):
+        if wrapper.seen.checks_overflow or not any(word in str(error) for word in ("isfinite(", "isinf(")):
             raise
     if program is None:  # a branch on overflow: once more, with an answer to it, and so from now on
-        shadow.noticed.add(ASKS_OF_OVERFLOW)
-        wrapper.seen.asks_of_overflow = True
-        program = _export(wrapper, shadow, batch, whole, lengths)
+        meta_copy.noticed.add(CHECKS_OVERFLOW)
+        wrapper.seen.checks_overflow = True
+        program = _export(wrapper, meta_copy, batch, whole, lengths)
     if wrapper.seen.left:
         raise LeavesState(wrapper.seen.left)
     return program, wrapper.seen.has_loss, wrapper.seen.recording
 
 
+def _wrapped(
+    meta_copy: MetaCopy,
+    batch: Mapping[str, Any],
+    outputs: Sequence[str],
+    whole: WholeCalls,
+    call: Call,
+    reads: Mapping[str, Any] | None,
+    **options: Any,
+) -> LossWrapper:
+    # Names in the export are those of attributes: "model.layers.0.weight" for `wrapper.model`, whatever `call` does
+    # between the batch and the model, so that a plain model and a part under other names trace to one graph.
+    constants = split_batch(batch)[1]
+    states, inside = whole.states_around(meta_copy.carried)
+    options |= {"note_inputs": whole.note_inputs, "reads": reads, "states": states, "inside": inside}
+    return LossWrapper(meta_copy.model, constants, outputs, call=call, **options)
+
+
 def _export(
     wrapper: LossWrapper,
-    shadow: Shadow,
+    meta_copy: MetaCopy,
     batch: Mapping[str, Any],
     whole: WholeCalls,
     lengths: Mapping[str, Collection[int]],
 ) -> torch.export.ExportedProgram:
     try:
-        with torch.enable_grad(), _surroundings(), whole.installed():
-            inputs = fake_inputs(shadow, batch)
+        with torch.enable_grad(), _tracing_context(), whole.installed():
+            inputs = fake_inputs(meta_copy, batch)
             leave_open(inputs, lengths)
             return torch.export.export(wrapper, (), inputs, strict=False)
     except Exception as error:
@@ -338,19 +326,19 @@ def _export(
             if isinstance(cause, CaptureError) and not isinstance(cause, (NeedsWholeModule, UnreadRecords)):
                 raise cause from None
         lacks_records = any(isinstance(cause, UnreadRecords) for cause in _causes(error))
-        culprit = _culprit(error, shadow.model)
-        raise Untraceable(_explain(error, shadow.model), culprit, lacks_records=lacks_records) from error
+        culprit = _culprit(error, meta_copy.model)
+        raise Untraceable(_explain(error, meta_copy.model), culprit, lacks_records=lacks_records) from error
 
 
 def run_reading(
-    shadow: Shadow,
+    meta_copy: MetaCopy,
     batch: Mapping[str, Any],
     *,
     outputs: Sequence[str],
     whole: WholeCalls,
     call: Call = call_by_key,
 ) -> Recording:
-    """Run the shadow on fake inputs, as an export would, and return what its Python read of the batch.
+    """Run the meta_copy on fake inputs, as an export would, and return what its Python read of the batch.
 
     Args:
         whole: the calls that an export leaves one operator each.
@@ -358,51 +346,41 @@ def run_reading(
     Raises:
         CaptureError: it fails; names the module and the line.
     """
-    _, constants = split_batch(batch)
-    states, inside = whole.states_around(shadow.carried)
-    wrapper = LossWrapper(
-        shadow.model,
-        constants,
-        outputs,
-        needs_loss=False,
-        call=call,
-        note_inputs=whole.note_inputs,
-        reads=Reads(values=batch),
-        states=states,
-        inside=inside,
-    )
-    wrapper.training = shadow.model.training
-    inputs = fake_inputs(shadow, batch)
+    wrapper = _wrapped(meta_copy, batch, outputs, whole, call, dict(batch), needs_loss=False)
+    wrapper.training = meta_copy.model.training
+    inputs = fake_inputs(meta_copy, batch)
     try:
         with (
             torch.enable_grad(),
-            _surroundings(),
+            _tracing_context(),
             whole.installed(),
             _compiling_state_context(),  # models ask whether they are being exported, and read less then
-            shadow.mode,
+            meta_copy.mode,
         ):
             wrapper(**inputs)
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(_explain(error, shadow.model)) from error
+        raise CaptureError(_explain(error, meta_copy.model)) from error
     assert wrapper.seen.recording is not None
     return wrapper.seen.recording
 
 
 @contextmanager
-def _surroundings() -> Iterator[None]:
+def _tracing_context() -> Iterator[None]:
     """What a model runs in while it is traced."""
-    # The collector waits: what a finalizer computes on tensors would be traced as the model's. The engine of an
-    # earlier job in this process is such garbage: its operators came into the graph before the inputs.
+    # The garbage collector waits: what a finalizer computes on tensors would be traced as the model's. The engine of an
+    # earlier job in this process once was collected so: its operators came into the graph before the inputs.
     with (
-        _without_stack_traces(),
-        _without_words_of_a_failure(),
+        # no operator notes the stack it was traced from: nothing reads them, and they take a quarter of an export
+        mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True, create=True),
+        _without_output_of_a_failure(),
         paused_collector(),
         hidden_process_group(),
-        _without_checks_of_distributions(),
+        # `torch.distributions` does not check the values of its arguments: a check that passes changes no result
+        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
         _masks_by_broadcasting(),
-        _masks_left_out_unasked(),
+        _masks_left_out_unpadded(),
         _without_idle_conversions(),
     ):
         yield
@@ -429,9 +407,8 @@ def _attributes_restored(model: nn.Module) -> Iterator[None]:
             now = vars(module)
             for name in [n for n, value in now.items() if value is not attributes.get(n)]:
                 # not numbers: one may say what else was done to the module (transformers installs hooks once)
-                if not any(
-                    isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(now[name])
-                ):
+                leaves = torch.utils._pytree.tree_leaves(now[name])
+                if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
                     continue
                 if name in attributes:
                     now[name] = attributes[name]
@@ -459,18 +436,15 @@ def _masks_by_broadcasting() -> Iterator[None]:
 
         return mask
 
-    masking._vmap_expansion_sdpa = broadcast
-    try:
+    with mock.patch.object(masking, "_vmap_expansion_sdpa", broadcast):
         yield
-    finally:
-        masking._vmap_expansion_sdpa = mapped
 
 
 @contextmanager
-def _masks_left_out_unasked() -> Iterator[None]:
-    """Let transformers leave out the mask of attention to everything where no padding is told, as eager code does.
+def _masks_left_out_unpadded() -> Iterator[None]:
+    """Make transformers leave out the mask of attention to everything where the batch has no padding mask.
 
-    Being exported it does not look at what is padded, and makes a mask where there is nothing to look at as well.
+    Eager code does so. In an export transformers reads no padding mask, and makes a mask without one too.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     looks = getattr(masking, "_ignore_bidirectional_mask_sdpa", None)
@@ -486,61 +460,32 @@ def _masks_left_out_unasked() -> Iterator[None]:
             return True
         return bool(looks(padding_mask, kv_length, local_attention_size))
 
-    masking._ignore_bidirectional_mask_sdpa = is_left_out
-    try:
+    with mock.patch.object(masking, "_ignore_bidirectional_mask_sdpa", is_left_out):
         yield
-    finally:
-        masking._ignore_bidirectional_mask_sdpa = looks
-
-
-@contextmanager
-def _without_checks_of_distributions() -> Iterator[None]:
-    """Let `torch.distributions` not look at the values of its arguments: a check that passes changes no result."""
-    before = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(before)
 
 
 @contextmanager
 def _without_idle_conversions() -> Iterator[None]:
-    """Let ``module.to(dtype)`` that changes nothing do nothing: traced weights cannot be put in place of others.
+    """Skip ``module.to(dtype)`` where it changes nothing: traced weights cannot be put in place of others.
 
     A router that keeps a precision of its own (NLLB-MoE, Switch) says so in every forward.
     """
     original = nn.Module.to
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        asked = [*args, *kwargs.values()]
+        wanted = [*args, *kwargs.values()]
         tensors = (*module.parameters(), *module.buffers())
-        is_idle = all(isinstance(part, torch.dtype) for part in asked) and all(
-            tensor.dtype in asked for tensor in tensors if tensor.is_floating_point()
+        is_idle = all(isinstance(part, torch.dtype) for part in wanted) and all(
+            tensor.dtype in wanted for tensor in tensors if tensor.is_floating_point()
         )
         return module if is_idle else original(module, *args, **kwargs)
 
-    setattr(nn.Module, "to", to)  # noqa: B010
-    try:
+    with mock.patch.object(nn.Module, "to", to):
         yield
-    finally:
-        setattr(nn.Module, "to", original)  # noqa: B010
 
 
 @contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Let no operator note the stack it was traced from: nobody reads them, and they take a quarter of an export."""
-    config: Any = torch.fx.config
-    before = getattr(config, "do_not_emit_stack_traces", False)
-    config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = before
-
-
-@contextmanager
-def _without_words_of_a_failure() -> Iterator[None]:
+def _without_output_of_a_failure() -> Iterator[None]:
     """Keep torch from printing stacks and the whole graph so far where an export fails: the error is one line."""
     loggers = [logging.getLogger(name) for name in TALKATIVE]
     before = [logger.disabled for logger in loggers]
@@ -574,9 +519,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
     kind = type(error).__name__
     if isinstance(error, NeedsWholeModule):
         return f"{type(model).__name__} cannot be captured at {where}: {text[:300]}"
-    if any(
-        word in kind + text for word in ("DataDependent", "data-dependent", "Could not guard", "is_nonzero")
-    ):
+    reads = ("DataDependent", "data-dependent", "Could not guard", "is_nonzero")
+    if any(word in kind + text for word in reads):
         remedy = (
             f"{READS}: use tensor operators (torch.where, masks) instead of "
             "if/while/int() on tensors, compute it in the data loader, or move it into a module of its own, which then "
@@ -622,10 +566,10 @@ def _failing_module(error: Exception, model: nn.Module) -> tuple[str, str]:
 
 
 def _culprit(error: Exception, model: nn.Module) -> str:
-    """Return what may be kept whole so that tracing comes past a failure: a module, or a loss function called by one.
+    """Return what may run as it is so that tracing gets past a failure: a module, or a loss function called by one.
 
-    HuggingFace models call ``self.loss_function(...)`` from the forward of the model itself, which cannot be kept
-    whole.
+    HuggingFace models call ``self.loss_function(...)`` from the forward of the model itself, which cannot run as it
+    is.
     """
     path, _ = _failing_module(error, model)
     for cause in _causes(error):

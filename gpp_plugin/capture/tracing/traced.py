@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -22,27 +23,21 @@ from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.eager.trial_run import DEPENDS, TAKEN, Untraceable
 from gpp_plugin.capture.tracing.clean import (
     clean_graph,
+    copied,
     copy_read_state,
     copy_written_inputs,
     written_storages,
 )
 from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
-from gpp_plugin.capture.tracing.shadow import Shadow
+from gpp_plugin.capture.tracing.shadow import MetaCopy
 from gpp_plugin.capture.tracing.symbolic_sizes import has_shape_of
-from gpp_plugin.capture.tracing.torch_export import (
-    WRAPPED,
-    Call,
-    Reads,
-    call_by_key,
-    export_model,
-    split_batch,
-)
+from gpp_plugin.capture.tracing.torch_export import WRAPPED, Call, call_by_key, export_model, split_batch
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
 
-APART = "move that part into a module of its own, which then runs as it is"
+MOVE_TO_MODULE = "move that part into a module of its own, which then runs as it is"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +48,7 @@ class Traced:
         inputs, parameters, constants: as in `CapturedGraph`.
         fakes: placeholder name -> fake tensor.
         received: as of `OpGraph`.
-        recording: what Python read of the batch, where it was let.
+        recording: what Python read of the batch, where it was allowed to.
         has_loss: whether the first result is the loss; ``output_names``: of the other results.
         drawn: what generators outside the graph did; they are back where they were.
     """
@@ -82,13 +77,9 @@ class Traced:
         return dict(zip(self.output_names, self._results()[int(self.has_loss) :], strict=True))
 
     def as_text(self) -> str:
-        """Return all that two traces of one model can differ in: operators, what they are given, and constants."""
-        values = [
-            hashlib.sha256(
-                value.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes()
-            ).hexdigest()
-            for value in self.constants.values()
-        ]
+        """Return all that two traces of one model can differ in: operators, their arguments, and constants."""
+        flat = (value.reshape(-1).contiguous().cpu().view(torch.uint8) for value in self.constants.values())
+        values = [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in flat]
         return "\n".join([str(self.graph), *map(str, self.attributes.values()), *values])
 
     def _results(self) -> list[str]:
@@ -105,12 +96,12 @@ class Traced:
 class Exported:
     """An export, and the weightless copy of the model that it was made of: they are of one fake mode."""
 
-    shadow: Shadow
+    meta_copy: MetaCopy
     traced: Traced
 
 
 def trace(
-    shadow: Shadow,
+    meta_copy: MetaCopy,
     batch: Mapping[str, Any],
     *,
     outputs: Sequence[str],
@@ -118,17 +109,17 @@ def trace(
     training: bool,
     call: Call = call_by_key,
     eager: Sequence[str] = (),
-    reads: Reads | None = None,
+    reads: Mapping[str, Any] | None = None,
     lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Traced:
-    """Export the shadow for ``batch`` and clean the graph.
+    """Export the meta_copy for ``batch`` and clean the graph.
 
     Args:
-        eager: modules and loss functions that are kept whole.
+        eager: modules and loss functions that run as they are.
         lengths: batch key -> axes whose sizes are left open.
         received: entries of the batch that other stages make -> whether they take a gradient.
         call: how the model is called with the batch.
-        reads: what the model's Python may read of the batch.
+        reads: as of `export_model`.
 
     Raises:
         CaptureError: the model cannot be exported, or a constant it made has no values.
@@ -137,17 +128,17 @@ def trace(
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
     receives = training and any(received.values())
     whole = WholeCalls(
-        shadow.model,
-        shadow.original,
+        meta_copy.model,
+        meta_copy.original,
         eager,
         batch,
         training=training,
         receives=receives,
-        states=shadow.carried,
+        states=meta_copy.carried,
     )
-    with watched_generators(shadow.model) as drawn:
+    with watched_generators(meta_copy.model) as drawn:
         program, has_loss, recording = export_model(
-            shadow,
+            meta_copy,
             batch,
             outputs=outputs,
             training=training,
@@ -157,7 +148,7 @@ def trace(
             lengths=lengths,
         )
     attributes = {
-        str(node.target): _attribute(program.graph_module, str(node.target))
+        str(node.target): attrgetter(str(node.target))(program.graph_module)
         for node in program.graph.nodes
         if node.op == "get_attr"
     }
@@ -167,7 +158,7 @@ def trace(
         refuse_values(graph)
     keys, _ = split_batch(batch)
     takes = {key: training and gradient for key, gradient in received.items()}
-    known = _name_placeholders(program, graph, shadow, keys, takes)
+    known = _name_placeholders(program, graph, meta_copy, keys, takes)
     _drop_unused_constants(graph, known.constants, known.fakes)
     copy_written_inputs(graph, known.inputs)
     if training:
@@ -202,7 +193,7 @@ class _Placeholders:
 def _name_placeholders(
     program: torch.export.ExportedProgram,
     graph: fx.Graph,
-    shadow: Shadow,
+    meta_copy: MetaCopy,
     keys: Sequence[str],
     received: Mapping[str, bool],
 ) -> _Placeholders:
@@ -221,9 +212,9 @@ def _name_placeholders(
     """
     found = _Placeholders()
     remaining = iter(keys)
-    # Of a tied parameter export keeps one placeholder, under any of its names: all are looked up, the first is told.
-    tensors: dict[str, torch.Tensor] = dict(shadow.model.named_parameters(remove_duplicate=False))
-    tensors.update(shadow.model.named_buffers(remove_duplicate=False))
+    # Of a tied parameter export keeps one placeholder, under any of its names: all are looked up, the first is used.
+    tensors: dict[str, torch.Tensor] = dict(meta_copy.model.named_parameters(remove_duplicate=False))
+    tensors.update(meta_copy.model.named_buffers(remove_duplicate=False))
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     exported = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     # a copy of a graph renames what is called like Python's own names (``input``)
@@ -240,7 +231,7 @@ def _name_placeholders(
                 found.fakes[name] = found.fakes[name].detach().requires_grad_(True)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             own = target.removeprefix(f"{WRAPPED}.")
-            found.parameters[name] = shadow.first_names[own]
+            found.parameters[name] = meta_copy.first_names[own]
             found.fakes[name] = tensors[own]
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             if placeholders[name].users:
@@ -248,7 +239,7 @@ def _name_placeholders(
             found.fakes[name] = placeholders[name].meta["val"]
         else:
             raise CaptureError(
-                f"{type(shadow.original).__name__} holds an object that no graph has ({spec.kind.name}, "
+                f"{type(meta_copy.original).__name__} holds an object that no graph has ({spec.kind.name}, "
                 f"{target.removeprefix(f'{WRAPPED}.')}: a torch.Generator of its own, for instance); draw from torch's "
                 "default generator, or move that part into a module of its own, which then runs as it is"
             )
@@ -269,13 +260,11 @@ def structure_of(graph: fx.Graph) -> tuple[GraphNode, ...]:
     )
 
 
-_UNCHANGING: Mapping[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = MappingProxyType(
-    {
-        str(torch.ops.aten.contiguous.default): (torch.ops.aten.contiguous.default, lambda dims: ()),
-        str(torch.ops.aten.slice.Tensor): (torch.ops.aten.slice.Tensor, lambda dims: (0, 0, sys.maxsize)),
-        str(torch.ops.aten.expand.default): (torch.ops.aten.expand.default, lambda dims: ([-1] * dims,)),
-    }
-)
+_UNCHANGING: Mapping[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = {
+    str(torch.ops.aten.contiguous.default): (torch.ops.aten.contiguous.default, lambda dims: ()),
+    str(torch.ops.aten.slice.Tensor): (torch.ops.aten.slice.Tensor, lambda dims: (0, 0, sys.maxsize)),
+    str(torch.ops.aten.expand.default): (torch.ops.aten.expand.default, lambda dims: ([-1] * dims,)),
+}
 """Operators that may leave no node where they change nothing: by their name, with what they then take beside a tensor
 of so many axes."""
 
@@ -311,7 +300,7 @@ def _walked(known: Sequence[GraphNode], traced: Traced) -> Traced:
     new = fx.Graph()
     mapping: dict[str, fx.Node] = {}  # of the reference's nodes
     # what each traced node is in the reference, and what each copy that was put in is a copy of: two operators of one
-    # kind are told apart by what they read (a branch in Python that takes another layer at another length)
+    # kind differ by what they read (a branch in Python that takes another layer at another length)
     known_as: dict[fx.Node, str] = {}
     copy_of: dict[str, str] = {}
     pending = deque(traced.graph.nodes)
@@ -322,7 +311,7 @@ def _walked(known: Sequence[GraphNode], traced: Traced) -> Traced:
             and _is_whole_slice(pending[0])
             and (
                 old.target != _target(pending[0])
-                or _num_slices(map(_told, pending))
+                or _num_slices(map(_described, pending))
                 > _num_slices((n.target, n.name, n.inputs) for n in islice(known, place, None))
             )
         ):
@@ -365,7 +354,7 @@ def _in_order_of(known: Sequence[GraphNode], traced: Traced) -> Traced:
     A write that nobody reads is known by what it reads. A node that the reference has not goes behind its inputs.
 
     Raises:
-        CaptureError: that would let a read and a write of one storage change places, which no edge tells of.
+        CaptureError: that would let a read and a write of one storage change places, which no edge shows.
     """
     places = {old.name: place for place, old in enumerate(known)}
     at: dict[fx.Node, int] = {}
@@ -396,10 +385,8 @@ def _in_order_of(known: Sequence[GraphNode], traced: Traced) -> Traced:
     touching = [n for n in traced.graph.nodes if n in written or not written.isdisjoint(n.all_input_nodes)]
     if sorted(touching, key=at.__getitem__) != touching:
         raise CaptureError("what is written into is read in another order")
-    new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in sorted(traced.graph.nodes, key=at.__getitem__):  # nodes of one place stay in their order
-        copies[node] = new.node_copy(node, copies.__getitem__)
-    return dataclasses.replace(traced, graph=new)
+    # a stable sort: nodes of one place stay in their order
+    return dataclasses.replace(traced, graph=copied(sorted(traced.graph.nodes, key=at.__getitem__)))
 
 
 def _is_whole_slice(node: fx.Node) -> bool:
@@ -417,7 +404,7 @@ def _num_slices(nodes: Iterable[tuple[str, str, Sequence[str]]]) -> int:
     return count
 
 
-def _told(node: fx.Node) -> tuple[str, str, list[str]]:
+def _described(node: fx.Node) -> tuple[str, str, list[str]]:
     return _target(node), node.name, [source.name for source in node.all_input_nodes]
 
 
@@ -453,7 +440,7 @@ def refuse_values(graph: fx.Graph) -> None:
                 path = module_path(node)
                 raise Untraceable(
                     f"{path or 'the model itself'} computes in a transform of torch.func (vmap, grad), which no graph "
-                    f"holds; {APART}",
+                    f"holds; {MOVE_TO_MODULE}",
                     path,
                 )
             if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -468,13 +455,6 @@ def refuse_values(graph: fx.Graph) -> None:
                 )
 
 
-def _attribute(root: torch.nn.Module, target: str) -> Any:
-    value: Any = root
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _real(constant: Any, target: str, node: fx.Node) -> torch.Tensor:
     if not isinstance(constant, torch.Tensor):
         raise CaptureError(f"constant {target} is a {type(constant).__name__}; only tensors can be captured")
@@ -484,7 +464,7 @@ def _real(constant: Any, target: str, node: fx.Node) -> torch.Tensor:
         raise Untraceable(
             f"{path or 'the model itself'} makes or holds tensor {target.removeprefix(WRAPPED + '.')} whose values are "
             "unknown while tracing; register it as a buffer, or, where forward makes it (as of a gradient that it "
-            f"takes itself), {APART}",
+            f"takes itself), {MOVE_TO_MODULE}",
             path,
         )
     return real.detach()

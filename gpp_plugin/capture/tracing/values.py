@@ -13,7 +13,7 @@ runs on fake tensors, `ReadingMode` computes beside each one whatever can be com
                                                             number is frozen, the places are found at run time
 
 A `Recording` keeps the readings and the few operations that made them (the tape). Before another batch runs on the
-same code, the tape is run on it: where all readings are the same, so is the graph. A rank that lacks the batch is told
+same code, the tape is run on it: where all readings are the same, so is the graph. A rank that lacks the batch receives
 the readings, and its trace replays them in order. What depends on a weight or a random number is not known, and a read
 of it fails as it does without this mode.
 
@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpp_plugin.capture.tracing.symbolic_sizes import Bounds, made_of_a_shape
+from gpp_plugin.capture.tracing.symbolic_sizes import Bounds, made_of_a_shape, tensors_in
 from gpp_plugin.errors import CaptureError
 
 MOST_ELEMENTS = 1 << 24
@@ -45,66 +46,21 @@ _PYTHON = frozenset(
     ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose")
     + ("is_nonzero",)
 )
-"""Functions that hand values to Python."""
+"""Functions that pass values to Python."""
 _TEXT = frozenset(("__format__", "__repr__", "__str__"))
-"""Functions that make words of values, for messages that nobody reads."""
+"""Functions that make words of values, for messages."""
 _WHOLE = frozenset(
     ("unique", "unique_consecutive", "bincount", "_unique2", "unique_dim", "tensor_split", "one_hot")
 )
 """Functions whose result has a size that values decide, and is frozen as it is."""
 _SIZES = frozenset(
-    (
-        "arange",
-        "linspace",
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "view",
-        "reshape",
-        "expand",
-        "repeat",
-        "split",
-        "narrow",
-    )
-    + (
-        "tile",
-        "pad",
-        "interpolate",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "split_with_sizes",
-        "unflatten",
-    )
-    + (
-        "select",
-        "eye",
-        "tril_indices",
-        "triu_indices",
-        "roll",
-        "chunk",
-        "unfold",
-        "multinomial",
-        "randperm",
-        "randint",
-        "topk",
-    )
+    "arange linspace zeros ones full empty view reshape expand repeat split narrow tile pad interpolate new_zeros "
+    "new_ones new_full new_empty split_with_sizes unflatten select eye tril_indices triu_indices roll chunk unfold "
+    "multinomial randperm randint topk".split()
 )
 """Functions that take sizes; a size that is a tensor is read."""
-_OTHERS = "the model's Python reads other values of this batch than were told of it"
-_RANDOM = (
-    "rand",
-    "normal",
-    "bernoulli",
-    "multinomial",
-    "dropout",
-    "uniform",
-    "exponential",
-    "poisson",
-    "geometric",
-)
+_OTHERS = "the model's Python reads other values of this batch than the recording has"
+_RANDOM = tuple("rand normal bernoulli multinomial dropout uniform exponential poisson geometric".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +88,7 @@ class _Call:
     Args:
         results: slots of its results.
         storages: numbers of the storages that it reads or makes, and of those that it writes.
-        reading: what it handed to Python, where ``is_read``.
+        reading: what it passed to Python, where ``is_read``.
     """
 
     function: Callable[..., Any]
@@ -173,22 +129,18 @@ class Recording:
                     if _frozen(result) != call.reading:
                         return False
                     continue
-                for slot, tensor in zip(call.results, _tensors(result), strict=True):
+                for slot, tensor in zip(call.results, tensors_in(result), strict=True):
                     slots[slot] = tensor
         return True
 
     def is_made_as(self, other: Recording) -> bool:
         """Return whether the same operations, with the same numbers among their arguments, led to the same readings."""
-        # sizes of a batch would be among these numbers, where they matter: two lengths tell
-        return (
-            self.values == other.values
-            and self.keys == other.keys
-            and [(c.function, c.args, c.kwargs, c.results) for c in self._tape]
-            == [(c.function, c.args, c.kwargs, c.results) for c in other._tape]
-        )
+        # sizes of a batch would be among these numbers, where they matter: two lengths show it
+        tapes = [[(c.function, c.args, c.kwargs, c.results) for c in each._tape] for each in (self, other)]
+        return self.values == other.values and self.keys == other.keys and tapes[0] == tapes[1]
 
     def holds_for(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether the model would read the same of a batch of other lengths; False where that does not tell."""
+        """Return whether the model would read the same of a batch of other lengths; False where that is unknown."""
         try:
             return self.matches(batch)
         except (
@@ -235,10 +187,6 @@ def _thawed(reading: Any) -> Any:
     return float(reading) if reading == "nan" else reading
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 @dataclass(slots=True)
 class _Known:
     """A fake tensor whose values follow from the batch, held so that its id stays its own.
@@ -262,10 +210,7 @@ class ReadingMode(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        batch: Mapping[str, Tensor],
-        values: Mapping[str, Tensor] | None,
-        readings: Sequence[Any] = (),
+        self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None, readings: Sequence[Any] = ()
     ) -> None:
         super().__init__()
         self._known: dict[int, _Known] = {}
@@ -290,19 +235,15 @@ class ReadingMode(TorchFunctionMode):
         if self._remaining:
             raise CaptureError(_OTHERS)
         wanted: set[int] = set()
-        kept: list[_Call] = []
+        calls: list[_Call] = []
         # Backwards: an operation counts if it was a read, or makes or writes memory that a later one of these reads.
         for call in reversed(self._tape):
             if call.is_read or call.makes & wanted:
-                kept.append(call)
+                calls.append(call)
                 wanted |= call.reads | call.makes
-        needed = {
-            leaf.number
-            for call in kept
-            for leaf in tree_leaves((call.args, call.kwargs))
-            if isinstance(leaf, _Slot)
-        }
-        tape = tuple(reversed(kept))
+        leaves = (leaf for call in calls for leaf in tree_leaves((call.args, call.kwargs)))
+        needed = {leaf.number for leaf in leaves if isinstance(leaf, _Slot)}
+        tape = tuple(reversed(calls))
         return Recording(
             values=tuple(call.reading for call in tape if call.is_read),
             keys=tuple(sorted(key for key, (slot, _) in self._slots.items() if slot in needed)),
@@ -320,7 +261,7 @@ class ReadingMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__" and not self._makes_tensor(func):
             return func(*args, **kwargs)
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         is_known = all(self._is_known(t) for t in tensors) and not any(word in name for word in _RANDOM)
         if tensors and is_known:
             if name in _PYTHON:
@@ -345,7 +286,7 @@ class ReadingMode(TorchFunctionMode):
             found = made if made is not None else self._bounds.compare(name, args)
         if found is not None:
             return found
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         before = [t._version for t in tensors]
         is_alike = self._bounds.is_written_alike(name, (args, kwargs))
         result = func(*args, **kwargs)
@@ -363,23 +304,22 @@ class ReadingMode(TorchFunctionMode):
 
     def _call_known(self, func: Any, args: Any, kwargs: Any, *, is_iterator: bool) -> Any:
         """Call it on fake tensors and on the values; learn the values of its results."""
-        given = _tensors((args, kwargs))
-        before = [t._version for t in given]
+        operands = tensors_in((args, kwargs))
+        before = [t._version for t in operands]
         result = func(*args, **kwargs)
         if is_iterator:
             result = list(result)
-        fakes, written = _tensors(result), _written(given, before)
+        fakes, written = tensors_in(result), _written(operands, before)
         answer = iter(result) if is_iterator else result
-        if any(free_unbacked_symbols(fake) for fake in fakes) or sum(map(_extent, fakes)) > MOST_ELEMENTS:
-            return answer
-        if not fakes and not written:
+        is_large = any(map(free_unbacked_symbols, fakes)) or sum(map(_extent, fakes)) > MOST_ELEMENTS
+        if is_large or not (fakes or written):
             return answer
         call = _Listed(func) if is_iterator else func
         made: Sequence[Tensor | None] = [None] * len(fakes)
         slotted = self._slotted((args, kwargs))
         if not self._replays:
             with _plainly():
-                made = _tensors(call(*self._real(args), **self._real(kwargs)))
+                made = tensors_in(call(*self._real(args), **self._real(kwargs)))
             assert len(made) == len(fakes), f"{func} makes other results of values than of shapes"
         slots = tuple(self._learn(f, r) for f, r in zip(fakes, made, strict=True))
         self._tape.append(
@@ -388,7 +328,7 @@ class ReadingMode(TorchFunctionMode):
                 args=slotted[0],
                 kwargs=slotted[1],
                 results=slots,
-                reads=frozenset(self._storage_of(t) for t in given),
+                reads=frozenset(self._storage_of(t) for t in operands),
                 makes=frozenset(self._storage_of(t) for t in (*fakes, *written)),
             )
         )
@@ -407,13 +347,10 @@ class ReadingMode(TorchFunctionMode):
         else:
             with _plainly():
                 reading = _frozen(func(*self._real(args), **self._real(kwargs)))
-        slotted = self._slotted((args, kwargs))
-        reads = frozenset(self._storage_of(t) for t in _tensors((args, kwargs)))
-        self._tape.append(
-            _Call(
-                function=func, args=slotted[0], kwargs=slotted[1], reads=reads, is_read=True, reading=reading
-            )
-        )
+        own, named = self._slotted((args, kwargs))
+        reads = frozenset(self._storage_of(t) for t in tensors_in((args, kwargs)))
+        call = _Call(function=func, args=own, kwargs=named, reads=reads, is_read=True, reading=reading)
+        self._tape.append(call)
         with _plainly():
             return _thawed(reading)
 
@@ -448,14 +385,10 @@ class ReadingMode(TorchFunctionMode):
 
     def _number(self, value: Any) -> Any:
         """Return a known tensor of one integer as that integer."""
-        if (
-            not isinstance(value, Tensor)
-            or value.dim()
-            or value.dtype is torch.bool
-            or not self._is_known(value)
-        ):
+        is_number = isinstance(value, Tensor) and not value.dim() and self._is_known(value)
+        if not is_number or value.dtype is torch.bool or value.is_floating_point():
             return value
-        return value if value.is_floating_point() else self._read(torch.Tensor.item, (value,), {})
+        return self._read(torch.Tensor.item, (value,), {})
 
     def _with_places(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a function whose size is the number of places that a known mask holds, or None.
@@ -575,14 +508,8 @@ def _written(tensors: Sequence[Tensor], before: Sequence[int]) -> list[Tensor]:
     return [t for t, version in zip(tensors, before, strict=True) if t._version != version]
 
 
-class _plainly:
+@contextmanager
+def _plainly() -> Iterator[None]:
     """Compute on real tensors, whatever modes are on."""
-
-    def __enter__(self) -> None:
-        self._parts = [_disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad()]
-        for part in self._parts:
-            part.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for part in reversed(self._parts):
-            part.__exit__(None, None, None)
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield

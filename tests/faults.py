@@ -1,7 +1,7 @@
 """Faults for tests: what happens to a rank, and where: kill, TERM, stop, raise, run out of memory, delay.
 
     Fault("kill", rank=2, at="instruction:2B1")     at an instruction of its program, by its text or the text's beginning
-    Fault("stop", rank=1, at="doing:plan")          at a phase: what `Whereabouts.during` says
+    Fault("stop", rank=1, at="doing:plan")          at a phase: what `RankStatus.during` says
     Fault("raise", rank=0, at="waits_for:the norm") when it begins to wait for something
     Fault("raise", rank=3, at="call:train_batch", skip=1)   at the second call of train_batch
 
@@ -31,7 +31,7 @@ class Fault:
     """Something that happens to one rank at one place.
 
     Args:
-        at: attribute of `Whereabouts`, a colon, and what its new value begins with; behind a star, what it contains.
+        at: attribute of `RankStatus`, a colon, and what its new value begins with; behind a star, what it contains.
         skip: how often the place is passed before it happens.
     """
 
@@ -64,7 +64,7 @@ def inject(fault: Fault, *, rank: int) -> None:
     watched, start = fault.at.split(":", 1)
     left = [fault.skip]
 
-    class Watched(rank_status.Whereabouts):
+    class Watched(rank_status.RankStatus):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
             text = str(value) if name == watched and value else ""

@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_come_is_named(capfd):
         )
     assert alone.returncode == 1
     assert alone.stderr.strip().splitlines()[-1].startswith("gpp doctor: ")
-    waited = re.search(r"rank 0 of 2 ranks waited ([\d.]+) s for all to meet at 127\.0\.0\.1", alone.stderr)
+    waited = re.search(r"rank 0 of 2 ranks waited ([\d.]+) s for all to join at 127\.0\.0\.1", alone.stderr)
     assert waited is not None and float(waited[1]) >= 3, alone.stderr
 
 

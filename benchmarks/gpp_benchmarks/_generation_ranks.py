@@ -139,7 +139,7 @@ def _generator(model: nn.Module, group: dist.ProcessGroup, micro_batches: int) -
         config=GenerateConfig(micro_batches=micro_batches),
         setting=setting,
         meeting=Meeting(group=group, who=f"rank {rank}", timeout_s=TIMEOUT_S),
-        room=lambda: None,
+        free_bytes=lambda: None,
     )
 
 

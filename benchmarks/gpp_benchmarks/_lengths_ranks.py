@@ -79,7 +79,7 @@ class Watch:
         # code and executors are the lane's; what Python reads of a batch is found out where batches come in
         for owner, names in (
             (engine._lane.lanes[0], ("learn_shapes", "_executor_for")),
-            (engine._feed, ("collect",)),
+            (engine._batch_source, ("collect",)),
         ):
             for name in names:
                 if hasattr(owner, name):

@@ -1,6 +1,6 @@
 """The small part of `PipelineEngine`'s public surface: what it answers, hands on, and refuses.
 
-Kept apart from the engine's work so that the names DeepSpeed's users call are in one place. Nothing here runs
+Separate from the engine's work so that the names DeepSpeed's users call are in one place. Nothing here runs
 anything: `GraphPipelineEngine` adds what does.
 """
 
@@ -66,7 +66,7 @@ _REFUSED: dict[str, str] = {
         "is_iterable_style_dataset is_map_style_dataset tensor_to_device batch_fn collate_fn data_iterator "
         "first_dataloader_check training_data"
     ),
-    "the precision is engine.rank_engine.dtype; engine.fp16_enabled() and engine.bfloat16_enabled() tell it": (
+    "the precision is engine.rank_engine.dtype; see also engine.fp16_enabled() and engine.bfloat16_enabled()": (
         "fp16_auto_cast fp16_master_weights_and_gradients bf16_master_weights_and_gradients "
         "bf16_optimizer_states get_data_types torch_autocast_* amp_enabled amp_params"
     ),
@@ -74,7 +74,7 @@ _REFUSED: dict[str, str] = {
         "offload_states reload_states empty_partition_cache is_first_weights_partition_group to half float "
         "double bfloat16 type cuda cpu xpu ipu mtia to_empty share_memory"
     ),
-    "engine.memory_report() tells memory, and the JSON's wall_clock_breakdown the times of a step": (
+    "engine.memory_report() returns memory, and the JSON's wall_clock_breakdown the times of a step": (
         "memory_breakdown print_forward_breakdown get_wall_clock_timers collect_python_gc"
     ),
     "the plan is made for one mini-batch; set train_micro_batch_size_per_gpu in the JSON": (
@@ -104,7 +104,7 @@ _REFUSED: dict[str, str] = {
     "rank 0 writes to monitors, which the JSON's blocks name; engine.config is the graph_pipeline block": (
         "monitor autotuning_model_info"
     ),
-    "no schedule of instructions is given; engine.plan and its programs say what runs": (
+    "there is no schedule of instructions; engine.plan and its programs say what runs": (
         "pipe_schedule execute_schedule"
     ),
     "engine.module, which holds this rank's stages, has it": (
@@ -145,7 +145,7 @@ logger = logging.getLogger(__name__)
 
 
 class PipelineSurface:
-    """What DeepSpeed's pipeline engine is asked, answered from the rank's stages, the configuration and the files.
+    """The queries of DeepSpeed's pipeline engine, answered from the rank's stages, the configuration and the files.
 
     Args:
         reference: the model that the stages' plan is on.
@@ -175,7 +175,7 @@ class PipelineSurface:
         """What `train_batch` returned last; None before its first call."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        # only for what is not there at all; Python and torch ask for dunders to see what an object is
+        # only for what is not there at all; Python and torch request dunders to see what an object is
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise missing_attribute(name, dir(type(self)))
@@ -432,7 +432,7 @@ class PipelineSurface:
         if self.global_rank == 0:
             logger.info("%s", " ".join(map(str, msg)))
 
-    # What DeepSpeed's users call for its chain of layers, and a graph of stages knows by itself, has no effect.
+    # What DeepSpeed's users call for its chain of layers, and a graph of stages does by itself, has no effect.
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Do nothing: masks are inputs or operators of the graph like any other."""
@@ -519,7 +519,7 @@ class PipelineSurface:
         Raises:
             CheckpointError: it is missing, broken, or of another model or optimizer.
             ConfigError: the ranks' files are not of one checkpoint; or `load_module_strict` is False or
-                `custom_load_fn` given, which DeepSpeed's engine takes.
+                `custom_load_fn`, which DeepSpeed's engine takes.
         """
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError(
@@ -535,7 +535,7 @@ class PipelineSurface:
         )
 
     def resume(self, load_dir: str | Path) -> dict[str, Any] | None:
-        """Go on from a directory's newest whole checkpoint; where it has none yet, do nothing; collective.
+        """Continue from a directory's newest whole checkpoint; where it has none yet, do nothing; collective.
 
         For scripts that are started again when a rank is gone, on as many ranks or on fewer. Every rank does what
         rank 0 finds.
@@ -571,7 +571,7 @@ class PipelineSurface:
         Needs the whole model's bytes in rank 0's memory; `save_pretrained` does not.
 
         Raises:
-            ConfigError: a stage of a stage graph is tensor-parallel: no rank knows how its shards make a whole.
+            ConfigError: a stage of a stage graph is tensor-parallel: how its shards make a whole is unknown.
         """
         return self._files.gather()
 
@@ -658,7 +658,7 @@ class PipelineSurface:
         return float((self._ds_config.get("fp16") or {}).get("loss_scale", 0) or 0) == 0
 
     def dataloader_drop_last(self) -> bool:
-        """Return whether the JSON asks for a last, short batch to be left out."""
+        """Return whether the JSON requests a last, short batch to be left out."""
         return bool(self._ds_config.get("dataloader_drop_last", False))
 
 

@@ -1,21 +1,21 @@
 """`GraphPipelineEngine`: DeepSpeed's pipeline engine, for a graph of stages.
 
 It has the public surface of `deepspeed.runtime.pipe.engine.PipelineEngine`; what differs is said where
-it does. It is put together of parts, each of which is told what it needs:
+it does. It is composed of parts, each of which receives what it needs:
 
-    steps          what a call of `train_batch` does: `SynchronousSteps`, `LookAheadSteps` where a frozen branch runs
-                   ahead, or `AsynchronousSteps` in mode async
-    runner         runs a lane on a mini-batch, and ends the job when one fails on its way
-    lane           this rank's program, its stages' code by shape, their messages
+    steps          what a call of `train_batch` does: `SynchronousSteps`, `LookAheadSteps` where a frozen branch is
+                   prefetched, or `AsynchronousSteps` in mode async
+    runner         executes a mini-batch, and ends the job when one fails on its way
+    rank runner    this rank's program, its stages' code by shape, their messages
     rank_engine    gradients, optimizers and counters of this rank's stages
-    data, feed     mini-batches
+    data, source   mini-batches
     files          checkpoints, exports, state dicts
     evaluator      `eval_batch`
     generator      `generate`, made when it is first called
     metrics        what users see of training
     memory         what ranks hold, against the plan
 
-Neither this file nor a part knows a framework: what of one is needed is a `Framework` and a `EngineModel`.
+No file here depends on a framework: what is needed of one is a `Framework`.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ from gpp_plugin.engine.guards.model_watch import ModelWatch
 from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.job_context import (
     NOTHING_GENERATED,
-    EngineModel,
     Framework,
     Monitor,
     Setting,
-    TextGenerator,
 )
-from gpp_plugin.engine.loading.batch_source import LOADING_TIMEOUT_S, Feed, inputs_read, ranks_that_read
+from gpp_plugin.engine.loading.batch_source import (
+    LOADING_TIMEOUT_S,
+    BatchSource,
+    inputs_read,
+    ranks_that_read,
+)
 from gpp_plugin.engine.loading.mini_batch_loader import inputs_of
 from gpp_plugin.engine.loading.row_loader import make_row_loader
 from gpp_plugin.engine.loading.training_data import TrainingData
@@ -81,6 +84,8 @@ from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.ir.memory_report import CacheReport, MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.model.generation.generator import Generator
+from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.unit_order import UnitOrder, unit_costs
 from gpp_plugin.plugins import find_transport
@@ -102,7 +107,7 @@ from gpp_plugin.runtime.unit_lane import plan_of_units
 logger = logging.getLogger(__name__)
 
 NO_LOSS = ("labels", "return_loss", "num_items_in_batch")
-"""What a batch lacks where no loss is asked for."""
+"""What a batch lacks where no loss is requested."""
 EXPORT_TIMEOUT_S = 600.0
 """How long ranks wait, at least, for one that writes its part of an export."""
 
@@ -140,7 +145,7 @@ class GraphPipelineEngine(PipelineSurface):
     def __init__(
         self,
         *,
-        source: EngineModel,
+        source: ModelSource,
         framework: Framework,
         ds_config: Mapping[str, Any],
         config: GraphPipelineConfig,
@@ -157,14 +162,14 @@ class GraphPipelineEngine(PipelineSurface):
         self._setting = setting
         self._source = source
         self._is_destroyed = False
-        self._generator: TextGenerator | None = None
+        self._generator: Generator | None = None
         find_transport(config.p2p).check(str(setting.device))
         check_asked(config.backends)
         check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
         unit, is_whole = setting.sizes.loss_unit, False
         _check_count(sample_batch, config, sizes=(unit, setting.sizes.mini_batch))
-        given_batch = sample_batch
+        user_batch = sample_batch
         if config.units is not None and is_counted(sample_batch):
             # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
             is_whole = count_samples(sample_batch) != unit and not is_clearly_counted(sample_batch)
@@ -180,10 +185,10 @@ class GraphPipelineEngine(PipelineSurface):
         if self._rule is not None:
             sample_batch = self._rule.sample(sample_batch)
         elif config.units is None:
-            _check_axes(given_batch, setting.sizes.mini_batch)
+            _check_axes(user_batch, setting.sizes.mini_batch)
         self._backends = StageBackends()
         self._lanes = LaneMaker(source=source, config=config, setting=setting, forwards=self._backends)
-        # By default where this engine loads the data itself: nobody sees then that it is loaded one call ahead.
+        # By default where this engine loads the data itself: it is invisible then that it is loaded one call early.
         looks_ahead = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
         self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
         modules = self._lanes.make_modules(self._lane, sample_batch)
@@ -221,7 +226,7 @@ class GraphPipelineEngine(PipelineSurface):
     # ---- construction --------------------------------------------------------------------------
 
     def _make_lane(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool) -> RankLane:
-        """Return this rank's lane of training; collective."""
+        """Return this rank's runner of training; collective."""
         if self.config.mode == "async":
             # Where weights lie is the optimizer's to say, which is made for a module, which is made for this lane.
             return self._lanes.make_windows(
@@ -237,12 +242,12 @@ class GraphPipelineEngine(PipelineSurface):
 
     def _choose_backends(self, sample_batch: Batch) -> None:
         """Choose what stages without gradients run on; collective."""
-        asked = self.config.backends
-        if asked == "off":
+        requested = self.config.backends
+        if requested == "off":
             return
         with step("measure backends"):
             self._backends.choices = choose_backends(
-                asked,
+                requested,
                 self._lane,
                 sample_batch,
                 log=BackendLog(self.config.profile_dir),
@@ -300,7 +305,7 @@ class GraphPipelineEngine(PipelineSurface):
             costs = unit_costs(plan, reference.block_graph, num_elements(sample_batch))
             order = UnitOrder(plan_of_units(plan), costs)
         reading = ranks_that_read(plan, reference.block_graph)
-        self._feed = Feed(
+        self._batch_source = BatchSource(
             prepare=self._source.prepare_batch,
             complete=self._source.complete_batches,
             mini_batch=plan.mini_batch,
@@ -314,7 +319,7 @@ class GraphPipelineEngine(PipelineSurface):
             inputs=inputs_of(sample_batch),
             timeout_s=self._wait_s,
             rule=self._rule,
-            loads_ahead=self.config.mode == "async",
+            prefetches=self.config.mode == "async",
         )
         own = None
         if training_data is not None:
@@ -332,7 +337,7 @@ class GraphPipelineEngine(PipelineSurface):
                 unit=None if self._rule is None else self._rule.num_samples,
                 order=order,
             )
-        self._data = TrainingData(self._feed, own, peeks_at_iterators=self.config.look_ahead == 1)
+        self._data = TrainingData(self._batch_source, own, peeks_at_iterators=self.config.look_ahead == 1)
 
     def _join(
         self,
@@ -341,7 +346,7 @@ class GraphPipelineEngine(PipelineSurface):
         reference: Reference,
         sample_batch: Batch,
     ) -> None:
-        """Let the lane run on the stages, and make what runs it: for training, for evaluation, with what is counted."""
+        """Bind the rank runner to the stages, and create what runs training and evaluation, with their counters."""
         plan, setting = self._plan, self._setting
         self._memory = MemoryWatch(
             plan,
@@ -386,7 +391,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._steps = self._make_steps(stages)
 
     def _make_steps(self, stages: RankEngine) -> StepStrategy:
-        """Return what a call of `train_batch` does: a mode is nothing but this, its lanes, and its stages' rule."""
+        """Return what a call of `train_batch` does: a mode is nothing but this, its runners, and its stages' rule."""
         lane = self._lane
         if isinstance(lane, KeptWindows):
             return AsynchronousSteps(
@@ -395,7 +400,7 @@ class GraphPipelineEngine(PipelineSurface):
                 self._runner,
                 metrics=self._metrics,
                 setting=self._setting,
-                reads_inputs=self._feed.reads_inputs,
+                reads_inputs=self._batch_source.reads_inputs,
                 timeout_s=self._wait_s,
             )
         common: dict[str, Any] = dict(
@@ -443,10 +448,10 @@ class GraphPipelineEngine(PipelineSurface):
 
         Raises:
             ConfigError: there is no optimizer, no data, or its keys or sizes do not fit.
-            StopIteration: ``data_iter`` had ended, here or on another rank; nothing has run, and the next call goes on.
+            StopIteration: ``data_iter`` had ended, here or on another rank; nothing has run, and the next call is fine.
             BatchRefused: the mini-batch is too long for the plan or a rank's memory; nothing of it has run, and the
-                next call goes on with the next one.
-            CommTimeout, RuntimeFailure: a rank failed (names rank, stage, edge and micro-batch), or was given other
+                next call continues with the next one.
+            CommTimeout, RuntimeFailure: a rank failed (names rank, stage, edge and micro-batch), or received other
                 data, which is found out before anything runs; in mode async in the next call.
         """
         try:
@@ -458,7 +463,7 @@ class GraphPipelineEngine(PipelineSurface):
             raise
 
     def _train_batch(self, data_iter: Iterator[Any] | None) -> Tensor:
-        # Nothing is sent before this rank knows that it can go on, that there is an optimizer, and that data came.
+        # Nothing is sent before it is certain that this rank can continue, has an optimizer, and received data.
         start = time.perf_counter()
         self._runner.refuse_after_failure()
         self.rank_engine.require_optimizer()
@@ -468,7 +473,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._memory.check(batch)
         following = self._data.peek(data_iter) if self._steps.looks_ahead else None
         if following is not None and self._memory.refusal(following):
-            following = None  # nothing of it runs ahead; it is refused in its own turn
+            following = None  # nothing of it runs early; it is refused in its own turn
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._source.meet(self._reference, batch)
         watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
@@ -562,7 +567,7 @@ class GraphPipelineEngine(PipelineSurface):
     ) -> Any:
         """Evaluate one batch from ``data_iter`` (of any size, or the units of a mini-batch) and return its mean loss.
 
-        Dropout is off and no gradient is kept. The loss is the mean over loss units, a smaller last one
+        Dropout is off and no gradient is computed. The loss is the mean over loss units, a smaller last one
         weighted by its samples; every rank gets it. What is under way is finished first.
 
         Args:
@@ -571,7 +576,7 @@ class GraphPipelineEngine(PipelineSurface):
 
         Returns:
             The loss; with ``return_logits`` the pair of loss and outputs (one tensor, or a dict where
-            several were asked for; of units a list of tensors in place of each); with ``compute_loss=False`` the
+            several were requested; of units a list of tensors in place of each); with ``compute_loss=False`` the
             outputs.
         """
         self.rank_engine.refuse_while_gathered()
@@ -633,7 +638,9 @@ class GraphPipelineEngine(PipelineSurface):
             ConfigError: `retain_gradients` was not called before the step.
         """
         if self._step.gradients is None:
-            raise ConfigError("gradients are not kept; call engine.retain_gradients() before train_batch()")
+            raise ConfigError(
+                "gradients are not retained; call engine.retain_gradients() before train_batch()"
+            )
         return self._step.gradients
 
     # ---- generation ----------------------------------------------------------------------------
@@ -650,11 +657,11 @@ class GraphPipelineEngine(PipelineSurface):
                 ``num_beams``, ``do_sample``, processors, stopping criteria, a streamer (rank 0's streams), ...
 
         Returns:
-            The tokens, or what ``return_dict_in_generate`` asks for.
+            The tokens, or what ``return_dict_in_generate`` requests.
 
         Raises:
             ConfigError: the model cannot generate, an argument is not supported or not the same on all ranks, or
-                `generate` refuses it; the same on every rank, and training may go on.
+                `generate` refuses it; the same on every rank, and training may continue.
             CommTimeout, RuntimeFailure: a rank failed or is gone.
         """
         # Made at the first call: most jobs never generate, and its groups have threads that wake up.
@@ -671,7 +678,7 @@ class GraphPipelineEngine(PipelineSurface):
                 self._reference,
                 [stage.module for stage in self.rank_engine.stages],
                 meeting=self._meeting,
-                room=self._cache_room,
+                free_bytes=self._free_for_caches,
             )
         try:
             return self._generator.generate(arguments)
@@ -680,7 +687,7 @@ class GraphPipelineEngine(PipelineSurface):
                 self._runner.failure = f"a generation failed ({str(error) or type(error).__name__})"
             raise
 
-    def _cache_room(self) -> int | None:
+    def _free_for_caches(self) -> int | None:
         """Return the bytes that this rank has for caches: of `memory.limit_gb`, else of what CUDA has free.
 
         None on a CPU without a limit, whose memory other processes share.
@@ -729,7 +736,7 @@ class GraphPipelineEngine(PipelineSurface):
     # ---- the end -------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Let go of process groups, transports and optimizer; the engine trains no more; collective.
+        """Release process groups, transports and optimizer; the engine trains no more; collective.
 
         In mode async the pipeline is emptied first. A process that ends anyway need not call it. One that makes
         another engine should: every group has threads that wake up a hundred times a second.
@@ -743,7 +750,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._is_destroyed = True
         self._runner.failure = "its engine was destroyed"
         group = self._setting.group
-        self._meeting.meet("the end")  # what others still send arrives before its group goes
+        self._meeting.meet("the end")  # what others still send arrives before its group is destroyed
         self._evaluator.close()
         if self._generator is not None:
             self._generator.close()
@@ -762,7 +769,7 @@ def _check_count(batch: Batch, config: GraphPipelineConfig, *, sizes: Sequence[i
         sizes: samples of a loss unit and of a mini-batch.
 
     Raises:
-        ConfigError: says what its tensors have, and how to go on.
+        ConfigError: says what its tensors have, and how to continue.
     """
     if config.units is not None or not is_counted(batch) or count_samples(batch) in sizes:
         return
@@ -781,7 +788,7 @@ def _check_axes(batch: Batch, mini_batch: int) -> None:
     """Refuse a sample batch with a number that has no axis where several batches will be joined to a mini-batch.
 
     Raises:
-        ConfigError: names the entry, and how to go on.
+        ConfigError: names the entry, and how to continue.
     """
     scalars = [key for key, value in batch.items() if isinstance(value, torch.Tensor) and not value.dim()]
     if not scalars or (samples := count_samples(batch)) >= mini_batch:

@@ -19,7 +19,7 @@ from gpp_plugin.engine.checkpoints.rank_files import place_of
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
 from gpp_plugin.engine.checkpoints.saved_tensors import cut_shard, join_shards
 from gpp_plugin.engine.guards.agreement import agree_on_state
-from gpp_plugin.engine.job_context import EngineModel, Setting
+from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
@@ -27,6 +27,7 @@ from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.engine.training_steps import StepStrategy
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import Parameter, is_carried
+from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.report.progress import shown_as
 from gpp_plugin.runtime.ranks.agree import Meeting, do_together
 from gpp_plugin.runtime.ranks.waiting import finish
@@ -44,8 +45,8 @@ class PipelineFiles:
         source: writes exports, as the user's model has them.
         parameters: of the whole model.
         timeout_s: how long ranks wait for one that writes an export or its part of a checkpoint.
-        keeping: how checkpoints are written and kept.
-        take_written: lets the stages have what was written to the model since the last step, on this rank.
+        keeping: how checkpoints are written and retained.
+        take_written: makes the stages take what was written to the model since the last step, on this rank.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PipelineFiles:
         stages: RankEngine,
         steps: StepStrategy,
         data: TrainingData,
-        source: EngineModel,
+        source: ModelSource,
         parameters: Sequence[Parameter],
         setting: Setting,
         meeting: Meeting,
@@ -182,7 +183,7 @@ class PipelineFiles:
         """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere.
 
         Raises:
-            ConfigError: a stage of a graph is tensor-parallel: no rank knows how its shards make a whole.
+            ConfigError: a stage of a graph is tensor-parallel: how its shards make a whole is unknown.
         """
         self._drain()
         shared_out = [stage.name for stage in self._stages.plan.stages if stage.tensor > 1]
@@ -256,11 +257,11 @@ class PipelineFiles:
         with self._stages.gathered():
             for stage in self._stages.stages:
                 own = stage.module.state_dict()
-                given = {n: v for n, v in state.items() if n in own}
+                values = {n: v for n, v in state.items() if n in own}
                 for name, parameter in stage.module.named_parameters():
-                    if name in given and is_shard(parameter):
-                        given[name] = _own_part(stage, name, parameter, given[name])
-                stage.module.load_state_dict(given, strict=False)
+                    if name in values and is_shard(parameter):
+                        values[name] = _own_part(stage, name, parameter, values[name])
+                stage.module.load_state_dict(values, strict=False)
                 stage.refresh_masters()
 
 
@@ -275,12 +276,12 @@ def _without_carried(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if not is_carried(name)}
 
 
-def _own_part(stage: StageEngine, name: str, parameter: Tensor, given: Tensor) -> Tensor:
+def _own_part(stage: StageEngine, name: str, parameter: Tensor, values: Tensor) -> Tensor:
     """Return this rank's part of a tensor of a whole model's state; what is a part already as it is."""
-    if given.shape == parameter.shape:
-        return given
+    if values.shape == parameter.shape:
+        return values
     place = place_of(stage, name, parameter)
-    return cut_shard(given, stage.tensor_position, stage.stage.tensor, axis=place.axis, stride=place.stride)
+    return cut_shard(values, stage.tensor_position, stage.stage.tensor, axis=place.axis, stride=place.stride)
 
 
 def gather_parts(own: Tensor, *, size: int, group: dist.ProcessGroup | int, is_first: bool) -> list[Tensor]:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
-from gpp_plugin.engine.job_context import EngineModel, Setting
+from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.runtime.batches import Batch, UnitBatch, take_samples, units_of
 from gpp_plugin.runtime.evaluation import EvaluationPart, evaluation_plan, split_evaluation
 from gpp_plugin.runtime.executor import MiniBatchResult
@@ -61,7 +62,7 @@ class Evaluator:
     def __init__(
         self,
         *,
-        source: EngineModel,
+        source: ModelSource,
         setting: Setting,
         plan: PipelinePlan,
         reference: Reference,

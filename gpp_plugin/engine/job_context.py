@@ -1,6 +1,6 @@
-"""What the engine is given: where a job runs, its model, and the framework it is configured for.
+"""The engine's arguments: where a job runs, its model, and the framework it is configured for.
 
-The engine holds its parts and imports no framework. It defines here what it asks of one; `integrations` answers:
+The engine holds its parts and imports no framework. What it needs of one is defined here; `integrations` answers:
 
     Setting         ranks, device, precision, sizes
     EngineModel     the user's model: a plan, this rank's stages, their code by shape, exports
@@ -10,9 +10,8 @@ The engine holds its parts and imports no framework. It defines here what it ask
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,15 +23,8 @@ from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, Save
 from gpp_plugin.engine.gradients.gradient_store import StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup
 from gpp_plugin.engine.sharded_weights import FlatWeights
-from gpp_plugin.ir.memory_report import CacheReport
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.costs.planned_lengths import SizedPlan
-from gpp_plugin.runtime.batches import Batch, UnitRule
-from gpp_plugin.runtime.rank_lane import RankLane
-from gpp_plugin.runtime.ranks.agree import Meeting
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
-from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import Reference, UnitSource
 from gpp_plugin.runtime.weight_versions import WeightPlaces
 
 
@@ -78,112 +70,7 @@ class WatchedModule:
     trace: Callable[[], tuple[str, frozenset[tuple[str, str]]]]
 
 
-class EngineModel(Protocol):
-    """What the engine asks of the model it is given, whatever form its user gave it."""
-
-    @property
-    def stages(self) -> UnitSource:
-        """Return what gives lanes the code of their stages."""
-
-    def prepare_batch(self, batch: Any) -> dict[str, Any]:
-        """Return a batch as the model is called with it."""
-
-    def complete_batches(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Return the batches of a mini-batch with what the model is told of all of them together."""
-
-    def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
-        """Agree on what the model is and on a plan for it; collective over all ranks."""
-
-    def sized_plan(self, reference: Reference, plan: PipelinePlan) -> SizedPlan | None:
-        """Return what the plan's stages hold at any lengths; None where that is known of the sample batch's alone."""
-
-    def unit_rule(self, reference: Reference) -> UnitRule | None:
-        """Return how batches become loss units, where the model takes whole ones; None: by samples."""
-
-    def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
-        """Agree on the model in evaluation, for batches of these keys; collective over all ranks."""
-
-    def meet(self, reference: Reference, batch: Batch) -> None:
-        """Learn the shapes that come of a batch like this one before a lane runs it; collective over all ranks."""
-
-    def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
-        """Return this rank's stages in the plan's order and let go of the others."""
-
-    def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
-        """Give the stage those tensors of ``names`` that only evaluation reads."""
-
-    def share_weights(self, modules: Sequence[StageModule]) -> None:
-        """Let the user's model have the weights that training changes, where it can."""
-
-    def watched(self) -> list[WatchedModule]:
-        """Return the captured modules as their user holds them."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether it is one module, whose weights' names and shapes every rank knows."""
-
-    def whole_parameters(self, plan: PipelinePlan, reference: Reference) -> frozenset[str]:
-        """Return the parameters of which it is known that tensor ranks hold them whole."""
-
-    def join_groups(
-        self, plan: PipelinePlan, reference: Reference, groups: Sequence[dist.ProcessGroup | int]
-    ) -> None:
-        """Let the code of captured stages use the process groups of their tensor ranks, given by stage."""
-
-    def save_pretrained(
-        self,
-        directory: str | Path,
-        *,
-        states: Mapping[int, Mapping[str, Tensor]],
-        plan: PipelinePlan,
-        group: dist.ProcessGroup | None,
-        timeout_s: float,
-    ) -> None:
-        """Write the weights for use without this package; collective over all ranks.
-
-        Args:
-            states: this rank's stages, by their index in the plan.
-        """
-
-    def make_generator(
-        self,
-        plan: PipelinePlan,
-        reference: Reference,
-        stages: Sequence[nn.Module],
-        *,
-        meeting: Meeting,
-        room: Callable[[], int | None],
-    ) -> TextGenerator:
-        """Return what generates with the weights of this rank's stages and those of the others.
-
-        Args:
-            room: returns what this rank has free for caches, in bytes; None where nobody knows, on all ranks alike.
-
-        Raises:
-            ConfigError: the model is not one module that HuggingFace generates with; the same on every rank.
-        """
-
-    def close(self) -> None:
-        """Let go of process groups; the model trains no more."""
-
-
 NOTHING_GENERATED = "engine.cache_report: nothing has been generated yet; call engine.generate() first"
-
-
-class TextGenerator(Protocol):
-    """What runs the `generate` of a model on the stages of a plan; collective over all ranks."""
-
-    is_broken: bool
-    """Whether a generation ended in a way that other ranks do not share."""
-
-    def generate(self, arguments: Mapping[str, Any]) -> Any:
-        """Return what the model's own `generate` returns for these arguments, the same on every rank."""
-
-    def cache_report(self) -> CacheReport:
-        """Return what the caches of the last generation took on each rank."""
-
-    def close(self) -> None:
-        """Let go of process groups."""
 
 
 # ---- the framework ------------------------------------------------------------------------------------------
@@ -209,7 +96,7 @@ class StageReplica:
 
 
 class Framework(Protocol):
-    """What the configuration of a job asks of its framework; ``name`` says which and its release, for errors."""
+    """What a job's configuration needs of its framework; ``name`` says which and its release, for errors."""
 
     name: str
 
@@ -217,7 +104,7 @@ class Framework(Protocol):
         """Return what updates a stage's weights, once its replicas are equal; casts the module.
 
         Raises:
-            ConfigError: the configuration asks for what a stage cannot do.
+            ConfigError: the configuration requests what a stage cannot do.
         """
 
     def check_shared_out(self, plan: PipelinePlan) -> None:
@@ -228,7 +115,7 @@ class Framework(Protocol):
         """
 
     def make_monitor(self) -> Monitor | None:
-        """Return what writes events where the configuration asks for them; asked on rank 0."""
+        """Return what writes events where the configuration requests them; called on rank 0."""
 
 
 class Monitor(Protocol):
@@ -417,4 +304,4 @@ class WeightUpdater(Protocol):
         """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""
 
     def close(self) -> None:
-        """Let go of what the framework holds."""
+        """Release what the framework holds."""

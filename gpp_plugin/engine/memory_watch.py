@@ -1,4 +1,4 @@
-"""What this job's ranks hold, against what its plan says: counted on the first mini-batch, told to all ranks.
+"""What this job's ranks hold, against what its plan says: counted on the first mini-batch, gathered on all ranks.
 
 Source: this project
 Tests: tests/integrations/test_memory.py
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 MOST_SHORTAGES = 1024
 """Lengths of mini-batches of which it is remembered whether they fit."""
 MOST_COUNTED = 8
-"""Mini-batches that are counted where lengths are given, each longer than those before."""
+"""Mini-batches that are counted where lengths are set, each longer than those before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class Shortage:
 
 
 class MemoryWatch:
-    """Counts mini-batches, reports on memory, and refuses mini-batches that there is no memory for.
+    """Counts mini-batches, reports on memory, and refuses mini-batches that do not fit.
 
-    Where lengths are given a mini-batch is counted if it is longer than those counted before; else one is, the first of
+    Where lengths are set a mini-batch is counted if it is longer than those counted before; else one is, the first of
     the sample batch's shape.
 
     Args:
@@ -144,7 +144,7 @@ class MemoryWatch:
             count = count_samples(unit)
             shapes = {k: tuple(v.shape) for k, v in unit.items() if isinstance(v, Tensor)}
             for key, shape in shapes.items():
-                # rows are told for the samples that costs are of; one row beside all samples stays one
+                # rows are those of the samples that costs are of; one row beside all samples stays one
                 rows = shape[0] * samples // count if shape else 0
                 if shape and key in wanted and str(rows) == wanted[key][0]:
                     shapes[key] = (rows, *shape[1:])
@@ -220,10 +220,10 @@ class MemoryWatch:
         Args:
             counts: of this rank's stages with backwards, by their index in the plan.
             batch: the mini-batch that was run.
-            most_bytes: no less than all of these stages kept at once.
+            most_bytes: no less than all of these stages saved at once.
             message_bytes: most that messages under way took.
         """
-        # Told to all ranks though rank 0 alone speaks of it: `memory_report` gives every rank the whole picture.
+        # Gathered on all ranks though rank 0 alone logs it: `memory_report` gives every rank the whole picture.
         self._has_counted = True
         self._counts = dict(counts)
         self._most_bytes, self._messages = most_bytes, message_bytes
@@ -235,7 +235,7 @@ class MemoryWatch:
         self._inputs = sum(
             self._bytes_read(batch, keys, s) for s, keys in zip(self._stages, self._reads, strict=True)
         )
-        everyone = self._meeting.gather(self._counts, "what the first mini-batch kept")
+        everyone = self._meeting.gather(self._counts, "what the first mini-batch saved")
         if self._setting.rank != 0 or not self._plan.memory:
             return
         more = self._differences(everyone, only_more=True)
@@ -301,10 +301,10 @@ class MemoryWatch:
         """Return the report of all ranks on every rank; collective.
 
         Args:
-            ahead: bytes of what this rank gets ahead of its mini-batch: at most, and as found between two.
+            ahead: bytes of messages this rank received early: at most, and as found between two mini-batches.
 
         Raises:
-            CommTimeout: not every rank asked for it; nothing that takes long can keep one from it.
+            CommTimeout: not every rank requested it; nothing that takes long can keep one from it.
         """
         mine = self._mine(stages.stages, *ahead, most_gathered=stages.whole_bytes.most), self._counts
         meeting = dataclasses.replace(self._meeting, timeout_s=self._config.comm_timeout_s)
@@ -322,7 +322,7 @@ class MemoryWatch:
         )
 
     def _mine(
-        self, stages: Sequence[StageEngine], ahead_bytes: int, held_ahead: int, *, most_gathered: int
+        self, stages: Sequence[StageEngine], ahead_bytes: int, held_prefetched: int, *, most_gathered: int
     ) -> RankMemory:
         counts = joined_counts(list(self._counts.values()))
         held = HeldBytes(
@@ -332,7 +332,7 @@ class MemoryWatch:
             buffers=self._inputs,
             gathered=most_gathered,
             messages=self._messages,
-            ahead=held_ahead,
+            ahead=held_prefetched,
         )
         # On the CPU no allocator counts; what lies there is added up, which misses workspaces of operators.
         peak = 0

@@ -28,7 +28,7 @@ from gpp_plugin.runtime.recorder import Clock, gather_timeline
 logger = logging.getLogger(__name__)
 
 _ASKING = ("steps_per_print", "wall_clock_breakdown", "comms_logger", "flops_profiler")
-"""Keys with which a user asks for lines."""
+"""Keys with which a user requests lines."""
 DEFAULT_STEPS_PER_PRINT = 10
 TOKEN_KEYS = ("input_ids", "decoder_input_ids")
 """Entries of a batch whose elements are tokens, padding among them."""
@@ -46,7 +46,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the FLOP/s that a share of (MFU) is told of; None for a device whose data sheet is not known here.
+    """Return the FLOP/s that MFU is relative to; None for a device whose data sheet is not known here.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe"), peak_flops("an abacus")
     (989000000000000.0, 756000000000000.0, None)
@@ -111,13 +111,13 @@ def share_of_loss(losses: Sequence[tuple[Tensor, int]], num_samples: int, *, is_
 
 
 class Metrics:
-    """Writes losses, learning rates and times where the DeepSpeed configuration asks; on rank 0 only.
+    """Writes losses, learning rates and times as the DeepSpeed configuration says; on rank 0 only.
 
-    The other ranks note their own times where phases or messages are asked for, and tell them with each line of the
+    The other ranks note their own times where phases or messages are requested, and send them with each line of the
     step log.
 
     Args:
-        monitor: writes events, where the configuration asks for any.
+        monitor: writes events, where the configuration requests any.
         meeting: of all ranks.
     """
 
@@ -134,7 +134,7 @@ class Metrics:
         self._is_writer = setting.rank == 0
         steps = ds_config.get("steps_per_print", DEFAULT_STEPS_PER_PRINT)
         self._steps_per_print = int(steps) if steps else 0
-        self._is_asked = any(ds_config.get(key) for key in _ASKING)
+        self._is_active = any(ds_config.get(key) for key in _ASKING)
         self._has_breakdown = bool(ds_config.get("wall_clock_breakdown", False))
         self._has_messages = bool((ds_config.get("comms_logger") or {}).get("enabled", False))
         profiler = ds_config.get("flops_profiler") or {}
@@ -203,7 +203,7 @@ class Metrics:
         tokens = sum(num_elements(unit).get(key, 0) for unit in units_of(batch) for key in TOKEN_KEYS)
         if self._monitor is not None:
             self._write_events(loss, step, spike, ranks, tokens, global_samples, seconds)
-        # Kept for the mean of the next line only: a job that prints nothing keeps nothing.
+        # Stored for the mean of the next line only: a job that prints nothing stores nothing.
         if self._steps_per_print:
             self._seconds.append(seconds)
             self._num_tokens += tokens
@@ -299,8 +299,8 @@ class Metrics:
                 logger.warning("flops_profiler.output_file: %s", error)
 
     def _say(self, text: str, *values: object) -> None:
-        """Log what the configuration asks for; print it where it is asked for by name and nobody has set up logging."""
-        if self._is_asked and not logger.hasHandlers():
+        """Log what the configuration requests; print it where it is requested by name and nobody has set up logging."""
+        if self._is_active and not logger.hasHandlers():
             sys.stderr.write(f"{text % values}\n")
         else:
             logger.info(text, *values)

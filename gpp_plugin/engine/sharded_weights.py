@@ -4,7 +4,7 @@
     part      | rank 0             | rank 1             | rank 2             |     what a rank keeps
 
 What `gather` and `free` change is the *storage* of the flat buffer: freed it has no bytes, gathered it has the same
-values as before. Parameters, and whatever autograd has kept of them for a backward, are views of that storage and stay
+values as before. Parameters, and whatever autograd has saved of them for a backward, are views of that storage and stay
 as they are; so a micro-batch's forward may be of one gather and its backward of another. The part is given back while
 the flat buffer, in which it lies too, is there: a rank never holds more than the whole.
 
@@ -16,7 +16,7 @@ refused, but for a clamp of one element through `.data`, which changes no bit. O
 has its value on the rank that keeps it, and may be written there. Whoever needs values has `gathered`, which gathers
 all stages of the rank into buffers of their own, and takes what is written.
 
-Source: ZeRO (Rajbhandari et al., SC 2020; arXiv 1910.02054), section 5.3; storages that are let go of and come back:
+Source: ZeRO (Rajbhandari et al., SC 2020; arXiv 1910.02054), section 5.3; storages that are released and come back:
     FSDP (Zhao et al., VLDB 2023; arXiv 2304.11277), section 4.2
 Tests: tests/integrations/test_sharded_weights.py
 """
@@ -95,10 +95,10 @@ class _Sharded:
         return [(p, whole.narrow(0, first, p.numel()).view(p.shape)) for p, first in self._places]
 
     def _make_hidden(self) -> list[tuple[nn.Parameter, Tensor]]:
-        # a, b of several elements, s and t of one, t kept by this rank:
-        #     placeholders  nan nan      a and b see one number each in their whole shape, which torch rarely lets them
+        # a, b of several elements, s and t of one, t held by this rank:
+        #     placeholders  nan nan      a and b see one number each in their whole shape, which torch rarely allows
         #                                write (`fill_`, or one element), and `written` finds
-        #     singles       nan t        what is written to t goes into the part; s is some other rank's to write
+        #     singles       nan t        what is written to t belongs to the part; s is some other rank's to write
         first_own = self._shape[1] * self.part.numel()
         dtype, device = self.part.dtype, self.part.device
         single = [(p, first - first_own) for p, first in self._places if p.numel() == 1]
@@ -127,8 +127,8 @@ class _Sharded:
     # Three parameters of 4, 4 and 2 elements on two ranks, this one the first; x are bytes that are there:
     #
     #                 whole         part
-    #     freed       . . . . . . . . . .    x x x x x     `free`: its own half goes back into the part first
-    #     gathered    x x x x x x x x x x    . . . . .     `gather`: the halves of both ranks, then the part goes
+    #     freed       . . . . . . . . . .    x x x x x     `free`: its own half returns into the part first
+    #     gathered    x x x x x x x x x x    . . . . .     `gather`: the halves of both ranks, then the part is freed
     #     broken off  x x ? ? ? x x x x x    x x x x x     the part is as it was; gloo's threads may still write here
     #
     # `_cdata` of a storage is torch's own object, the same before and after; the address of its bytes is not.
@@ -136,7 +136,7 @@ class _Sharded:
     @torch.no_grad()
     def gather(self) -> Callable[[], None]:
         self._whole.untyped_storage().resize_(self._sizes[0])
-        # Where it breaks off the collective goes on behind it, or may: bytes that it writes to are not let go of.
+        # Where it breaks off the collective continues behind it, or may: bytes that it writes to are not released.
         return begin_all_gather(self._whole, self.part, group=self._group, what=GATHERED)
 
     @torch.no_grad()
@@ -152,7 +152,7 @@ class _Sharded:
             return
         if not storage.resizable():
             raise RuntimeFailure(
-                "a stage's weights cannot be let go of behind its task: the model calls numpy() of a parameter in its "
+                "a stage's weights cannot be released behind its task: the model calls numpy() of a parameter in its "
                 "forward, and the array shares its memory; use parameter.detach().clone().numpy(), or ZeRO 2"
             )
         self.part.untyped_storage().resize_(self._sizes[1])
@@ -283,7 +283,7 @@ class ShardedWeights:
                 parameter.data = view
 
     def detach(self) -> None:
-        """Let go of what is gathered, and let the parameters have shapes alone."""
+        """Release what is gathered, and let the parameters have shapes alone."""
         try:
             if self.is_whole or self._is_begun:  # a mini-batch failed on its way
                 self._count.now = 0
@@ -341,7 +341,7 @@ def attached(weights: Sequence[ShardedWeights]) -> Iterator[None]:
     """Let programs gather and free these weights while the context lasts.
 
     Raises:
-        RuntimeFailure: weights of a stage cannot be let go of, and nothing else has failed; all others are.
+        RuntimeFailure: weights of a stage cannot be released, and nothing else has failed; all others are.
     """
     assert not any(of_stage.is_read for of_stage in weights), (
         "an engine refuses mini-batches while weights are read"
@@ -359,7 +359,7 @@ def attached(weights: Sequence[ShardedWeights]) -> Iterator[None]:
 
 
 def _detach_all(weights: Sequence[ShardedWeights]) -> list[RuntimeFailure]:
-    """Detach all stages, and return what some of them could not let go of."""
+    """Detach all stages, and return what some of them could not release."""
     errors = []
     for of_stage in weights:
         try:

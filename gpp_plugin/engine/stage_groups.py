@@ -1,6 +1,6 @@
 """The process groups of a graph of stages, created once, in the same order on every rank.
 
-A stage's ranks are a grid of data positions and tensor positions. Which parameters its tensor ranks share out is told
+A stage's ranks are a grid of data positions and tensor positions. Which parameters its tensor ranks share out is passed
 by the attributes that Megatron's layers give them:
 
 ``tensor_model_parallel``   each tensor rank holds a shard of its own: it counts in the norm on every rank
@@ -67,7 +67,7 @@ class TiedParameter:
 def tied_parameters(
     shared: Mapping[str, tuple[int, ...]], *, whole: Collection[str] = ()
 ) -> tuple[TiedParameter, ...]:
-    """Return what several stages hold, given as parameter name -> stages; the first of these owns it.
+    """Return what several stages hold, from parameter name -> stages; the first of these owns it.
 
     Args:
         whole: those that all tensor ranks hold alike.
@@ -96,7 +96,7 @@ class StageGroups:
         tensor: by stage, the ranks of this rank's data position.
         stage: by stage, all its ranks.
         tied: one per set of stages that shares parameters, the ranks of this rank's tensor position in them; all ranks
-            of stages of unlike tensor sizes.
+            of stages of different tensor sizes.
         single: this rank alone.
     """
 
@@ -124,7 +124,7 @@ class StageGroups:
 
         Raises:
             PlanError: the plan's ranks are not those of this job, a grid of ranks is not as process groups order
-                it, or a tie names a stage it does not have or joins grids of unlike tensor sizes.
+                it, or a tie names a stage it does not have or joins grids of different tensor sizes.
         """
         # torch makes a group on all ranks of the job or on none: every rank runs these calls in this order, for
         # every stage, and keeps the groups that it is in. Example, stages 1x1 | 2x2 (ranks 0 | 1 2 / 3 4, a row a
@@ -157,7 +157,7 @@ class StageGroups:
             for index, stage in enumerate(plan.stages)
         )
         # A tied parameter is summed over equal tensor positions of its stages: those hold the same shard of it. Of
-        # unlike sizes all ranks hold it whole, and each brings its share (`TiedSums`).
+        # different sizes all ranks hold it whole, and each brings its share (`TiedSums`).
         shared = {
             stages: make_one_of(
                 sorted({rank for stage in stages for rank in plan.stages[stage].data_ranks(position)})
@@ -170,7 +170,7 @@ class StageGroups:
         return cls(world=world, data=data, tensor=tensor, stage=whole, tied=shared, single=single)
 
     def close(self) -> None:
-        """Let go of the groups that this rank is in; nothing may be under way in them."""
+        """Release the groups that this rank is in; nothing may be under way in them."""
         groups = (self.world, self.single, *self.data, *self.tensor, *self.stage, *self.tied.values())
         for group in {id(g): g for g in groups if isinstance(g, dist.ProcessGroup)}.values():
             dist.destroy_process_group(group)
@@ -205,7 +205,7 @@ def _check(plan: PipelinePlan, tied: Sequence[TiedParameter]) -> None:
         if len(set(sizes.values())) > 1 and not tie.is_whole:
             raise PlanError(
                 f"tied parameter {tie.name!r}: its stages have the tensor sizes {sizes}, so that their ranks hold "
-                "unlike shards of it; give them the same tensor size"
+                "different shards of it; give them the same tensor size"
             )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.guards.agreement import agree, fingerprint_of
-from gpp_plugin.engine.job_context import EngineModel, Setting
+from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
@@ -34,6 +34,7 @@ from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.timeline import Event
+from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.explicit.tied_blocks import UNTIE
 from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transport
 from gpp_plugin.runtime.ahead_lane import AheadLane
@@ -75,7 +76,7 @@ class LaneMaker:
     def __init__(
         self,
         *,
-        source: EngineModel,
+        source: ModelSource,
         config: GraphPipelineConfig,
         setting: Setting,
         forwards: StageForwards | None = None,

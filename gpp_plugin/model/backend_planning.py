@@ -1,10 +1,10 @@
-"""Plans that know what stages without gradients take on backends: measured, cut again once, judged by simulation.
+"""Plans for stages without gradients on backends: measured, planned once more, chosen by simulation.
 
 A plan is made with the times of torch's operators. Then rank 0 measures the stages of it that train nothing, and what
-of its other stages no gradient passes, on the backends that are asked for; the planner is asked once more with these
+of its other stages no gradient passes, on the requested backends; the planner runs once more with these
 times, and what it answers is measured in turn. Both plans are simulated with what their own stages took, and the second
 one is taken if its step is shorter by more than noise. So it is never worse than the first by the simulator, and as
-nothing is planned a third time, nothing goes to and fro.
+nothing is planned a third time.
 
     plan 1   tower 8 ms on 2 ranks | head            tower measured: 0.4 of what torch takes
     plan 2   tower on 1 rank | head on 3 ranks       made with 0.4 for the tower's blocks, measured: 0.42
@@ -65,7 +65,7 @@ from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 # and simulation know nothing else of it.
 #
 #     profile    layer  forward 4.0 ms  backward 8.0 ms   18 MB a sample
-#     measured   layer  forward 0.9 x   both 0.8 x        kept 0.7 x
+#     measured   layer  forward 0.9 x   both 0.8 x        saved 0.7 x
 #     planned    layer  forward 3.6 ms  backward 6.0 ms   12.6 MB a sample
 
 
@@ -78,7 +78,7 @@ class CompiledBlocks:
     """What blocks cost compiled, and which of them are.
 
     Args:
-        costs: of each distinct block that was asked for -> the blocks like it, and what they cost.
+        costs: of each distinct block that was requested -> the blocks like it, and what they cost.
         taken: the blocks that run compiled.
     """
 
@@ -101,7 +101,7 @@ class CompiledBlocks:
             place = "compiled" if blocks[0] in self.taken else "stays on torch"
             found.append(
                 f"compile: {name} {place}: forward and backward {cost.both_us / 1e3:.2f} ms, on torch "
-                f"{cost.torch_both_us / 1e3:.2f} ({cost.gain:.2f} x as fast), {_share(cost):.2f} x the bytes kept, "
+                f"{cost.torch_both_us / 1e3:.2f} ({cost.gain:.2f} x as fast), {_share(cost):.2f} x the bytes saved, "
                 f"{cost.build_s:.0f} s to compile"
             )
         return found
@@ -165,25 +165,25 @@ def _share(cost: CompiledCost) -> float:
     return cost.saved_bytes / cost.torch_saved_bytes if cost.torch_saved_bytes else 1.0
 
 
-def is_asked(asked: CompiledBlocksOption, block: str) -> bool:
-    """Return whether a block is asked for: all are, or it lies in a module that is named.
+def is_requested(requested: CompiledBlocksOption, block: str) -> bool:
+    """Return whether a block is requested: all are, or it lies in a module that is named.
 
-    >>> is_asked({"language_model": True}, "model.language_model.layers.0")
+    >>> is_requested({"language_model": True}, "model.language_model.layers.0")
     True
     """
-    if not isinstance(asked, Mapping):
-        return bool(asked)
-    return any(wanted and f".{path}." in f".{block}." for path, wanted in asked.items())
+    if not isinstance(requested, Mapping):
+        return bool(requested)
+    return any(wanted and f".{path}." in f".{block}." for path, wanted in requested.items())
 
 
-def check_paths(asked: CompiledBlocksOption, blocks: Sequence[str]) -> None:
+def check_paths(requested: CompiledBlocksOption, blocks: Sequence[str]) -> None:
     """Refuse paths of which no block is.
 
     Raises:
         ConfigError: names the path, and the nearest there is.
     """
-    for path in asked if isinstance(asked, Mapping) else ():
-        if not any(is_asked({path: True}, block) for block in blocks):
+    for path in requested if isinstance(requested, Mapping) else ():
+        if not any(is_requested({path: True}, block) for block in blocks):
             parts = dict.fromkeys(
                 ".".join(b.split(".")[:n]) for b in blocks for n in range(1, b.count(".") + 2)
             )
@@ -199,11 +199,11 @@ def measure_compiled(
     *,
     state: Mapping[str, Tensor],
     batch: Mapping[str, Any],
-    asked: CompiledBlocksOption,
+    requested: CompiledBlocksOption,
     log: BackendLog,
     compiler: BlockCompiler | None = None,
 ) -> CompiledBlocks:
-    """Return what the blocks that are asked for cost compiled, and which are taken.
+    """Return what the blocks that are requested cost compiled, and which are taken.
 
     Args:
         captured: in training, at one loss unit; ``graph`` its blocks.
@@ -215,8 +215,8 @@ def measure_compiled(
     """
     # One walk over the blocks, on what those before made of a real batch; of 24 equal layers the trial sees the first.
     # Blocks are taken by signature: {"A": layers.0 to layers.23, "B": head}; "auto" those whose gain is above noise.
-    check_paths(asked, [block.name for block in graph.blocks])
-    trial = _Trial(captured, compiler or BlockCompiler(), log, asked)
+    check_paths(requested, [block.name for block in graph.blocks])
+    trial = _Trial(captured, compiler or BlockCompiler(), log, requested)
     with step("compile blocks"), kept_streams(captured.device):
         survey = BlockSurvey(
             captured=captured,
@@ -232,35 +232,39 @@ def measure_compiled(
         survey.run(lambda done, total, text: None)
     blocks: dict[str, list[str]] = {}
     for block, signature in survey.signatures.items():
-        if signature in trial.costs and is_asked(asked, block):
+        if signature in trial.costs and is_requested(requested, block):
             blocks.setdefault(signature, []).append(block)
     taken: set[str] = set()
     for signature, own in blocks.items():
         cost = trial.costs[signature]
-        if not cost.refused and (asked != "auto" or cost.gain >= LEAST_GAIN):
+        if not cost.refused and (requested != "auto" or cost.gain >= LEAST_GAIN):
             taken.update(own)
-        if cost.refused and asked != "auto":
+        if cost.refused and requested != "auto":
             logger.warning("block %s stays on torch instead of compiled code: %s", own[0], cost.refused)
     found = tuple((tuple(own), trial.costs[signature]) for signature, own in blocks.items())
     return CompiledBlocks(costs=found, taken=frozenset(taken))
 
 
 class _Trial:
-    """Measures each distinct block that is asked for and trains."""
+    """Measures each distinct block that is requested and trains."""
 
     def __init__(
-        self, captured: CapturedGraph, compiler: BlockCompiler, log: BackendLog, asked: CompiledBlocksOption
+        self,
+        captured: CapturedGraph,
+        compiler: BlockCompiler,
+        log: BackendLog,
+        requested: CompiledBlocksOption,
     ) -> None:
         self._device = captured.device
         self._compiler = compiler
         self._log = log
-        self._asked = asked
+        self._requested = requested
         self.costs: dict[str, CompiledCost] = {}
 
     def visit(self, code: BlockCode, operands: Operands) -> None:
         """Measure a block, or look up what it was measured at."""
         flags = (*(p.requires_grad for p in operands.parameters), *operands.takes_gradient)
-        if code.signature in self.costs or not is_asked(self._asked, code.block) or not any(flags):
+        if code.signature in self.costs or not is_requested(self._requested, code.block) or not any(flags):
             return
         key: dict[str, object] = {
             "compiled block": code.signature,
@@ -314,14 +318,14 @@ def measure_block(
     both = time_in_turn(
         {k: functools.partial(_forward_backward, call, parameters, tensors) for k, call in calls_of.items()}
     )
-    kept = {k: _kept_bytes(call, operands, leaves) for k, call in calls_of.items()}
+    saved = {k: _saved_bytes(call, operands, leaves) for k, call in calls_of.items()}
     return CompiledCost(
         forward_us=alone["compiled"],
         both_us=both["compiled"],
-        saved_bytes=kept["compiled"],
+        saved_bytes=saved["compiled"],
         torch_forward_us=alone["torch"],
         torch_both_us=both["torch"],
-        torch_saved_bytes=kept["torch"],
+        torch_saved_bytes=saved["torch"],
         build_s=build_s,
         error=error,
     )
@@ -336,7 +340,7 @@ def _forward_backward(
         torch.autograd.grad(outputs, leaves, list(map(torch.ones_like, outputs)), allow_unused=True)
 
 
-def _kept_bytes(call: Callable[..., Sequence[Tensor]], operands: Operands, leaves: Sequence[Tensor]) -> int:
+def _saved_bytes(call: Callable[..., Sequence[Tensor]], operands: Operands, leaves: Sequence[Tensor]) -> int:
     saved = SavedStorages(exclude=(*operands.parameters, *operands.inputs, *operands.constants))
     with saved.recording():
         call(*operands.parameters, *operands.inputs, *leaves)
@@ -349,7 +353,7 @@ LEAST_STEP_GAIN = 1.02
 """How many times as long as the plan cut again the plan before must take by the simulator: less is noise."""
 
 Measure = Callable[[PipelinePlan, int], StageBackend | None]
-"""Returns what a stage of a plan takes on its backends; None where it cannot be asked."""
+"""Measures what a stage of a plan takes on its backends; None where it cannot be measured."""
 
 
 class StageTrials:
@@ -361,12 +365,12 @@ class StageTrials:
     """
 
     def __init__(
-        self, part: CapturedPart, reference: Reference, batch: Batch, *, asked: Asked, log: BackendLog
+        self, part: CapturedPart, reference: Reference, batch: Batch, *, requested: Asked, log: BackendLog
     ) -> None:
-        self._part = part.apart()
+        self._part = part.clone()
         self._reference = reference
         self._batch = batch
-        self._asked = asked
+        self._requested = requested
         self._log = log
         self._state: dict[str, Tensor] = dict(part.model.named_parameters(remove_duplicate=False))
         self._state.update(part.model.named_buffers(remove_duplicate=False))
@@ -389,7 +393,7 @@ class StageTrials:
         weights = [self._weight(name) for name in code.function.tensors]
         with kept_streams(device):
             return choose_backend(
-                self._asked,
+                self._requested,
                 stage.name,
                 lambda: code_of_stage(stage.name, code, weights, self._batch, samples, device),
                 self._log,
@@ -421,7 +425,7 @@ def plan_with_backends(
         plan: made with the times of torch's operators.
         costs: those times.
         plan_again: returns the plan with other times of some blocks' forwards, block -> times what torch takes
-            (`Profile.backends`); None: the stages are given.
+            (`Profile.backends`); None: the stages are explicit.
     """
     frozen = blocks_without_gradients(graph)
     found = {index: measure(plan, index) for index in sorted(forward_only_stages(plan))}
@@ -487,7 +491,7 @@ def _shares_within(
         parts += [(index, blocks) for blocks in ((own, rest) if is_mixed else (stage.blocks,))]
     if len(parts) == len(plan.stages):
         return {}
-    apart = dataclasses.replace(
+    standalone = dataclasses.replace(
         plan,
         stages=tuple(
             dataclasses.replace(plan.stages[index], blocks=blocks, memory=None) for index, blocks in parts
@@ -495,12 +499,12 @@ def _shares_within(
         edges=stage_edges(graph, [blocks for _, blocks in parts]),
         memory=(),
     )
-    sending = {edge.src for edge in apart.edges}
+    sending = {edge.src for edge in standalone.edges}
     shares: dict[str, float] = {}
     for position, (index, blocks) in enumerate(parts):
         if index in forward_only or not frozen.issuperset(blocks) or position not in sending:
             continue
-        share = share_of(measure(apart, position))
+        share = share_of(measure(standalone, position))
         shares |= dict.fromkeys(blocks, share) if share != 1.0 else {}
     return shares
 
@@ -511,7 +515,7 @@ def _timed(plan: PipelinePlan, costs: CostModel, found: Mapping[int, StageBacken
     for index, one in found.items():
         stage, share = stages[index], share_of(one)
         rows, local = costs.indices(stage.blocks), stage.local_batch_size
-        # all plans from torch's times: those that a planner was told for the blocks were of other stages
+        # all plans from torch's times: the planner's times for compiled blocks were of other stages
         changes: dict[str, Any] = {
             "forward_us": share * costs.on(stage).stage_times(rows, local, stage.ranks)[0]
         }

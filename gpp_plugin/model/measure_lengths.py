@@ -47,7 +47,7 @@ from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.batches import Batch
 
-# Costs as polynomials in lengths: at which lengths to measure, and what goes through what was measured there.
+# Costs as polynomials in lengths: at which lengths to measure, and the polynomials through what was measured there.
 #
 # As many lengths as there are terms determine bytes, which are such polynomials. Times are fitted with no negative
 # coefficient, so that no longer text is ever cheaper; of all sets of terms that give none, the one with the least
@@ -136,7 +136,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthsAsked:
+class LengthsToMeasure:
     """What the configuration says of lengths: those to plan times for, and the longest."""
 
     typical: tuple[LengthOf, ...]
@@ -148,7 +148,7 @@ def measure_lengths(
     analysis: Analysis,
     batch: Batch,
     profile: Profile,
-    asked: LengthsAsked,
+    wanted: LengthsToMeasure,
     *,
     cache_dir: str | None,
 ) -> LengthCosts | None:
@@ -166,7 +166,7 @@ def measure_lengths(
         )
         return None
     try:
-        return _Measured(part, analysis, batch, asked, cache_dir).costs(profile)
+        return _Measured(part, analysis, batch, wanted, cache_dir).costs(profile)
     except (GppError, RuntimeError, ValueError) as error:
         refuse_lost_device(error)
         logger.warning(
@@ -181,13 +181,18 @@ class _Measured:
     """A part at several lengths."""
 
     def __init__(
-        self, part: CapturedPart, analysis: Analysis, batch: Batch, asked: LengthsAsked, cache_dir: str | None
+        self,
+        part: CapturedPart,
+        analysis: Analysis,
+        batch: Batch,
+        wanted: LengthsToMeasure,
+        cache_dir: str | None,
     ) -> None:
         self._part, self._analysis, self._cache_dir = part, analysis, cache_dir
         self._samples = analysis.op_graph.num_samples
         self._batch = part.arguments(batch, {}, self._samples)
-        self._entries = length_entries(self._batch, asked.longest)
-        self._asked = asked
+        self._entries = length_entries(self._batch, wanted.longest)
+        self._wanted = wanted
         self._capture: CaptureAtLengths | None = None
         self._sizes = self._with_symbols() or self._by_size()
         symbols = tuple(self._sizes.symbols)
@@ -219,7 +224,7 @@ class _Measured:
         if any(known.shapes[key][-1].isdigit() for key in open_axes):
             return None
         self._capture = found
-        # a length is told by its anchor, ``labels``, whichever entry torch met first, ``decoder_attention_mask``
+        # a length is identified by its anchor, ``labels``, whichever entry torch saw first, ``decoder_attention_mask``
         symbols = dict(known.symbols)
         for anchor in reversed(self._entries):
             name = known.shapes[anchor][-1]
@@ -241,10 +246,10 @@ class _Measured:
         symbols = {names[size]: (anchor, self._batch[anchor].ndim - 1) for size, anchor in anchors.items()}
         return SizeConditions(symbols=symbols, shapes=shapes)
 
-    def _values(self, asked: LengthOf) -> Lengths:
-        """Return the values of the symbols where lengths are those asked for."""
+    def _values(self, requested: LengthOf) -> Lengths:
+        """Return the values of the symbols where lengths are those requested."""
         anchor_of = {key: anchor for anchor, keys in self._entries.items() for key in keys}
-        return tuple(length_of(asked, anchor_of[key]) for key, _ in self._sizes.symbols.values())
+        return tuple(length_of(requested, anchor_of[key]) for key, _ in self._sizes.symbols.values())
 
     def _batch_at(self, lengths: Lengths) -> dict[str, Any]:
         """Return the loss unit with texts of some lengths."""
@@ -297,8 +302,8 @@ class _Measured:
         Raises:
             GppError: the part cannot be traced or run at one of the lengths, or is another graph there.
         """
-        typical = tuple(self._values(one) for one in self._asked.typical)
-        longest = self._values(self._asked.longest)
+        typical = tuple(self._values(one) for one in self._wanted.typical)
+        longest = self._values(self._wanted.longest)
         reference = tuple(int(self._batch[key].shape[axis]) for key, axis in self._sizes.symbols.values())
         self._warn_of(longest)
         ranges = [
@@ -393,7 +398,7 @@ def _checked(costs: LengthCosts, measured: Profile) -> LengthCosts:
         found[1] += _saved(cost, costs.num_samples)
     errors = [p / f - 1.0 if f > 0 else 0.0 for p, f in zip(predicted, found, strict=True)]
     logger.info(
-        "lengths: costs measured at %s; at %s predicted over measured: times %.3f, kept bytes %.4f",
+        "lengths: costs measured at %s; at %s predicted over measured: times %.3f, saved bytes %.4f",
         "; ".join(costs.in_words(point) for point in costs.fitted),
         costs.in_words(costs.checked),
         1.0 + errors[0],

@@ -1,4 +1,4 @@
-"""A model in the form its user gave it, as the engine knows models: `ModelSource`.
+"""A user's model in any of its forms, as the engine sees it: `ModelSource`.
 
 A plain module is a stage graph of one captured part (`gpp_plugin.model.graph.graph_job`); beyond this class the engine,
 evaluation and checkpoints know no difference.
@@ -55,8 +55,8 @@ from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
-from gpp_plugin.model.graph.user_module import GivenModule
-from gpp_plugin.model.measure_lengths import LengthsAsked
+from gpp_plugin.model.graph.user_module import UserModule
+from gpp_plugin.model.measure_lengths import LengthsToMeasure
 from gpp_plugin.model.preparation import (
     PREPARATION_TIMEOUT_S,
     Setting,
@@ -99,7 +99,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSource:
-    """What the engine asks of the model it is given: a plain module, or a graph of stages.
+    """What the engine needs of its model: a plain module, or a graph of stages.
 
     Args:
         model: of captured modules, `make_modules` leaves the parameters of this rank's stages only.
@@ -115,7 +115,7 @@ class ModelSource:
             _check_config(model, config)
         elif config.loss_mean == "tokens":
             check_takes_count(model)
-        _settle_modes(model, is_told=setting.rank == 0)
+        _settle_modes(model, warns=setting.rank == 0)
         self._model = model
         self._config = _with_stage(model, config)
         self._setting = setting
@@ -131,7 +131,7 @@ class ModelSource:
 
     @property
     def stages(self) -> UnitSource:
-        """Return this rank's own stages as the source of its lanes' code."""
+        """Return this rank's own stages as the source of its runners' code."""
         return self._job
 
     def prepare_batch(self, batch: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class ModelSource:
         return prepare_batch(self._model, batch)
 
     def complete_batches(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
-        """Return the batches of a mini-batch with what the model is told of all of them: its labelled tokens.
+        """Return the batches of a mini-batch with what the model receives about all of them: its labelled tokens.
 
         Those without labels, which an evaluation may do without, stay as they are.
         """
@@ -160,7 +160,7 @@ class ModelSource:
         Raises:
             CaptureError: a module cannot be exported, or its capture is not the module.
             ConfigError: graph, modules and configuration do not fit together.
-            PlanError, PlanInfeasible: no plan meets the configuration.
+            PlanError, PlanInfeasible: no plan satisfies the configuration.
         """
         setting, config = self._setting, self._config
         self._check_files()
@@ -196,14 +196,14 @@ class ModelSource:
             check_divides(type(self._model).__name__, reference.analysis.op_graph)
         if job.whole is not None and config.mode == "async" and config.plan is None:
             _check_ties(reference, config)  # before minutes of measuring
-        counts = self._sample_counts(job)
-        costs = self._measured(job, counts)
+        counts = self._sample_counts()
+        costs = self._measured(counts)
         self._profile = costs.profile(reference.block_graph, device="")
 
         def make_plan() -> PipelinePlan:
-            compiled = self._compiled(job, reference, sample_batch)
+            compiled = self._compiled(reference, sample_batch)
             own = costs.with_blocks(compiled.scaled)
-            plan = self._make_plan(job, reference, own, sample_batch, counts, machines)
+            plan = self._make_plan(reference, own, sample_batch, counts, machines)
             return compiled.noted(plan)
 
         plan = call_on_rank_zero(
@@ -216,7 +216,6 @@ class ModelSource:
 
     def _make_plan(
         self,
-        job: GraphJob,
         reference: Reference,
         costs: StageCosts,
         sample_batch: Batch,
@@ -225,58 +224,57 @@ class ModelSource:
     ) -> PipelinePlan:
         """Return the plan that is run; on rank 0."""
         least = _fewest_samples(costs, counts)
-        with step("plan") as tell, searching(tell.note), with_memory_explained(self._config, machines):
-            plan = self._plan(job, reference, costs, least=least, found=machines)
-        plan = self._with_backends(plan, job, reference, costs, sample_batch, least=least, found=machines)
+        with step("plan") as shown, searching(shown.note), with_memory_explained(self._config, machines):
+            plan = self._plan(reference, costs, least=least, found=machines)
+        plan = self._with_backends(plan, reference, costs, sample_batch, least=least, found=machines)
         _refuse_split(plan, costs)
         return plan
 
-    def _compiled(self, job: GraphJob, reference: Reference, sample_batch: Batch) -> CompiledBlocks:
+    def _compiled(self, reference: Reference, sample_batch: Batch) -> CompiledBlocks:
         """Return what the model's blocks cost compiled, and which of them are; on rank 0.
 
         Raises:
             ConfigError: a path names no module, or the model computes on whole units of its own.
         """
-        asked, whole = self._config.compile, job.whole
-        if not asked or whole is None:
+        requested, whole = self._config.compile, self._job.whole
+        if not requested or whole is None:
             return CompiledBlocks()
-        if job.takes_whole_units(whole.name):
+        if self._job.takes_whole_units(whole.name):
             raise ConfigError(
-                f"graph_pipeline.compile: {asked!r}: the model's Python reads values, so that each loss unit may be "
+                f"graph_pipeline.compile: {requested!r}: the model's Python reads values, so each loss unit may be "
                 "other code; remove the key"
             )
-        part = job.owns[whole.name]
+        part = self._job.owns[whole.name]
         assert isinstance(part, CapturedPart), "a plain model is captured"
         analysis = reference.analysis
         arguments = part.arguments(sample_batch, {}, analysis.op_graph.num_samples)
         return measure_compiled(
-            part.apart().capture_again(analysis, arguments),
+            part.clone().capture_again(analysis, arguments),
             reference.block_graph,
             state=dict(part.model.named_parameters()) | dict(part.model.named_buffers()),
             batch=sample_batch,
-            asked=asked,
+            requested=requested,
             log=BackendLog(self._config.profile_dir),
         )
 
-    def _measured(self, job: GraphJob, counts: Mapping[str, Sequence[int]]) -> StageCosts:
+    def _measured(self, counts: Mapping[str, Sequence[int]]) -> StageCosts:
         """Return what the stages cost, and take down what they cost at other lengths; refuse a wrong capture."""
         config = self._config
         with step("profile"):
-            costs = job.measure(counts, self._measuring())
+            costs = self._job.measure(counts, self._measuring())
         if config.verify:
             with step("verify the capture"):
-                job.verify(costs)
+                self._job.verify(costs)
         lengths = config.lengths
         if lengths is not None:
-            asked = LengthsAsked(typical=lengths.planned, longest=lengths.max)
+            requested = LengthsToMeasure(typical=lengths.planned, longest=lengths.max)
             with step("profile other lengths"):
-                self._lengths = job.measure_lengths(costs, asked, cache_dir=config.profile_dir)
+                self._lengths = self._job.measure_lengths(costs, requested, cache_dir=config.profile_dir)
         return costs
 
     def _with_backends(
         self,
         plan: PipelinePlan,
-        job: GraphJob,
         reference: Reference,
         costs: StageCosts,
         sample_batch: Batch,
@@ -289,16 +287,15 @@ class ModelSource:
         Backends that are named for stages are not measured, and stages of a graph lie where the user put them: then
         the plan stays as it is, as it does where the model computes on whole units of its own.
         """
-        asked, whole = self._config.backends, job.whole
-        if asked == "off" or isinstance(asked, Mapping) or whole is None:
+        requested, whole = self._config.backends, self._job.whole
+        if requested == "off" or isinstance(requested, Mapping) or whole is None:
             return plan
-        if job.takes_whole_units(whole.name) or self._config.units is not None:
+        if self._job.takes_whole_units(whole.name) or self._config.units is not None:
             return plan
-        if any(
-            stage.tensor > 1 for stage in plan.stages
-        ):  # rank 0 alone cannot run what ranks compute together
+        # rank 0 alone cannot run what ranks compute together
+        if any(stage.tensor > 1 for stage in plan.stages):
             return plan
-        part = job.owns[whole.name]
+        part = self._job.owns[whole.name]
         assert isinstance(part, CapturedPart), "a plain model is captured"
         graph = reference.block_graph
         profile = self._planned_profile(reference, costs)
@@ -307,11 +304,11 @@ class ModelSource:
         )
         on_torch = CostModel(graph, profile, request.cluster, zero_stage=request.zero_stage)
         log = BackendLog(self._config.profile_dir)
-        trials = StageTrials(part, reference, sample_batch, asked=asked, log=log)
+        trials = StageTrials(part, reference, sample_batch, requested=requested, log=log)
 
         def plan_again(shares: Mapping[str, float]) -> PipelinePlan:
-            with step("plan with backends") as tell, searching(tell.note):
-                return self._plan(job, reference, costs, least=least, found=found, shares=shares)
+            with step("plan with backends") as shown, searching(shown.note):
+                return self._plan(reference, costs, least=least, found=found, shares=shares)
 
         with step("measure backends"):
             return plan_with_backends(
@@ -336,7 +333,6 @@ class ModelSource:
 
     def _plan(
         self,
-        job: GraphJob,
         reference: Reference,
         costs: StageCosts,
         *,
@@ -358,8 +354,8 @@ class ModelSource:
         if (lengths := self._lengths) is not None:
             inputs = inputs_at(inputs, lengths, lengths.longest)
         pieces = None
-        if job.whole is None:
-            pieces = self._pieces(job, costs, device=device, least=least, found=found)
+        if self._job.whole is None:
+            pieces = self._pieces(costs, device=device, least=least, found=found)
         return plan_profiled(
             graph,
             with_batch(profile, graph, inputs, self._setting),
@@ -391,11 +387,11 @@ class ModelSource:
             with_split=may_split,
         )
 
-    def _sample_counts(self, job: GraphJob) -> dict[str, Sequence[int]]:
+    def _sample_counts(self) -> dict[str, Sequence[int]]:
         """Return at which numbers of samples each stage is timed: what its micro-batches may be.
 
         With units of 8 samples in mini-batches of 64: a captured part at 1, 4, 8 and 32, since into how many stages
-        and on how many ranks each follows from the costs; a user's module at 4 and 8, and at what it is given.
+        and on how many ranks each follows from the costs; a user's module at 4 and 8, and at what it receives.
         """
         sizes = self._setting.sizes
         unit = sizes.loss_unit
@@ -403,16 +399,13 @@ class ModelSource:
         is_searched = self._config.micro_batch_sizes == "search" or unit == sizes.mini_batch
         searched = sorted({*default_sample_counts(unit), min(sizes.mini_batch, 4 * unit)})
         counts: dict[str, Sequence[int]] = {}
-        for stage in job.resolved.stages:
+        for stage in self._job.resolved.stages:
             if stage.is_captured:
-                if job.takes_whole_units(stage.name):
-                    counts[stage.name] = (unit,)
-                    continue
-                counts[stage.name] = searched
+                counts[stage.name] = (unit,) if self._job.takes_whole_units(stage.name) else searched
                 continue
-            size = stage.spec.micro_batch_size or self._size_asked_for(stage.name)
+            size = stage.spec.micro_batch_size or self._requested_size(stage.name)
             local = None if size is None else max(size * stage.spec.tensor // len(stage.spec.ranks), 1)
-            if stage.name in job.coupled:
+            if stage.name in self._job.coupled:
                 counts[stage.name] = (unit,)
             elif is_searched:
                 counts[stage.name] = searched
@@ -420,21 +413,21 @@ class ModelSource:
                 counts[stage.name] = sorted({max(unit // 2, 1), unit, local or unit})
         return counts
 
-    def _size_asked_for(self, stage: str) -> int | None:
+    def _requested_size(self, stage: str) -> int | None:
         """Return the micro-batch size that the configuration gives a stage, if it does."""
         sizes = self._config.micro_batch_sizes
-        asked = sizes.get(stage) if isinstance(sizes, dict) else sizes
-        return (
-            self._setting.sizes.mini_batch if asked == "full" else asked if isinstance(asked, int) else None
-        )
+        requested = sizes.get(stage) if isinstance(sizes, dict) else sizes
+        if requested == "full":
+            return self._setting.sizes.mini_batch
+        return requested if isinstance(requested, int) else None
 
     def _pieces(
-        self, job: GraphJob, costs: StageCosts, *, device: str, least: int, found: JobCluster | None
+        self, costs: StageCosts, *, device: str, least: int, found: JobCluster | None
     ) -> list[FixedStage]:
         """Return the stages of a graph: users' modules as they are, captured parts as the planner cuts them."""
-        views = job.views(is_training=True)
+        views = self._job.views(is_training=True)
         pieces: list[FixedStage] = []
-        for stage in job.resolved.stages:
+        for stage in self._job.resolved.stages:
             spec = stage.spec
             if not stage.is_captured:
                 pieces.append(
@@ -489,7 +482,7 @@ class ModelSource:
 
         Raises:
             CaptureError: a module cannot be exported.
-            ConfigError: an output asked for is none of a stage that runs.
+            ConfigError: an output requested is none of a stage that runs.
         """
         reference = self._job.evaluation(batch, outputs)
         missing = [name for name in outputs if name not in reference.analysis.op_graph.outputs]
@@ -502,30 +495,29 @@ class ModelSource:
         return reference
 
     def meet(self, reference: Reference, batch: Batch) -> None:
-        """Learn the shapes that come of a batch like this one before a lane runs it.
+        """Learn the shapes that come of a batch like this one before a runner executes it.
 
         Collective over all ranks, but of a plain model: each rank captures its new shapes alone.
         """
         self._job.meet(batch, is_training=reference.analysis.is_training)
 
     @shown_as("materialise")
-    def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
-        """Return this rank's stages in the plan's order and let go of what other ranks run."""
+    def make_modules(self, runner: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
+        """Return this rank's stages in the plan's order and release what other ranks run."""
         for spec in self._model.stages if isinstance(self._model, StageGraph) else ():
             if isinstance(spec.make, nn.Module) and self._setting.rank not in spec.ranks:
                 release_parameters(spec.make)
-        functions = lane.prepare(sample_batch)
+        functions = runner.prepare(sample_batch)
         made: dict[int, StageModule] = {}
-        held: dict[
-            str, dict[int, tuple[str, ...]]
-        ] = {}  # of captured parts: stage of the plan -> what it holds
-        for own_lane, function in zip(lane.lanes, functions, strict=True):
-            stage = own_lane.stage_index
-            own = self._job.owns[self._job.owner(lane.plan, stage)]
-            if isinstance(own, GivenModule):
+        # of captured parts: stage of the plan -> what it holds
+        held: dict[str, dict[int, tuple[str, ...]]] = {}
+        for own_runner, function in zip(runner.lanes, functions, strict=True):
+            stage = own_runner.stage_index
+            own = self._job.owns[self._job.owner(runner.plan, stage)]
+            if isinstance(own, UserModule):
                 made[stage] = own
             else:
-                held.setdefault(own.stage.name, {})[stage] = _names_held(own, own_lane, function)
+                held.setdefault(own.stage.name, {})[stage] = _names_held(own, own_runner, function)
         for name, of_stages in held.items():
             part = self._job.owns[name]
             assert isinstance(part, CapturedPart)
@@ -536,10 +528,10 @@ class ModelSource:
                 prefix=part.stage.prefix,
                 called=part.called,
             )
-            modules = holder.make_modules(lane.lanes[0].reference, lane.plan, of_stages)
+            modules = holder.make_modules(runner.lanes[0].reference, runner.plan, of_stages)
             made.update(zip(of_stages, modules, strict=True))
             self._held.append((holder, modules))
-        stages = tuple(made[stage] for stage in lane.stages)
+        stages = tuple(made[stage] for stage in runner.stages)
         _separate(stages)
         return stages
 
@@ -569,7 +561,7 @@ class ModelSource:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it is one module, whose weights' names and shapes every rank knows."""
+        """Return whether it is one module, whose weights' names and shapes are the same on every rank."""
         return self._job.whole is not None
 
     def whole_parameters(self, plan: PipelinePlan, reference: Reference) -> frozenset[str]:
@@ -640,12 +632,12 @@ class ModelSource:
         stages: Sequence[nn.Module],
         *,
         meeting: Meeting,
-        room: Callable[[], int | None],
+        free_bytes: Callable[[], int | None],
     ) -> Generator:
         """Return what generates with the weights of this rank's stages and those of the others.
 
         Args:
-            room: returns what this rank has free for caches, in bytes; None where nobody knows, on all ranks alike.
+            free_bytes: returns the bytes that are free for caches on this rank; None where unknown, on all ranks alike.
 
         Raises:
             ConfigError: the model is a graph of several stages written down.
@@ -656,7 +648,7 @@ class ModelSource:
                 "engine.generate: the model is a graph of stages written down, which has no `generate` and no decode "
                 "step; give deepspeed.initialize the one HuggingFace model, or generate from engine.save_pretrained()"
             )
-        # Names are those of the analysis, which all ranks were told: of a tied parameter the first, others are aliases.
+        # Names are those of the analysis, the same on all ranks: of a tied parameter the first, others are aliases.
         parameters = reference.analysis.op_graph.parameters
         live = joined_module(stages)
         model = _module_of(whole)
@@ -689,11 +681,11 @@ class ModelSource:
             config=self._config.generate,
             setting=self._setting,
             meeting=meeting,
-            room=room,
+            free_bytes=free_bytes,
         )
 
     def close(self) -> None:
-        """Let go of the groups of stages' contexts; the model trains no more."""
+        """Release the groups of stages' contexts; the model trains no more."""
         self._job.close()
 
 
@@ -715,19 +707,19 @@ def _module_of(stage: GraphStage) -> nn.Module:
     return stage.spec.make
 
 
-def _settle_modes(model: nn.Module | StageGraph, *, is_told: bool) -> None:
+def _settle_modes(model: nn.Module | StageGraph, *, warns: bool) -> None:
     """Put a model in train mode that is wholly in eval mode; else leave modes, and say which are in eval mode."""
     modules = [model] if isinstance(model, nn.Module) else _captured(model)
     for module in modules:
         was_in_eval = set_modes(module, training=True)
         evaluated = [name or "the model itself" for name, part in module.named_modules() if not part.training]
-        if was_in_eval and is_told:
+        if was_in_eval and warns:
             logger.warning(
                 "%s was in eval mode, as from_pretrained returns a model, and is put in train mode; for parts in eval "
                 "mode call model.train() first and then eval() of those",
                 type(module).__name__,
             )
-        elif evaluated and is_told:
+        elif evaluated and warns:
             logger.info(
                 "%s: %d of its modules are in eval mode and stay so, the first %s",
                 *(type(module).__name__, len(evaluated), evaluated[0]),
@@ -772,19 +764,19 @@ def _separate(stages: Sequence[StageModule]) -> None:
         seen.update(tensor.data_ptr() for tensor in tensors)
 
 
-def _names_held(part: CapturedPart, lane: Lane, function: StageFunction) -> tuple[str, ...]:
+def _names_held(part: CapturedPart, runner: Lane, function: StageFunction) -> tuple[str, ...]:
     """Return what a stage of a captured part holds on this rank.
 
     What no block of the part reads must still be in files: it rests on the part's last stage.
     """
-    graph, op_graph = lane.reference.block_graph, lane.reference.analysis.op_graph
-    own = set(lane.plan.stages[lane.stage_index].blocks)
+    graph, op_graph = runner.reference.block_graph, runner.reference.analysis.op_graph
+    own = set(runner.plan.stages[runner.stage_index].blocks)
     names = [*function.tensors]
     names += [n for block in graph.blocks if block.name in own for n in block.parameters]
     is_alone, name = part.stage.is_alone, part.stage.name
     mine = {block.name for block in graph.blocks if is_alone or owner_of_block(block.name) == name}
-    last = max(i for i, stage in enumerate(lane.plan.stages) if not mine.isdisjoint(stage.blocks))
-    if last == lane.stage_index:
+    last = max(i for i, stage in enumerate(runner.plan.stages) if not mine.isdisjoint(stage.blocks))
+    if last == runner.stage_index:
         used = {n for block in graph.blocks for n in block.parameters}
         names += [
             p.name
@@ -809,7 +801,7 @@ def _refuse_split(plan: PipelinePlan, costs: StageCosts) -> None:
         if find_schedule(stage.schedule).splits_backward and not whole.isdisjoint(stage.blocks):
             raise PlanError(
                 f"stage {stage.name!r}: its backward cannot be made in two parts (it fails, or its gradients are "
-                f'others then), which schedule "{stage.schedule}" asks for; use "auto"'
+                f'others then), which schedule "{stage.schedule}" requests; use "auto"'
             )
 
 
@@ -842,65 +834,49 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
     number = len(graph.stages)
     is_plain = graph.is_one_capture
     pieces = graph.stages[0].num_pieces if is_plain else None
-    is_given = all(stage.num_pieces is None for stage in graph.stages)
-    for key, value, wrong, fix in (
-        (
-            "planner",
-            config.planner,
-            is_given and config.planner != "auto",
-            "its stages are given; remove the key",
-        ),
+    is_explicit = all(stage.num_pieces is None for stage in graph.stages)
+    stages_differ = config.stages not in ("auto", number if is_explicit else "auto")
+    for key, wrong, fix in (
+        ("planner", is_explicit and config.planner != "auto", "its stages are explicit; remove the key"),
         (
             "stages",
-            config.stages,
-            config.stages not in ("auto", number if is_given else "auto")
-            and not (is_plain and pieces in ("auto", config.stages)),
+            stages_differ and not (is_plain and pieces in ("auto", config.stages)),
             f"it has {pieces if is_plain else number}; remove the key",
         ),
-        (
-            "loss_mean",
-            config.loss_mean,
-            config.loss_mean != "units",
-            "its stages count for themselves; remove the key",
-        ),
+        ("loss_mean", config.loss_mean != "units", "its stages count for themselves; remove the key"),
         (
             "units",
-            config.units,
             config.units is not None,
             "units of their own shapes are for captured models; remove the key",
         ),
         (
             "compile",
-            config.compile,
             bool(config.compile) and not is_plain,
             "blocks of one captured model are compiled; remove the key",
         ),
         (
             "lengths",
-            config.lengths,
             config.lengths is not None,
             "what its stages take and hold is found by running them on the sample batch; remove the key",
         ),
         (
             "weights",
-            config.weights,
             config.weights is not None and not is_plain,
             "factories make its weights; remove the key",
         ),
         (
             "data_parallel",
-            config.data_parallel,
             not is_plain and _is_other_degree(graph, config),
-            "its ranks are given; remove the key",
+            "its ranks are explicit; remove the key",
         ),
         (
             "tensor_parallel",
-            config.tensor_parallel,
             not is_plain and config.tensor_parallel != 1,
             "its stages say how many tensor ranks they have; remove the key",
         ),
     ):
         if wrong:
+            value = getattr(config, key)
             raise ConfigError(f"graph_pipeline.{key}: {value!r} with stage graph {graph.name!r}: {fix}")
 
 

@@ -55,7 +55,7 @@ PREPARATION_TIMEOUT_S = 1800.0
 def with_batch(
     profile: Profile, graph: BlockGraph, inputs: Sequence[TensorSpec], setting: Setting
 ) -> Profile:
-    """Return a profile that knows this job's mini-batches, of the model's inputs."""
+    """Return a profile with this job's mini-batches, of the model's inputs."""
     dtype = str(setting.dtype).removeprefix("torch.")
     return with_inputs(profile, graph, inputs, mini_batch=setting.sizes.mini_batch, dtype=dtype)
 
@@ -71,18 +71,18 @@ def plan_profiled(
     fixed: Sequence[FixedStage] | None = None,
     state: Sequence[str] = (),
 ) -> PipelinePlan:
-    """Return the plan the configuration asks for.
+    """Return the plan the configuration requests.
 
     Args:
         found: as of `plan_request`.
-        fixed: stages that are given; None leaves them to the planner.
+        fixed: explicit stages; None leaves them to the planner.
         state: parameters and buffers that a forward reads and writes for the next one.
 
     Raises:
         ConfigError: keys of the block contradict each other.
-        PlanError, PlanInfeasible: no plan meets the configuration.
+        PlanError, PlanInfeasible: no plan satisfies the configuration.
     """
-    # Three ways to stages, then one way on: a plan that is given, stages that are given, or the planner's.
+    # Three ways to stages, then one way on: an explicit plan, explicit stages, or the planner's.
     # What the configuration says of the rest (sizes by stage, schedule, slices, recompute) is laid over any of them,
     # but for a saved plan, which has it all and is only checked against it.
     spec = None if config.plan is None else _read_plan(config.plan)
@@ -91,10 +91,10 @@ def plan_profiled(
         graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch, found=found
     )
 
-    def make(asked: PlanRequest) -> PipelinePlan:
-        return _planned(graph, asked, config, spec, fixed, modules, stages, state)
+    def make(wanted: PlanRequest) -> PipelinePlan:
+        return _planned(graph, wanted, config, spec, fixed, modules, stages, state)
 
-    # stages that are given are no smaller with less memory
+    # explicit stages are no smaller with less memory
     is_free = spec is None and fixed is None
     plan = plan_beside_messages(request, make) if is_free else make(request)
     for note in plan.notes:
@@ -156,14 +156,14 @@ def _plan_with_state(config: GraphPipelineConfig, request: PlanRequest, state: S
         return make_plan(config.planner, request)
     except PlanError as error:
         raise type(error)(
-            f"each forward leaves {_told(state)} for the next one, so that each stage has one rank, and {error}; run "
+            f"each forward leaves {_listed(state)} for the next one, so that each stage has one rank, and {error}; run "
             "on fewer ranks, or let the ranks of a stage keep one each, as with DistributedDataParallel: "
             f'"data_parallel": {request.num_ranks // (request.num_stages or 1)} in graph_pipeline'
         ) from None
 
 
 def _warn_of_copies(plan: PipelinePlan, graph: BlockGraph, state: Sequence[str]) -> None:
-    """Say where ranks that share a stage, as the user asked, each keep what one process has once."""
+    """Log where ranks that share a stage, at the user's request, each hold what one process has once."""
     held = {block.name: set(block.parameters).intersection(state) for block in graph.blocks}
     for stage in plan.stages:
         own = [name for name in state if any(name in held[block] for block in stage.blocks)]
@@ -173,11 +173,11 @@ def _warn_of_copies(plan: PipelinePlan, graph: BlockGraph, state: Sequence[str])
                 "one process keeps it for all of them, as data_parallel 1 does",
                 stage.degree,
                 stage.name,
-                _told(own),
+                _listed(own),
             )
 
 
-def _told(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return names[0].replace(CARRIED, "") + more
 
@@ -205,7 +205,7 @@ def cut_part(
     Raises:
         PlanError, PlanInfeasible: the part cannot be cut so.
     """
-    # Example: the part "tower" on ranks 2, 3, 5 of six, in two stages. The planner is asked about ranks 0..2 of a
+    # Example: the part "tower" on ranks 2, 3, 5 of six, in two stages. The planner plans ranks 0..2 of a
     # cluster of those three devices; what it puts on its ranks (0, 1) and (2,) lies on (2, 3) and (5,).
     blocks = tuple(block.name for block in graph.blocks)
     if num_stages == 1 or (num_stages is None and len(ranks) == 1):
@@ -273,22 +273,22 @@ def check_files(modules: Iterable[nn.Module], config: GraphPipelineConfig) -> No
 
 
 def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig, spec: Mapping[str, Any]) -> None:
-    """Refuse a given plan that other keys of the block contradict: only one of them could hold."""
+    """Refuse an explicit plan that other keys of the block contradict: only one of them could hold."""
     degrees = sorted({stage.degree for stage in plan.stages})
     labels = sorted({schedule_label(stage) for stage in plan.stages})
-    for key, asked, has in (
+    for key, wanted, has in (
         ("stages", config.stages, [len(plan.stages)]),
         ("data_parallel", config.data_parallel, degrees),
         ("schedule", config.schedule, labels),
     ):
         if key == "schedule" and not _names_its_order(spec):
-            continue  # it is given its schedule afterwards
-        if asked == "kfkb" and all(stage.schedule == "1f1b" and stage.k > 1 for stage in plan.stages):
+            continue  # it receives its schedule afterwards
+        if wanted == "kfkb" and all(stage.schedule == "1f1b" and stage.k > 1 for stage in plan.stages):
             continue
-        if asked != "auto" and has != [asked]:
+        if wanted != "auto" and has != [wanted]:
             shown = " and ".join(str(value) for value in has)
             raise ConfigError(
-                f"graph_pipeline.{key}: {asked} is asked for, graph_pipeline.plan has {shown}; remove one of them"
+                f"graph_pipeline.{key}: {wanted} is requested, graph_pipeline.plan has {shown}; remove one of them"
             )
 
 
@@ -303,34 +303,34 @@ def _check_sizes(
     except PlanError as error:
         raise ConfigError(f"graph_pipeline.micro_batch_sizes: {error}") from error
     for stage in plan.stages:
-        asked = {size for key, size in modules.items() if not under.get(key, set()).isdisjoint(stage.blocks)}
-        asked |= {size for index, size in named.items() if plan.stages[index] is stage}
-        if not asked and "*" in modules and coupled.isdisjoint(stage.blocks):
-            asked = {modules["*"]}
-        for size in sorted(asked - {stage.micro_batch_size}):
+        wanted = {size for key, size in modules.items() if not under.get(key, set()).isdisjoint(stage.blocks)}
+        wanted |= {size for index, size in named.items() if plan.stages[index] is stage}
+        if not wanted and "*" in modules and coupled.isdisjoint(stage.blocks):
+            wanted = {modules["*"]}
+        for size in sorted(wanted - {stage.micro_batch_size}):
             raise ConfigError(
-                f"graph_pipeline.micro_batch_sizes: {size} is asked for stage {stage.name!r}, graph_pipeline.plan has "
-                f"{stage.micro_batch_size}; remove one of them"
+                f"graph_pipeline.micro_batch_sizes: {size} is requested for stage {stage.name!r}, graph_pipeline.plan "
+                f"has {stage.micro_batch_size}; remove one of them"
             )
 
 
 def _check_slices(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
-    """Refuse slices of a given plan that ``slicing`` contradicts."""
+    """Refuse slices of an explicit plan that ``slicing`` contradicts."""
     sliced = max(stage.num_sliced for stage in plan.stages)
-    asked = config.slicing
-    if asked == "auto" or (asked == "on" and sliced) or asked in ({sliced} if sliced else {"off"}):
+    wanted = config.slicing
+    if wanted == "auto" or (wanted == "on" and sliced) or wanted in ({sliced} if sliced else {"off"}):
         return
     has = f"slices {sliced} micro-batches" if sliced else "slices nothing"
-    raise ConfigError(f"graph_pipeline.slicing: {asked}, and graph_pipeline.plan {has}; remove one of them")
+    raise ConfigError(f"graph_pipeline.slicing: {wanted}, and graph_pipeline.plan {has}; remove one of them")
 
 
 def _is_saved(spec: Mapping[str, Any]) -> bool:
-    """Return whether a given plan is a `PipelinePlan` that was saved, not a list of modules per stage."""
+    """Return whether an explicit plan is a `PipelinePlan` that was saved, not a list of modules per stage."""
     return not isinstance(spec.get("stages"), list)
 
 
 def _names_its_order(spec: Mapping[str, Any]) -> bool:
-    """Return whether a given plan says how its stages order their tasks: a saved one, or one with a ``k``."""
+    """Return whether an explicit plan says how its stages order their tasks: a saved one, or one with a ``k``."""
     return _is_saved(spec) or any(isinstance(stage, dict) and "k" in stage for stage in spec["stages"])
 
 
@@ -356,7 +356,7 @@ def plan_request(
     smallest_local_batch: int,
     found: JobCluster | None = None,
 ) -> PlanRequest:
-    """Return what the configuration asks a planner for.
+    """Return the planner's request, as the configuration has it.
 
     Args:
         found: what the job's ranks found of their devices (`look_at_devices`).
@@ -380,7 +380,7 @@ def plan_request(
 def _wanted_sizes(
     graph: BlockGraph, config: GraphPipelineConfig, mini_batch: int, spec: Mapping[str, Any] | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the micro-batch sizes asked for by module (or for all, ``*``), and by the name of a stage.
+    """Return the micro-batch sizes requested by module (or for all, ``*``), and by the name of a stage.
 
     Stages are named in a plan by hand, or after what they hold (``vision_model.0-1``).
 

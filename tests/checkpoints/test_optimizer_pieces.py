@@ -33,7 +33,7 @@ class Held:
     def kind(self) -> str:
         return self._ranks[0].kind
 
-    def kept(self, name: str) -> Collection[str]:
+    def tensor_kinds(self, name: str) -> Collection[str]:
         return {p.what for rank in self._ranks for p in rank.pieces if p.name == name} - {MASTER}
 
     def is_whole(self, name: str, what: str) -> bool:

@@ -126,7 +126,7 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
         "logits": [float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)],
         "stages": [list(stage.blocks) for stage in engine.plan.stages],
         "left": len(list(stream)),
-        "orders": [engine._feed.take(iter(units)).given for units in steps],
+        "orders": [engine._batch_source.take(iter(units)).given for units in steps],
     }
 
 
@@ -183,5 +183,5 @@ def load_absent(block: dict[str, Any]) -> dict[str, Any]:
         "wanted": reference,
         "errors": gradient_errors(gradients, first),
         "lacking": sum(unit["right"] is None for unit in collated),
-        "reads": engine._feed.reads_inputs,
+        "reads": engine._batch_source.reads_inputs,
     }

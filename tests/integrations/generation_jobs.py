@@ -331,12 +331,12 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
     for number, way in cases:
         expected = alone(name, state, number, (way,)) if engine.global_rank == 0 else {}
         if engine._generator is not None:
-            engine._generator._room = lambda: None
+            engine._generator._free_bytes = lambda: None
         found, report = generate(number, way)
         answers[f"data {number} {way}"] = {"found": {way: found}, "expected": expected, "report": report}
         if are_cut:
             room = max(each.counted_bytes for each in report.ranks) - 1
-            engine._generator._room = lambda room=room: room
+            engine._generator._free_bytes = lambda room=room: room
             found, report = generate(number, way)
             answers[f"sequence {number} {way}"] = {
                 "found": {way: found},
@@ -345,7 +345,7 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
             }
             if number > 1:
                 set_generation(engine, micro_batches=2)
-                engine._generator._room = lambda: None
+                engine._generator._free_bytes = lambda: None
                 found, report = generate(number, way)
                 answers[f"data {number} {way} in 2"] = {
                     "found": {way: found},
@@ -353,7 +353,7 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
                     "report": report,
                 }
                 set_generation(engine, micro_batches=1)
-    engine._generator._room = lambda: 100
+    engine._generator._free_bytes = lambda: 100
     try:
         generate(*cases[-1])
     except ConfigError as error:

@@ -127,7 +127,7 @@ def train_with_and_without_workers(stages: int, kind: str) -> dict[str, Any]:
         batches = repeat(engine.training_dataloader) if workers is None else None
         answers[str(workers)] = run(engine, 5, batches)
         answers[f"fetched {workers}"] = len(getattr(dataset, "fetched", []))
-        answers["reads"] = engine._feed.reads_inputs
+        answers["reads"] = engine._batch_source.reads_inputs
         answers[f"children {workers}"] = len(multiprocessing.active_children())
         engine.destroy()
         answers[f"children after {workers}"] = len(multiprocessing.active_children())

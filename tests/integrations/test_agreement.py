@@ -1,4 +1,4 @@
-"""Ranks that were not given the same job are refused before anything is captured, with key, values and ranks."""
+"""Ranks that do not have the same job are refused before anything is captured, with key, values and ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SAID = {
     "lr": "optimizer.params.lr is 0.001 on ranks 0, 2 and 0.002 on rank 1",
     "weight_decay": "optimizer.params.weight_decay is 0.01 on ranks 0, 2 and 0.5 on rank 1",
     "optimizer": "optimizer.type is 'AdamW' on ranks 0, 2 and 'SGD' on rank 1",
-    "scheduler": "scheduler.type is not given on ranks 0, 2 and 'WarmupLR' on rank 1",
-    "clip": "gradient_clipping is not given on ranks 0, 2 and 0.1 on rank 1",
-    "precision": "bf16.enabled is not given on ranks 0, 2 and True on rank 1",
-    "zero": "zero_optimization.stage is not given on ranks 0, 2 and 1 on rank 1",
+    "scheduler": "scheduler.type is not set on ranks 0, 2 and 'WarmupLR' on rank 1",
+    "clip": "gradient_clipping is not set on ranks 0, 2 and 0.1 on rank 1",
+    "precision": "bf16.enabled is not set on ranks 0, 2 and True on rank 1",
+    "zero": "zero_optimization.stage is not set on ranks 0, 2 and 1 on rank 1",
     "batch": "train_micro_batch_size_per_gpu is 2 on ranks 0, 2 and 1 on rank 1",
     "mode": "graph_pipeline.mode is 'sync' on ranks 0, 2 and 'async' on rank 1",
     "granularity": "graph_pipeline.granularity is 'layer' on ranks 0, 2 and 'node' on rank 1",
@@ -35,7 +35,7 @@ SAID = {
     "compile": "graph_pipeline.compile is False on ranks 0, 2 and True on rank 1",
     "tensor_parallel": "graph_pipeline.tensor_parallel is 1 on ranks 0, 2 and 'auto' on rank 1",
     "backends": "graph_pipeline.backends is 'off' on ranks 0, 2 and ['inductor'] on rank 1",
-    "zero 3": "zero_optimization.stage is not given on ranks 0, 2 and 3 on rank 1",
+    "zero 3": "zero_optimization.stage is not set on ranks 0, 2 and 3 on rank 1",
     "bad_block": "planner",
     "weights": "give every rank the same weights: seed all ranks alike",
     "frozen": "frozen",

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from gpp_plugin.data.unit_packing import pack
 from gpp_plugin.engine.checkpoints.state_values import to_json
-from gpp_plugin.engine.loading.batch_source import Feed
+from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.mini_batch_loader import make_loader
 from gpp_plugin.engine.loading.rank_shard import Share
 from gpp_plugin.engine.loading.row_loader import RowLoader
@@ -74,7 +74,7 @@ def loader_of(dataset: Any, *, workers: int, units: int | None = None, mini_batc
 
 
 def data_of(loader: RowLoader | None, *, peeks: bool = False) -> TrainingData:
-    feed = Feed(
+    feed = BatchSource(
         prepare=lambda batch: batch,
         mini_batch=B,
         reads_inputs=True,
@@ -251,7 +251,7 @@ def test_a_loader_with_state_dict_goes_on(is_set_first: bool, ahead: bool) -> No
 def test_each_rank_goes_on_where_its_own_loader_was() -> None:
     for rank, number in ((0, 1), (1, 2), (2, 1)):  # of two that were saved
         data = data_of(None)
-        data._feed.rank, loader = rank, Stateful()
+        data._batch_source.rank, loader = rank, Stateful()
         data.use_loader(loader)
         states = [{"at": at, "epoch": 0, "worker": [1, b"2"]} for at in (1, 2)]
         with_tuples = [{**state, "worker": (1, b"2")} for state in states]
@@ -265,9 +265,9 @@ def test_mini_batches_are_counted_on_from_a_restored_position(drew: bool, draws:
     taken(before, 4)
     position = before.position()
     assert position is not None and position["mini_batches"] == 4
-    after._feed.draws = drew
+    after._batch_source.draws = drew
     after.restore({**position, "draws": draws})
-    assert after._feed.draws == (drew or draws)
+    assert after._batch_source.draws == (drew or draws)
     assert alike(taken(after, 2), taken(before, 2))
     found = after.position()
     assert found is not None and found["mini_batches"] == 6

@@ -16,7 +16,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from gpp_plugin.cli import main
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import _MODELS, derive_stage_config, read_deepspeed
-from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict, given_keys, names_in
+from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict, configured_keys, names_in
 
 # ---- every key of the installed release ------------------------------------------------------------------------
 
@@ -155,8 +155,8 @@ ASKED: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
 def test_a_value_asks_for_something_unless_it_is_what_happens_anyway(
     path: str, nothing: tuple[Any, ...], something: tuple[Any, ...]
 ) -> None:
-    assert not any(KEYS[path].asks(value) for value in nothing)
-    assert all(KEYS[path].asks(value) for value in something)
+    assert not any(KEYS[path].is_requested(value) for value in nothing)
+    assert all(KEYS[path].is_requested(value) for value in something)
 
 
 def test_keys_of_blocks_that_are_off_are_not_given() -> None:
@@ -170,7 +170,7 @@ def test_keys_of_blocks_that_are_off_are_not_given() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1, "max_grad_norm": 1.0}},
         "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
     }
-    assert [path for path, _ in given_keys(config)] == [
+    assert [path for path, _ in configured_keys(config)] == [
         "bf16", "bf16.enabled", "bf16.check_grad_overflow", "fp16", "hybrid_engine", "tensorboard",
         "weight_quantization", "weight_quantization.num_bits", "timers", "timers.throughput",
         "timers.throughput.synchronized", "optimizer", "optimizer.type", "optimizer.params",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.loading.batch_source import Feed, _Loading
+from gpp_plugin.engine.loading.batch_source import BatchSource, _Loading
 from gpp_plugin.engine.loading.mini_batch_loader import count_workers, make_loader
 from gpp_plugin.engine.loading.rank_shard import Share
 from gpp_plugin.engine.loading.row_loader import RowLoader
@@ -187,8 +187,8 @@ def test_all_ranks_know_which_masks_hide_nothing_in_the_whole_mini_batch() -> No
 # ---- what is taken ahead of callers' iterators -------------------------------------------------------------
 
 
-def make_feed() -> Feed:
-    return Feed(
+def make_feed() -> BatchSource:
+    return BatchSource(
         prepare=dict, mini_batch=1, reads_inputs=True, source=0, group=None, keys=["x"], timeout_s=1.0
     )
 
@@ -245,10 +245,10 @@ def test_what_was_taken_ahead_goes_with_its_iterator() -> None:
 def test_what_was_loaded_ahead_is_dropped_when_all_ranks_have_told_of_it() -> None:
     feed, waits, work = make_feed(), [], object()
     feed._wait = waits.append  # type: ignore[method-assign]
-    feed._ahead = _Loading(torch.zeros(2), work=work)
+    feed._prefetched = _Loading(torch.zeros(2), work=work)
     for _ in range(2):
-        feed.drop_ahead()
-        assert waits == [work] and feed._ahead is None
+        feed.drop_prefetched()
+        assert waits == [work] and feed._prefetched is None
 
 
 def test_the_source_tells_the_shapes_of_a_mini_batch_and_of_every_unit() -> None:
@@ -258,7 +258,7 @@ def test_the_source_tells_the_shapes_of_a_mini_batch_and_of_every_unit() -> None
     def shapes(batch: Any) -> dict[str, Any]:
         return {key: (v.device.type, *v.shape) if isinstance(v, Tensor) else v for key, v in batch.items()}
 
-    assert shapes(feed._tell_shapes(one)) == shapes(mini_batch_shapes(one))
-    told = feed._tell_shapes(UnitBatch(units=(one, other)))
+    assert shapes(feed._broadcast_shapes(one)) == shapes(mini_batch_shapes(one))
+    told = feed._broadcast_shapes(UnitBatch(units=(one, other)))
     assert isinstance(told, UnitBatch)
     assert [shapes(unit) for unit in told.units] == [shapes(mini_batch_shapes(unit)) for unit in (one, other)]

@@ -140,7 +140,7 @@ def language_graph(tensor: int, **changes: Any) -> StageGraph:
         (4, {"num_query_groups": 2}, "stage 'language': tensor=4 does not divide num_query_groups=2"),
         (4, {"ffn_hidden_size": 70}, "stage 'language': tensor=4 does not divide ffn_hidden_size=70"),
         (2, {"options": {"vocab_size": 63}}, "tensor=2 does not divide vocab_size=63; pad the vocabulary to 64"),
-        (4, {"sequence_parallel": True}, "tensor_model_parallel_size=2 and the stage has tensor=4"),
+        (4, {"sequence_parallel": True}, "tensor_model_parallel_size=2, the stage has tensor=4"),
         (2, {"num_moe_experts": 2}, "stage 'language': num_moe_experts=2 is not for stages of a graph"),
         (2, {"options": {"layers": range(2, 5)}}, "stage 'language': layers=range(2, 5) are not consecutive layers"),
     ],
@@ -159,7 +159,7 @@ def test_mistakes_with_chunks_are_one_line() -> None:
         assert said["no hidden"].startswith(
             "ConfigError: stage 'all': with pre_process=False it reads 'hidden_states'"
         )
-        assert "it takes the embeddings [] and was given ['images']" in said["unknown embeds"]
+        assert "it takes the embeddings [] and received ['images']" in said["unknown embeds"]
         assert "its layers' specification is not the local one, which an attention_mask needs" in said["mask"]
         assert said["missing weight"].startswith(
             "CheckpointError: stage 'all': the whole model's weights have no"

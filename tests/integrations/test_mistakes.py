@@ -15,9 +15,9 @@ def test_a_mistake_gets_the_same_line_on_every_rank() -> None:
     assert "optimizer: missing" in first["no optimizer"]
     assert "graph_pipeline.stages: 2" in first["two plans"] and "plan has 1" in first["two plans"]
     assert "graph_pipeline.slicing: on, and graph_pipeline.plan slices nothing" in first["slices"]
-    assert "graph_pipeline.micro_batch_sizes: 8 is asked for stage 'left" in first["saved sizes"]
+    assert "graph_pipeline.micro_batch_sizes: 8 is requested for stage 'left" in first["saved sizes"]
     assert (
-        "graph_pipeline.schedule: gpipe is asked for, graph_pipeline.plan has 1f1b" in first["saved schedule"]
+        "graph_pipeline.schedule: gpipe is requested, graph_pipeline.plan has 1f1b" in first["saved schedule"]
     )
     assert first["named stage"] == "ConfigError: none, [8, 2]"
     assert "graph_pipeline.weights: 'nowhere'" in first["weights"]

@@ -27,7 +27,7 @@ def test_lines_reach_users_who_ask_and_have_set_up_no_logging(
     is_asked: bool, is_set_up: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = object.__new__(metrics.Metrics)
-    found._is_asked = is_asked
+    found._is_active = is_asked
     monkeypatch.setattr(metrics.logger, "hasHandlers", lambda: is_set_up)
     found._say("step %d: loss %.1f", 3, 0.5)
     assert capsys.readouterr().err == ("step 3: loss 0.5\n" if is_asked and not is_set_up else "")

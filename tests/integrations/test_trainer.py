@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import default_data_collator
 
 from gpp_plugin.errors import ConfigError
@@ -234,7 +234,7 @@ def units_asked(block: dict[str, Any], collator: Any) -> int | None:
         fp16=False,
     )
     own = SimpleNamespace(
-        args=args, data_collator=collator, _given_config={"graph_pipeline": block}, _given_args=args
+        args=args, data_collator=collator, _user_config={"graph_pipeline": block}, _user_args=args
     )
     loader = DataLoader(Texts(5, 7), batch_size=2, collate_fn=collator)
     told = {"mini_batch": 8, "counts_tokens": False, "max_steps": 1}
@@ -294,3 +294,22 @@ def test_what_would_not_be_called_is_refused(name: str, tmp_path: Path) -> None:
     args = jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1)
     with pytest.raises(ConfigError, match=f"Own.{name} would not be called"):
         own(jobs.model_of("gpt2"), args)
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+
+def test_a_stream_continues_from_positions_with_the_key_of_before() -> None:
+    def make() -> trainer_config.StreamLoader:
+        return trainer_config.StreamLoader(Numbers(), batch_size=2, collate_fn=list)
+
+    loader = make()
+    assert next(iter(loader)) == [0, 1]
+    state = loader.state_dict()
+    before = {"passes": state["passes"], "given": state["batches"], "state": state["state"]}
+    for position in (state, before):
+        continued = make()
+        continued.load_state_dict(position)
+        assert list(continued) == [[2, 3], [4, 5]]

@@ -13,7 +13,7 @@ from tests.integrations.generation_jobs import generating, prompts
 
 
 def test_caches_are_cut_only_where_whole_ones_have_no_room() -> None:
-    wide, narrow = CacheNeed(data=100, cut=50, room=100), CacheNeed(data=100, cut=50, room=70)
+    wide, narrow = CacheNeed(data=100, cut=50, free_bytes=100), CacheNeed(data=100, cut=50, free_bytes=70)
     assert not is_cut("auto", [wide, wide], why_not=None) and is_cut("auto", [wide, narrow], why_not=None)
     assert is_cut("sequence", [wide], why_not=None) and not is_cut("data", [], why_not=None)
     with pytest.raises(
@@ -23,9 +23,9 @@ def test_caches_are_cut_only_where_whole_ones_have_no_room() -> None:
     with pytest.raises(ConfigError, match=r"30 bytes are missing; [^\"]*num_beams$"):
         is_cut("auto", [narrow], why_not="cannot")
     with pytest.raises(ConfigError, match="20 bytes are missing"):
-        is_cut("sequence", [CacheNeed(data=100, cut=50, room=30)], why_not=None)
+        is_cut("sequence", [CacheNeed(data=100, cut=50, free_bytes=30)], why_not=None)
     with pytest.raises(ConfigError, match="has 100 B for them and 7 B of weights .*: 7 bytes are missing"):
-        is_cut("auto", [CacheNeed(data=100, cut=50, room=100, weights=7)], why_not="cannot")
+        is_cut("auto", [CacheNeed(data=100, cut=50, free_bytes=100, weights=7)], why_not="cannot")
 
 
 @pytest.mark.parametrize(("name", "own", "across"), [("llama", 8 + 7 - 1, 0), ("t5", 7, 8), ("bart", 7, 8)])
@@ -45,7 +45,7 @@ def test_the_longest_caches_follow_from_the_arguments(name: str, own: int, acros
         ranks=2,
         block=2,
         itemsize=4,
-        room=0,
+        free_bytes=0,
         weights=0,
     )
     layers, width = (4, 16) if name == "llama" else (2, 32)

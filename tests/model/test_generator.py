@@ -27,7 +27,7 @@ from gpp_plugin.model.generation.generator import (
     _Outcome,
 )
 from gpp_plugin.model.generation.micro_batches import Turns
-from gpp_plugin.model.generation.owned_modules import DrawsOfAll, LanePart, lanes_of
+from gpp_plugin.model.generation.owned_modules import DrawsOfAll, ReplicaPart, replicas_of
 from gpp_plugin.runtime.ranks.agree import Meeting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
 
@@ -68,7 +68,7 @@ def generator_of(model: nn.Module, **config: Any) -> Generator:
         config=GenerateConfig(**config),
         setting=setting,
         meeting=Meeting(group=None, who="rank 0", timeout_s=1.0),
-        room=lambda: None,
+        free_bytes=lambda: None,
     )
 
 
@@ -133,7 +133,7 @@ def test_what_generate_or_a_module_refuses_is_one_line_and_breaks_nothing() -> N
     generator = generator_of(generating("gpt2")[0])
     with pytest.raises(ConfigError, match="engine.generate: ValueError: .*max_new_tokns"):
         generator.generate({**prompts("gpt2"), "max_new_tokns": 2})
-    generator._room = lambda: 1000
+    generator._free_bytes = lambda: 1000
     with pytest.raises(ConfigError, match=r"on rank 0, which has 1000 B for them: \d+ bytes are missing"):
         generator.generate({**prompts("gpt2"), "max_new_tokens": 4})
     assert not generator.is_broken
@@ -173,7 +173,7 @@ def test_what_is_remembered_of_modules_lasts_as_long_as_the_model_is_called_the_
 
 
 @pytest.mark.parametrize(
-    ("asked", "samples", "is_cut", "sizes", "lanes"),
+    ("asked", "samples", "is_cut", "sizes", "replicas"),
     [
         ("auto", 8, False, [3, 3, 2], 2),  # as many as stages
         ("auto", 5, False, [3, 2], 2),  # of one prompt a lane at least
@@ -187,17 +187,17 @@ def test_what_is_remembered_of_modules_lasts_as_long_as_the_model_is_called_the_
     ],
 )  # fmt: skip
 def test_prompts_are_as_many_micro_batches_as_keep_all_stages_and_lanes_busy(
-    asked: Any, samples: int | None, is_cut: bool, sizes: list[int], lanes: int
+    asked: Any, samples: int | None, is_cut: bool, sizes: list[int], replicas: int
 ) -> None:
     generator = generator_of(generating("gpt2")[0], micro_batches=asked)
-    generator._lanes = ((0, 2, 4), (1, 3, 5))
+    generator._replicas = ((0, 2, 4), (1, 3, 5))
     found = []
     for rank in range(6):
         generator._setting = SimpleNamespace(rank=rank)  # type: ignore[assignment]
-        found.append((generator._own_lane(2), generator._own_lane(1)))
+        found.append((generator._own_replica(2), generator._own_replica(1)))
     assert found == [(0, 0), (1, None)] * 3
     parts = generator._parts(samples, is_cut=is_cut)
-    assert [part.samples for part in parts] == sizes and {part.lanes for part in parts} == {lanes}
+    assert [part.samples for part in parts] == sizes and {part.replicas for part in parts} == {replicas}
     assert [(part.number, part.first) for part in parts] == [(i, sum(sizes[:i])) for i in range(len(sizes))]
     assert {part.whole for part in parts} == {samples or 1}
 
@@ -215,10 +215,13 @@ def test_the_next_call_draws_on_from_where_the_longest_micro_batch_ended(
 ) -> None:
     model: Any = generating("gpt2")[0]
     generator = generator_of(model)
-    generator._make_wires(3)
-    parts = [LanePart(number=n, samples=1, first=n, whole=3, lane=0, lanes=1, is_cut=False) for n in range(3)]
+    generator._make_links(3)
+    parts = [
+        ReplicaPart(number=n, samples=1, first=n, whole=3, replica=0, replicas=1, is_cut=False)
+        for n in range(3)
+    ]
 
-    def attempt(model: Any, arguments: Any, part: LanePart, weights: Any) -> _Outcome:
+    def attempt(model: Any, arguments: Any, part: ReplicaPart, weights: Any) -> _Outcome:
         draws = (2, 5, 3)[part.number]
         torch.rand(draws)
         return _Outcome(draws=draws, caches=RankCaches(
@@ -241,7 +244,7 @@ def test_cut_caches_are_predicted_in_whole_blocks_of_a_lane() -> None:
     cache = DynamicCache()
     cache.update(torch.zeros(3, 2, 9, 8), torch.zeros(3, 2, 9, 8), 0)
     for is_cut in (False, True):
-        part = LanePart(number=0, samples=3, first=0, whole=3, lane=0, lanes=2, is_cut=is_cut)
+        part = ReplicaPart(number=0, samples=3, first=0, whole=3, replica=0, replicas=2, is_cut=is_cut)
         found.append(generator._counted(model, weights, None, cache, part))
     assert [each.predicted_bytes for each in found] == [2 * 3 * 9 * 16 * 4, 2 * 3 * 8 * 16 * 4], (
         "two blocks of three"
@@ -262,12 +265,14 @@ def test_caches_of_micro_batches_add_up() -> None:
 
 
 def test_lanes_have_one_rank_of_each_stage() -> None:
-    assert lanes_of(plan_of((0, 1), (2, 3))) == ((0, 2), (1, 3))
-    assert lanes_of(plan_of((0, 1), (2,))) == ((0, 2),)
-    assert lanes_of(plan_of((0,), (1,), (0,))) == ((0, 1),), "two stages of one rank"
-    assert lanes_of(plan_of((0, 1), (0, 1))) == ((0,), (1,))
-    assert lanes_of(plan_of((0, 1), (2, 3), tensor=2)) == ((0, 2), (1, 3)), "tensor ranks share the prompts"
-    assert lanes_of(plan_of((0, 1), (1, 0))) == ((0, 1),), "of two lanes each rank would be in both"
+    assert replicas_of(plan_of((0, 1), (2, 3))) == ((0, 2), (1, 3))
+    assert replicas_of(plan_of((0, 1), (2,))) == ((0, 2),)
+    assert replicas_of(plan_of((0,), (1,), (0,))) == ((0, 1),), "two stages of one rank"
+    assert replicas_of(plan_of((0, 1), (0, 1))) == ((0,), (1,))
+    assert replicas_of(plan_of((0, 1), (2, 3), tensor=2)) == ((0, 2), (1, 3)), (
+        "tensor ranks share the prompts"
+    )
+    assert replicas_of(plan_of((0, 1), (1, 0))) == ((0, 1),), "of two lanes each rank would be in both"
 
 
 def test_micro_batches_draw_what_all_prompts_together_would() -> None:

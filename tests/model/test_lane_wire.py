@@ -14,9 +14,9 @@ LIMIT_S = 60.0
 
 
 def make_wire() -> Any:
-    from gpp_plugin.model.generation.micro_batches import LaneWire
+    from gpp_plugin.model.generation.micro_batches import ReplicaLink
 
-    return LaneWire(
+    return ReplicaLink(
         ranks=(2, 0, 1),
         position={2: 0, 0: 1, 1: 2}[dist.get_rank()],
         group=dist.new_group(),
@@ -30,20 +30,20 @@ def wait_past_the_limit(is_at_work: bool) -> tuple[float, str]:
     from gpp_plugin.errors import CommTimeout
     from gpp_plugin.runtime.ranks.job_board import engine_call
 
-    wire = make_wire()
+    link = make_wire()
     open_test_board(limit_s=1.0)
     start, said = time.monotonic(), ""
     shape = torch.empty(3, device="meta")
     try:
-        if wire.position == 0 and not is_at_work:
+        if link.position == 0 and not is_at_work:
             time.sleep(6.0)
             return 0.0, ""
         with engine_call("generate", is_fatal=lambda: False):
-            if wire.position == 0:
+            if link.position == 0:
                 time.sleep(3.5)
                 shape = torch.ones(3)
-            wire.tell(shape, source=0, readers=(1, 2), has_failed=False)
-            wire.finish()
+            link.broadcast(shape, source=0, readers=(1, 2), has_failed=False)
+            link.finish()
     except CommTimeout as error:
         said = str(error)
     return time.monotonic() - start, said
@@ -63,10 +63,10 @@ def test_a_rank_that_is_elsewhere_ends_the_wait_soon_after_the_limit() -> None:
 
 
 def test_a_lane_of_one_rank_counts_what_it_tells_and_sends_nothing() -> None:
-    from gpp_plugin.model.generation.micro_batches import LaneWire
+    from gpp_plugin.model.generation.micro_batches import ReplicaLink
 
-    wire = LaneWire(ranks=(4,), position=0, group=None, device=torch.device("cpu"), timeout_s=LIMIT_S)
+    link = ReplicaLink(ranks=(4,), position=0, group=None, device=torch.device("cpu"), timeout_s=LIMIT_S)
     own = torch.ones(2)
-    assert wire.tell(own, source=0, readers=(), has_failed=False) is own
-    assert wire.tell(own, source=0, readers=(), has_failed=True) is None
-    assert (wire.messages, wire.sent_bytes) == (2, 0)
+    assert link.broadcast(own, source=0, readers=(), has_failed=False) is own
+    assert link.broadcast(own, source=0, readers=(), has_failed=True) is None
+    assert (link.messages, link.sent_bytes) == (2, 0)

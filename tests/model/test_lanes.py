@@ -19,30 +19,30 @@ from torch import Tensor, nn
 
 from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
 from gpp_plugin.ir.samples import even_ranges
-from gpp_plugin.model.generation.micro_batches import Turns, twin_of
+from gpp_plugin.model.generation.micro_batches import Turns, copy_modules
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
-from gpp_plugin.model.generation.stage_tensors import LaneRun
+from gpp_plugin.model.generation.stage_tensors import ReplicaRun
 from tests.integrations.generation_jobs import generating, prompts, ways
 
 LIMIT_S = 120
-Told = dict[tuple[int, int, int], "queue.Queue[Tensor]"]
+Sent = dict[tuple[int, int, int], "queue.Queue[Tensor]"]
 
 
-class ThreadWire:
+class ThreadLink:
     """What joins ranks that are threads: a queue for each tensor and reader."""
 
     device = torch.device("cpu")
 
-    def __init__(self, told: Told, lock: threading.Lock, position: int, number: int, part: int) -> None:
-        self._told, self._lock = told, lock
+    def __init__(self, sent: Sent, lock: threading.Lock, position: int, number: int, part: int) -> None:
+        self._sent, self._lock = sent, lock
         self.position, self.messages = position, 0
         self.ranks = tuple(range(number))
         self._part, self.turns = part, None
 
-    def tell(self, value: Tensor, *, source: int, readers: Sequence[int], has_failed: bool) -> Tensor:
+    def broadcast(self, value: Tensor, *, source: int, readers: Sequence[int], has_failed: bool) -> Tensor:
         number, self.messages = self.messages, self.messages + 1
         with self._lock:
-            queues = {reader: self._told[self._part, number, reader] for reader in readers}
+            queues = {reader: self._sent[self._part, number, reader] for reader in readers}
         if source == self.position:
             for each in queues.values():
                 each.put(value.clone())
@@ -76,7 +76,7 @@ def generate_in_lane(
 ) -> list[list[Any]]:
     """Return what each rank of a lane generates of each part of the prompts (by default one), or its error."""
     holders, names = cut(model, number)
-    told: Told = defaultdict(queue.Queue)
+    sent: Sent = defaultdict(queue.Queue)
     lock = threading.Lock()
     answers: list[Any] = [None] * number
 
@@ -84,13 +84,13 @@ def generate_in_lane(
     def generate(rank: int, own: Any, turns: Turns | None, part: int, memories: Any) -> Any:
         live = {name: p for name, p in own.named_parameters() if rank in holders[name]}
         buffers = dict(own.named_buffers(remove_duplicate=False))
-        wire: Any = ThreadWire(told, lock, rank, number, part)
-        wire.turns = turns
+        link: Any = ThreadLink(sent, lock, rank, number, part)
+        link.turns = turns
         given = arguments if parts is None else {
             name: value[list(parts[part])] if isinstance(value, Tensor) else value for name, value in arguments.items()
         }  # fmt: skip
         weights = Weights(holders=holders, live=live, buffers=buffers, names=names)
-        with on_all_ranks(own, weights, LaneRun(wire), memories):
+        with on_all_ranks(own, weights, ReplicaRun(link), memories):
             return own.generate(**given)
 
     def run(rank: int, own: Any) -> None:
@@ -101,7 +101,7 @@ def generate_in_lane(
                 answers[rank] = [generate(rank, own, None, n, memories) for n in range(2)]
             else:
                 turns = Turns(torch.device("cpu"))
-                models = [twin_of(own) for _ in parts]
+                models = [copy_modules(own) for _ in parts]
                 calls = [
                     functools.partial(generate, rank, each, turns, n, memories)
                     for n, each in enumerate(models)

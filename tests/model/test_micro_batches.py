@@ -12,7 +12,7 @@ from torch import nn
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import even_ranges
-from gpp_plugin.model.generation.micro_batches import Turns, twin_of
+from gpp_plugin.model.generation.micro_batches import Turns, copy_modules
 
 CPU = torch.device("cpu")
 LIMIT_S = 30
@@ -82,7 +82,7 @@ class Noting(nn.Module):
 def test_a_twin_shares_tensors_and_no_notes() -> None:
     model = Noting()
     model.inner.register_forward_pre_hook(hook := (lambda module, args: None))
-    twin = twin_of(model)
+    twin = copy_modules(model)
     twin.noted = 1
     assert model.noted is None and twin.inner is not model.inner
     assert twin.inner.weight is model.inner.weight and twin.table is model.table and twin.other is model.other
@@ -100,7 +100,7 @@ def test_a_model_without_a_twin_is_refused_in_one_line(change: Callable[[Any], N
     model = Noting()
     change(model)
     with pytest.raises(ConfigError, match=said):
-        twin_of(model)
+        copy_modules(model)
 
 
 def test_prompts_are_split_evenly() -> None:

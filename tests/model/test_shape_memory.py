@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, MistralConfig
 
 from gpp_plugin.model.generation.shape_memory import ShapeMemory
-from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
+from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
 
 
 class NoWire:
@@ -30,7 +30,7 @@ class Layer:
         return (hidden * 2, hidden[:, :1] @ keys[:, 0].transpose(1, 2) if self.scores else None)
 
 
-def decode(layer: Layer, steps: int, cache: Any, memory: ShapeMemory, run: LaneRun) -> list[Any]:
+def decode(layer: Layer, steps: int, cache: Any, memory: ShapeMemory, run: ReplicaRun) -> list[Any]:
     made = []
     for step in range(steps):
         length = 5 if step == 0 else 1
@@ -41,7 +41,7 @@ def decode(layer: Layer, steps: int, cache: Any, memory: ShapeMemory, run: LaneR
 
 
 def test_a_module_whose_result_does_not_change_runs_for_three_tokens() -> None:
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     layer, memory = Layer(), ShapeMemory()
     made = decode(layer, 7, DynamicCache(), memory, run)
     assert layer.calls == 3, "the prompt and two tokens"
@@ -54,7 +54,7 @@ def test_a_module_whose_result_does_not_change_runs_for_three_tokens() -> None:
 
 
 def test_a_module_that_notes_more_than_lengths_meets_each_cache_anew() -> None:
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     layer, memory = Layer(), ShapeMemory()
     config = MistralConfig(num_hidden_layers=1, sliding_window=64)
     for calls in (3, 6):
@@ -63,7 +63,7 @@ def test_a_module_that_notes_more_than_lengths_meets_each_cache_anew() -> None:
 
 
 def test_a_module_whose_result_grows_with_the_cache_runs_each_time() -> None:
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     layer = Layer(scores=True)
     made = decode(layer, 6, DynamicCache(), ShapeMemory(), run)
     assert layer.calls == 6 and [scores.shape[2] for _, scores in made] == [5, 6, 7, 8, 9, 10]
@@ -71,7 +71,7 @@ def test_a_module_whose_result_grows_with_the_cache_runs_each_time() -> None:
 
 def test_a_module_whose_result_depends_on_the_numbers_in_a_tensor_is_run_for_others() -> None:
     """Pixtral's tower cuts as many patches out of its pixels as the sizes of the images say."""
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     memory, calls = ShapeMemory(), []
 
     def tower(pixels: Tensor, sizes: Tensor) -> Any:
@@ -88,7 +88,7 @@ def test_a_module_whose_result_depends_on_the_numbers_in_a_tensor_is_run_for_oth
 
 def test_numbers_in_the_only_tensor_of_a_module_count() -> None:
     """A table of positions may be given the sizes of images, and nothing else."""
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     memory = ShapeMemory()
 
     def positions(sizes: Tensor) -> Any:
@@ -99,7 +99,7 @@ def test_numbers_in_the_only_tensor_of_a_module_count() -> None:
 
 
 def test_token_ids_of_an_embedding_are_known_by_their_shape() -> None:
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     memory, calls = ShapeMemory(chooses_rows=True), []
 
     def embed(ids: Tensor) -> Any:
@@ -113,7 +113,7 @@ def test_token_ids_of_an_embedding_are_known_by_their_shape() -> None:
 
 def test_what_decides_about_a_shape_is_small_integers_and_how_a_module_is_called() -> None:
     """256 numbers are looked at, more are data; a flag is another call; of 65 kinds of calls the first is forgotten."""
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     memory, calls = ShapeMemory(), []
 
     def tower(numbers: Tensor, *, flag: Any = None) -> Any:
@@ -142,7 +142,7 @@ def test_what_decides_about_a_shape_is_small_integers_and_how_a_module_is_called
 
 
 def test_a_call_with_a_full_cache_says_nothing_of_one_with_an_empty_one() -> None:
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     layer, memory = Layer(), ShapeMemory()
 
     def step(cache: Any, length: int, mask: int) -> None:
@@ -162,7 +162,7 @@ def test_a_call_with_a_full_cache_says_nothing_of_one_with_an_empty_one() -> Non
 
 def test_a_module_that_reads_across_is_known_to_have_read_in_another_cache() -> None:
     """Its layer of the cache across is filled by the first token alone, whether the module ran for it or not."""
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     memory, calls = ShapeMemory(), []
 
     def attend(hidden: Tensor, *, cache: EncoderDecoderCache) -> Tensor:
@@ -187,7 +187,7 @@ def test_a_module_that_reads_across_is_known_to_have_read_in_another_cache() -> 
 
 
 def test_how_arguments_are_nested_and_named_is_part_of_a_call() -> None:
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     memory = ShapeMemory()
 
     def join(first: Any = (), second: Any = (), number: int = 0) -> Any:
@@ -206,7 +206,7 @@ def test_how_arguments_are_nested_and_named_is_part_of_a_call() -> None:
 
 
 def test_of_states_that_are_never_alike_the_last_four_are_known() -> None:
-    run = LaneRun(NoWire())  # type: ignore[arg-type]
+    run = ReplicaRun(NoWire())  # type: ignore[arg-type]
     memory, calls = ShapeMemory(), []
 
     def grow(hidden: Tensor, number: int) -> Any:

@@ -36,8 +36,8 @@ from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_plugin.engine.checkpoints.rank_files import FileContents
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.model.generation.micro_batches import LaneWire
-from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
+from gpp_plugin.model.generation.micro_batches import ReplicaLink
+from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
 from gpp_plugin.plugins import Transport, TransportRequest
 from gpp_plugin.runtime.input_rows import InputLink
 from gpp_plugin.runtime.messages import transport
@@ -126,7 +126,7 @@ def _generate(cuda: FakeCuda) -> None:
     """Make a few tokens on a lane of two ranks: each has a layer; logits are told to both."""
     group: Any = dist.new_group(None, backend="gloo")
     position = dist.get_rank()
-    run = LaneRun(LaneWire(ranks=(0, 1), position=position, group=group, device=CUDA, timeout_s=60.0))
+    run = ReplicaRun(ReplicaLink(ranks=(0, 1), position=position, group=group, device=CUDA, timeout_s=60.0))
 
     def of(holder: int, value: Tensor) -> StageTensor:
         return StageTensor(value if position == holder else value.to("meta"), (holder,), run)
@@ -136,9 +136,9 @@ def _generate(cuda: FakeCuda) -> None:
         hidden = of(0, torch.ones(2, 4, device=CUDA))
         for weight in weights:
             hidden = torch.tanh(hidden @ weight)
-        logits = run.tell(hidden)
+        logits = run.broadcast(hidden)
         cuda.memory.numbers.append(logits.argmax(-1))
-    run.wire.finish()
+    run.link.finish()
 
 
 def _save(cuda: FakeCuda) -> None:
@@ -260,7 +260,7 @@ FAULTS = (
     Fault(f"{_ROWS}:InputLink._copy_beside", "events.append(stream.record())", "events.append(events[0] if events else stream.record())"),
     Fault(f"{_ROWS}:InputLink._copy_beside", "made[id(part)] = self._allocate(part, dtype)", "with torch.cuda.stream(stream._stream): made[id(part)] = self._allocate(part, dtype)"),
     # gradients and weights
-    Fault(f"{_STORE}:GradientStore.reduce_data", "finish(bucket.sent, bucket.wire, group=self._group, what=SUMMED)", "pass", job="ZeRO 0"),
+    Fault(f"{_STORE}:GradientStore.reduce_data", "finish(bucket.sent, bucket.message, group=self._group, what=SUMMED)", "pass", job="ZeRO 0"),
     Fault(f"{_STORE}:GradientStore.reduce_data", "if bucket.sent is None:", "if True:", job="ZeRO 0"),
     Fault(f"{_STORE}:GradientStore._send", "bucket.part.to(self._communication_dtype or bucket.part.dtype)", "bucket.part.clone()", job="ZeRO 0"),
     Fault(f"{_STORE}:EarlySends._made", "and not self._buckets[self._next].waiting", "", job="ZeRO 0"),
@@ -275,9 +275,9 @@ FAULTS = (
     Fault(f"{_PENDING}.wait", "work.wait(timeout)", "pass", job="staged"),
     Fault(f"{_PENDING}.wait", "destination.copy_(staged, non_blocking=True)", "pass", job="staged"),
     Fault("runtime.messages.transport:GlooTransport.bind_send", "t.cpu()", "t.to('cpu', non_blocking=True)", job="staged"),
-    Fault("model.generation.lane_wire:LaneWire._send", ".copy_(value)", ".copy_(value, non_blocking=True)", job="generation"),
-    Fault("model.generation.lane_wire:LaneWire._receive", "self._wait(dist", "(dist", job="generation"),
-    Fault("model.generation.stage_tensors:LaneRun.bring", "if position not in tensor.holders", "if position not in tensor.holders and not self.position", job="generation"),
+    Fault("model.generation.micro_batches:ReplicaLink._send", ".copy_(value)", ".copy_(value, non_blocking=True)", job="generation"),
+    Fault("model.generation.micro_batches:ReplicaLink._receive", "self._wait(dist", "(dist", job="generation"),
+    Fault("model.generation.stage_tensors:ReplicaRun.bring", "if position not in tensor.holders", "if position not in tensor.holders and not self.position", job="generation"),
     Fault("engine.checkpoints.rank_files:FileContents.copied", "copy=True", "copy=True, non_blocking=True", job="save"),
     Fault("engine.checkpoints.rank_files:FileContents.copied", 'tensor.detach().to("cpu", copy=True)', "tensor.detach()", job="save"),
     # messages of megatron-core's communicators

@@ -90,8 +90,8 @@ ORDER = ("F0", "F1", "F2", "B0", "F3", "B1", "F4", "B2", "B3", "B4")
 class _Layers(MovingPass):
     """A forward of some layers, each an item of the tape that keeps one tensor, which moves to the host."""
 
-    def __init__(self, cuda: FakeCuda, **surroundings: Any) -> None:
-        super().__init__(fixed=(), num_segments=0, counter=None, **surroundings)
+    def __init__(self, cuda: FakeCuda, **context: Any) -> None:
+        super().__init__(lambda: (), fixed=(), num_segments=0, counter=None, **context)
         self._cuda = cuda
         self.views: list[Any] = []
 

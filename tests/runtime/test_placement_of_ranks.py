@@ -224,7 +224,7 @@ def test_a_rank_that_does_not_come_is_named():
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=1))
     with pytest.raises(
-        CommTimeout, match=r"rank 0 of 2 ranks waited [\d.]+ s for all to meet at .*: rank 1 did not come"
+        CommTimeout, match=r"rank 0 of 2 ranks waited [\d.]+ s for all to join at .*: rank 1 did not come"
     ):
         placement_of_ranks._gather(store, "cpu", rank=0, num_ranks=2, timeout_s=0.2)
 

@@ -15,7 +15,7 @@ SHAPES = [(((2, 3), torch.float32),), (((4,), torch.int64), ((1,), torch.bool)),
 
 
 def test_on_a_cpu_a_buffer_is_made_when_its_receive_is_posted() -> None:
-    buffers = ReceiveBuffers(SHAPES, device=torch.device("cpu"), ahead=2)
+    buffers = ReceiveBuffers(SHAPES, device=torch.device("cpu"), early=2)
     made, beside = buffers.take(1)
     assert isinstance(beside, contextlib.nullcontext)
     assert [(tuple(b.shape), b.dtype) for b in made] == [((4,), torch.int64), ((1,), torch.bool)]
@@ -65,7 +65,7 @@ class Device:
 def test_on_a_device_a_receive_waits_for_tasks_of_two_receives_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     device.install(monkeypatch)
-    buffers = ReceiveBuffers(SHAPES, device=torch.device("cuda:0"), ahead=2)
+    buffers = ReceiveBuffers(SHAPES, device=torch.device("cuda:0"), early=2)
     for _ in range(2):  # a mini-batch, and another one
         device.log.clear()
         taken = []
@@ -84,7 +84,7 @@ def test_on_a_device_a_receive_waits_for_tasks_of_two_receives_ago(monkeypatch: 
 
 def test_the_numbers_of_a_window_begin_behind_what_it_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     Device().install(monkeypatch)
-    buffers = ReceiveBuffers(SHAPES, device=torch.device("cuda:0"), ahead=2)
+    buffers = ReceiveBuffers(SHAPES, device=torch.device("cuda:0"), early=2)
     made, _ = buffers.take(4)
     assert [tuple(b.shape) for b in made] == [(4,), (1,)]
     made, _ = buffers.take(5)

@@ -19,9 +19,9 @@ from torch import Tensor
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, _most_sends, pack_parcel
+from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, _most_sends, pack_entry
 from gpp_plugin.runtime.messages.pending import MessagePlace, Posted
-from gpp_plugin.runtime.messages.routes import Parcel, RowSource
+from gpp_plugin.runtime.messages.routes import MessageEntry, RowSource
 from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, make_transport
 from gpp_plugin.runtime.messages.wires import Wire
 from gpp_plugin.runtime.recorder import Recorder
@@ -324,5 +324,7 @@ def test_what_is_sent_is_rows_of_what_tasks_made_one_after_the_other() -> None:
         wire = Wire(
             name="x", slot=0, axis=1, first_row=0, num_rows=0, shape=tuple(wanted.shape), dtype=torch.float32
         )
-        found = pack_parcel(Parcel(wire=wire, sources=tuple(sources)), {n: [t] for n, t in enumerate(halves)})
+        found = pack_entry(
+            MessageEntry(wire=wire, sources=tuple(sources)), {n: [t] for n, t in enumerate(halves)}
+        )
         assert torch.equal(found, wanted) and found.is_contiguous() and not found.requires_grad

@@ -35,7 +35,7 @@ BEFORE_JOINING = ("call:deepspeed.initialize",)
 
 PLACES = (
     ("call:deepspeed.initialize", 0),
-    ("waits_for:a look at what each rank was given", 0),
+    ("waits_for:a look at what each rank received", 0),
     ("doing:plan", 0),
     ("doing:making the stages", 0),
     ("doing:construction", 0),

@@ -185,7 +185,7 @@ BUILT = {
     "tie": "graph.tie: 'body.wait' is no parameter of stage 'body'; it has body.weight, body.bias",
     "tie_shape": "graph.tie: 'body.weight' is [6, 6] float32 on a rank and 'head.bias' is [6] float32",
     "argument": "stage 'body': its module fails on y [2, 3, 6] float32: TypeError:",
-    "planner": "graph_pipeline.planner: 'graphpipe' with stage graph 'two': its stages are given; remove the key",
+    "planner": "graph_pipeline.planner: 'graphpipe' with stage graph 'two': its stages are explicit; remove the key",
     "size": "stage 'head' on 1 x 1 ranks has no micro-batch size of 4 for a mini-batch of 8: it computes whole loss units "
     "of 2",
 }

@@ -12,7 +12,7 @@ import torch
 from gpp_plugin.capture.tracing.sample_batches import with_lengths
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
-from gpp_plugin.model.measure_lengths import LengthsAsked, measure_lengths
+from gpp_plugin.model.measure_lengths import LengthsToMeasure, measure_lengths
 from gpp_plugin.plan.costs.planned_lengths import inputs_at, profile_at
 from gpp_plugin.profile.measure import profile_blocks
 from tests.models import build
@@ -37,7 +37,7 @@ def test_bytes_at_a_length_that_was_not_measured_are_those_of_a_profile_there(tm
     part = whole_part(model, batch)
     analysis = part.capture(batch, is_training=True).analysis
     base = profile_of(part, batch, analysis, tmp_path)
-    asked = LengthsAsked(typical=(8,), longest=16)
+    asked = LengthsToMeasure(typical=(8,), longest=16)
     costs = measure_lengths(part, analysis, batch, base, asked, cache_dir=str(tmp_path))
     assert costs is not None
     assert costs.sizes.symbols == {"s0": ("input_ids", 1)}, "the mask and the labels are as long"
@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_measured_at_other_lengths_is_planned_for_its_sam
     part = whole_part(model, batch)
     analysis = part.capture(batch, is_training=True).analysis
     base = profile_of(part, batch, analysis, tmp_path)
-    asked = LengthsAsked(typical=(12, 24), longest=32)
+    asked = LengthsToMeasure(typical=(12, 24), longest=32)
     with caplog.at_level(logging.WARNING):
         assert measure_lengths(part, analysis, batch, base, asked, cache_dir=str(tmp_path)) is None
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("lengths:")]

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.data import flatten
-from gpp_plugin.model.verify.compare_capture import make_twin
+from gpp_plugin.model.verify.compare_capture import copy_model
 from gpp_plugin.model.verify.verification import LARGEST_ERROR, last_sample, mixes_packed_rows
 from tests.models import build
 
 
 def gpt2(**options: Any) -> nn.Module:
-    return make_twin(build("gpt2", **options)[0], device=torch.device("cpu"))
+    return copy_model(build("gpt2", **options)[0], device=torch.device("cpu"))
 
 
 def call(module: nn.Module, given: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpp_plugin import StageGraph
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.model.graph.captured_part import CapturedPart, PartView, Surroundings
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, PartView
 from gpp_plugin.model.graph.describe_graph import describe_graph
 from gpp_plugin.model.graph.graph_shapes import Shapes
 from gpp_plugin.model.graph.module_trial import input_specs
@@ -199,7 +199,7 @@ def test_parts_of_a_graph_are_captured_once_for_all_lengths(monkeypatch: pytest.
         assert tensors[made].shape == (UNIT, length, WIDTH)
         given: dict[str, Tensor] = dict(batch)
         for stage, (name, part) in enumerate(parts.items()):
-            around = Surroundings(analysis=views[name].analysis, shapes=shapes)
+            around = PartContext(analysis=views[name].analysis, shapes=shapes)
             code = part.stage_code(reference, plan, stage, batch, UNIT, within=around)
             assert code.tensors.keys() >= tensors.keys()
             assert all(code.tensors[tensor] == spec for tensor, spec in tensors.items())

@@ -24,7 +24,7 @@ from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.verify import verification
-from gpp_plugin.model.verify.compare_capture import Comparison, compare_capture, in_float32, make_twin
+from gpp_plugin.model.verify.compare_capture import Comparison, compare_capture, copy_model, in_float32
 from gpp_plugin.model.verify.verification import StartUp, verify_part
 from tests.capture.graphs import eager_loss
 from tests.integrations.engine_jobs import B, config_of
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 
 def compared(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype | None = None) -> Comparison:
     captured = in_float32(capture_model(model, batch, dtype=dtype))
-    twin = make_twin(model, device=CPU, dtype=torch.float32 if dtype is not None else None)
+    twin = copy_model(model, device=CPU, dtype=torch.float32 if dtype is not None else None)
     return compare_capture(captured, twin, batch, call=lambda module, entries: module(**entries))
 
 
@@ -129,7 +129,7 @@ def test_a_graph_that_was_changed_is_another_model() -> None:
         node for node in captured.graph.nodes if node.target is torch.ops.aten.cross_entropy_loss.default
     ]
     scaled.args = (*scaled.args[:2], None, 2)  # a sum in place of a mean
-    twin = make_twin(model, device=CPU)
+    twin = copy_model(model, device=CPU)
     found = compare_capture(captured, twin, batch, call=lambda module, entries: module(**entries))
     assert found.differences[0].graph == pytest.approx(4 * found.differences[0].module, rel=1e-6)
 
@@ -271,12 +271,12 @@ def test_a_given_stage_whose_loss_needs_no_gradient_is_refused() -> None:
 def test_the_twin_shares_parameters_and_keeps_ties() -> None:
     model, _ = build("t5")
     before = copy.deepcopy(model.state_dict())
-    twin = make_twin(model, device=CPU)
+    twin = copy_model(model, device=CPU)
     assert twin.lm_head.weight is twin.shared.weight  # type: ignore[union-attr]
     shared = [
         a.data_ptr() == b.data_ptr() for a, b in zip(twin.parameters(), model.parameters(), strict=True)
     ]
     assert all(shared)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    half = make_twin(model.bfloat16(), device=CPU, dtype=torch.float32)
+    half = copy_model(model.bfloat16(), device=CPU, dtype=torch.float32)
     assert {p.dtype for p in half.parameters()} == {torch.float32}

@@ -40,7 +40,7 @@ def check_tag(tag: str, *, where: str = "tag") -> str:
         where: what said it, for the error.
 
     Raises:
-        CheckpointError: it would lead elsewhere, or cannot be told from this module's own files.
+        CheckpointError: it would lead elsewhere, or cannot be distinguished from this module's own files.
     """
     wrong = ""
     if not isinstance(tag, str) or not tag:
@@ -163,7 +163,7 @@ def forget(directory: Path, tags: Iterable[str]) -> None:
 
 
 def outdated(tags: Collection[str], *, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Return which checkpoints retention lets go of, oldest first; only those whose tags the engine made itself.
+    """Return which checkpoints retention releases, oldest first; only those whose tags the engine made itself.
 
     Args:
         keep_last: so many of the newest stay; None: all.

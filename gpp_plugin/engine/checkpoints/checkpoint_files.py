@@ -97,7 +97,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mappin
         tensor = tensors[name]
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{name!r} is of {tensor.dtype}, which safetensors files cannot hold")
-        end = at + tensor.numel() * tensor.element_size()
+        end = at + tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -178,7 +178,7 @@ def _sum_of(stream: BinaryIO, at: int, num_bytes: int) -> str:
 
 
 class TensorFile:
-    """A safetensors file open for reading, memory-mapped: what is not asked for is not read.
+    """A safetensors file open for reading, memory-mapped: what is not requested is not read.
 
     Raises:
         BrokenFile: it is not one.
@@ -393,14 +393,14 @@ def read_manifest(target: Path) -> CheckpointManifest:
     text = read_text(target, MANIFEST, missing="has no manifest: its save did not finish")
     try:
         plain = parse_json(text, what="a manifest")
-        told = plain.get("format")
-        if isinstance(told, int) and told != FORMAT:
+        written = plain.get("format")
+        if isinstance(written, int) and written != FORMAT:
             raise CheckpointError(
-                f"checkpoint {target}: format {told}, this release reads {FORMAT}; load it with the release that wrote "
-                "it, and give its weights on with save_pretrained()"
+                f"checkpoint {target}: format {written}, this release reads {FORMAT}; load it with the release that "
+                "wrote it, and give its weights on with save_pretrained()"
             )
         body = text[text.index('"manifest":') + len('"manifest":') : text.rindex("}")]
-        if told != FORMAT or plain["checksum"] != text_sum(body):
+        if written != FORMAT or plain["checksum"] != text_sum(body):
             raise BrokenFile(f"{MANIFEST} is not what was written")
         manifest = from_plain(CheckpointManifest, plain["manifest"])
         for name in (*manifest.files, *manifest.texts):

@@ -95,7 +95,7 @@ def read_checkpoint(path: Path) -> WholeState:
         return saved.whole(what, name, TensorPlace(stage=0, shape=shape))
 
     def trained(name: str) -> dict[str, Any]:
-        tensors = {what: whole(what, name) for what in saved.kept(name)}
+        tensors = {what: whole(what, name) for what in saved.tensor_kinds(name)}
         return {**tensors, **saved.shared_state(manifest.numbers[name])}
 
     return WholeState(
@@ -120,7 +120,7 @@ def write_checkpoint(state: WholeState, directory: Path, tag: str) -> Path:
     """Write a checkpoint of one process, which loads on any plan; `latest` names it.
 
     Raises:
-        CheckpointError: something in it cannot be kept.
+        CheckpointError: something in it cannot be saved.
     """
     # One stage, one rank: the format says where each tensor lies and which slice it is, so that a plan of any shape
     # reads it as it reads one of its own.
@@ -130,9 +130,9 @@ def write_checkpoint(state: WholeState, directory: Path, tag: str) -> Path:
         for name, tensor in tensors.items():
             model.add(name, tensor, what=what, name=name, stage=0)
     numbers: dict[str, dict[str, Any]] = {}
-    for name, kept in state.state.items():
+    for name, state_of in state.state.items():
         numbers[name] = {}
-        for what, value in kept.items():
+        for what, value in state_of.items():
             shape = tuple(state.weights[name].shape)
             if not isinstance(value, Tensor) or what == "step" or (value.dim() == 0 and shape):
                 numbers[name][what] = to_json(value, path=f"{name}.{what}", tensors={})
@@ -206,18 +206,19 @@ def write_torch(state: WholeState, path: Path) -> None:
     optimizer = {
         "state": {
             numbers[name]: {
-                what: torch.tensor(float(value)) if what == "step" else value for what, value in kept.items()
+                what: torch.tensor(float(value)) if what == "step" else value
+                for what, value in state_of.items()
             }
-            for name, kept in state.state.items()
-            if kept
+            for name, state_of in state.state.items()
+            if state_of
         },
         "param_groups": [
             {**options, "params": [numbers[name] for name in names], "param_names": list(names)}
             for names, options in state.groups
         ],
     }
-    told = {"module": module, "optimizer": optimizer, "optimizer_class": state.optimizer, "step": state.step}
-    _save(told, path)
+    data = {"module": module, "optimizer": optimizer, "optimizer_class": state.optimizer, "step": state.step}
+    _save(data, path)
 
 
 def read_torch(path: Path) -> WholeState:
@@ -229,16 +230,16 @@ def read_torch(path: Path) -> WholeState:
     Raises:
         CheckpointError: it is no such file, or would run code.
     """
-    told = _load(path)
-    if not isinstance(told, dict) or not isinstance(told.get("module"), dict):
+    data = _load(path)
+    if not isinstance(data, dict) or not isinstance(data.get("module"), dict):
         raise CheckpointError(
             f"{path} holds no {{'module': state dict, 'optimizer': state dict}}; write torch.save of such a dict"
         )
-    module = {str(name): value for name, value in told["module"].items() if isinstance(value, Tensor)}
-    optimizer = told.get("optimizer") or {}
+    module = {str(name): value for name, value in data["module"].items() if isinstance(value, Tensor)}
+    optimizer = data.get("optimizer") or {}
     groups: list[tuple[list[str], dict[str, Any]]] = []
     by_number: dict[int, str] = {}
-    listed = list(told.get("parameters") or ())
+    listed = list(data.get("parameters") or ())
     for group in optimizer.get("param_groups", ()):
         names = list(group.get("param_names") or ()) or [
             listed[n] for n in group["params"] if n < len(listed)
@@ -252,16 +253,16 @@ def read_torch(path: Path) -> WholeState:
         groups.append(
             (names, {key: value for key, value in group.items() if key not in ("params", "param_names")})
         )
-    kept = optimizer.get("state", {})
-    state: dict[str, dict[str, Any]] = {name: dict(kept.get(n, {})) for n, name in by_number.items()}
+    state_of = optimizer.get("state", {})
+    state: dict[str, dict[str, Any]] = {name: dict(state_of.get(n, {})) for n, name in by_number.items()}
     weights, aliases = _without_aliases(module, set(state))
     return WholeState(
         weights=weights,
         aliases=aliases,
-        optimizer=str(told.get("optimizer_class") or "AdamW") if groups else "",
+        optimizer=str(data.get("optimizer_class") or "AdamW") if groups else "",
         state=state,
         groups=groups,
-        step=int(told.get("step") or max((float(s.get("step", 0)) for s in state.values()), default=0)),
+        step=int(data.get("step") or max((float(s.get("step", 0)) for s in state.values()), default=0)),
     )
 
 
@@ -294,24 +295,24 @@ def write_universal(state: WholeState, directory: Path) -> None:
     Raises:
         CheckpointError: the optimizer keeps what a universal checkpoint has no place for.
     """
-    other = sorted({what for kept in state.state.values() for what in kept} - {*_MOMENTS, "step"})
+    other = sorted({what for state_of in state.state.values() for what in state_of} - {*_MOMENTS, "step"})
     if other:
         raise CheckpointError(
             f"a universal checkpoint holds exp_avg, exp_avg_sq and step, not {other[0]!r} of {state.optimizer}"
         )
-    for name, kept in state.state.items():
+    for name, state_of in state.state.items():
         folder = directory / "zero" / _checked(name)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             "fp32": state.weights[name].float(),
-            **{what: kept[what] for what in _MOMENTS if what in kept},
+            **{what: state_of[what] for what in _MOMENTS if what in state_of},
         }
         for what, tensor in tensors.items():
             _save({"param": tensor.clone(), "cat_dim": 0}, folder / f"{what}.pt")
-        if "step" in kept:
-            _save(kept["step"], folder / "step.pt")
+        if "step" in state_of:
+            _save(state_of["step"], folder / "step.pt")
     rest = {name: tensor for name, tensor in state.weights.items() if name not in state.state}
-    options = [{**told, "params": list(names)} for names, told in state.groups]
+    options = [{**data, "params": list(names)} for names, data in state.groups]
     _save(
         {
             "module": {**rest, **state.buffers},
@@ -334,8 +335,8 @@ def read_universal(directory: Path) -> WholeState:
     root = directory / "zero"
     if not root.is_dir():
         raise CheckpointError(f"{directory} has no directory zero: it is no universal checkpoint")
-    told = _load(directory / "module.pt") if (directory / "module.pt").exists() else {}
-    buffers = set(told.get("buffers", ()))
+    data = _load(directory / "module.pt") if (directory / "module.pt").exists() else {}
+    buffers = set(data.get("buffers", ()))
     weights: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
     for folder in sorted(root.iterdir()):
@@ -348,21 +349,21 @@ def read_universal(directory: Path) -> WholeState:
         state[name] = {
             what: value["param"] if isinstance(value, dict) else value for what, value in found.items()
         }
-    weights |= {name: value for name, value in told.get("module", {}).items() if name not in buffers}
-    names = told.get("names") or dict.fromkeys(weights, ())
+    weights |= {name: value for name, value in data.get("module", {}).items() if name not in buffers}
+    names = data.get("names") or dict.fromkeys(weights, ())
     groups = [
         (list(group["params"]), {key: value for key, value in group.items() if key != "params"})
-        for group in told.get("param_groups") or [{"params": list(state)}]
+        for group in data.get("param_groups") or [{"params": list(state)}]
     ]
-    steps = [float(kept.get("step", 0)) for kept in state.values()]
+    steps = [float(state_of.get("step", 0)) for state_of in state.values()]
     return WholeState(
         weights={name: weights[name] for name in names if name in weights},
-        buffers={name: told["module"][name] for name in names if name in buffers},
+        buffers={name: data["module"][name] for name in names if name in buffers},
         aliases={name: tuple(aliases) for name, aliases in names.items() if aliases},
-        optimizer=str(told.get("optimizer_class") or "AdamW"),
+        optimizer=str(data.get("optimizer_class") or "AdamW"),
         state=state,
         groups=groups,
-        step=int(told.get("step") or max(steps, default=0)),
+        step=int(data.get("step") or max(steps, default=0)),
     )
 
 

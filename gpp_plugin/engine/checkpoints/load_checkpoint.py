@@ -1,13 +1,13 @@
 """Loading a checkpoint on this plan, whatever plan wrote it: found, checked by all ranks, and only then read.
 
-    find      the tag that is asked for; else the one `latest` names, else the newest that is whole
+    find      the tag that is requested; else the one `latest` names, else the newest that is whole
     check     each rank: names and shapes fit, the bytes it is going to read are those that were written
     read      each rank: its own tensors, or its own elements of them
 
-A checkpoint that is broken is passed over, with a warning, where the user did not ask for it by name. One that is whole
+A checkpoint that is broken is passed over, with a warning, where the user did not request it by name. One that is whole
 and does not fit (another model, another optimizer) is refused.
 
-On the plan it was saved on, training goes on bit for bit. On another plan weights, masters, optimizer state, steps,
+On the plan it was saved on, training continues bit for bit. On another plan weights, masters, optimizer state, steps,
 schedule, loss scale, counters and the position in the data are the same bits; a rank takes the random state of the rank
 of its number, where there was one, and all replicas of a stage take the buffers of the first.
 
@@ -153,23 +153,23 @@ def has_checkpoint(engine: StageEngine, directory: Path) -> bool:
 def _check_first_whole(
     stages: Sequence[StageEngine], root: Path, tag: str | None, wanted: _Wanted
 ) -> _Checked:
-    """Return the checkpoint that is asked for, or the first of the newest that all ranks find whole."""
+    """Return the checkpoint that is requested, or the first of the newest that all ranks find whole."""
     # Rank 0 says which one is tried, and every rank what it found: one that is broken for one rank is so for all.
     engine = stages[0]
     reasons: list[str] = []
     tried: list[str] = []
     while True:
-        told = all_ranks(
+        choices = all_ranks(
             engine,
             lambda: (tag, _next_tag(root, tag, tried, reasons) if engine.rank == 0 else ""),
             doing=f"read {root}",
         )
-        asked = {given for given, _ in told}
-        if len(asked) > 1:
+        tags = {requested for requested, _ in choices}
+        if len(tags) > 1:
             raise CheckpointError(
-                f"the ranks are asked for different checkpoints: {sorted(map(str, asked))}; give all the same tag"
+                f"the ranks request different checkpoints: {sorted(map(str, tags))}; give all the same tag"
             )
-        tried.append(told[0][1])
+        tried.append(choices[0][1])
         found: list[_Checked] = []
 
         def check(found: list[_Checked] = found) -> tuple[str, set[str]]:
@@ -319,9 +319,9 @@ def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> 
         for stage in stages:
             stage.load_shared_state(state["engine"], load_scheduler=wanted.scheduler)
         if checked.own is not None:
-            told = saved.state(checked.own, own)
-            rank_state = told["rank_state"]
-            restore_random_state(engine.device, told["random"])
+            loaded = saved.state(checked.own, own)
+            rank_state = loaded["rank_state"]
+            restore_random_state(engine.device, loaded["random"])
         _log_what_differs(engine, manifest, is_same=is_same, has_own=checked.own is not None)
     return LoadedCheckpoint(
         directory=saved.target,

@@ -119,8 +119,8 @@ class SavedOptimizer(Protocol):
     def kind(self) -> str:
         """Return the class of the optimizer that was saved."""
 
-    def kept(self, name: str) -> Collection[str]:
-        """Return what was kept of a parameter in tensors, ``master`` not among them."""
+    def tensor_kinds(self, name: str) -> Collection[str]:
+        """Return which tensors were saved of a parameter's state, ``master`` not among them."""
 
     def is_whole(self, name: str, what: str) -> bool:
         """Return whether it has a shape of its own."""
@@ -132,7 +132,7 @@ class SavedOptimizer(Protocol):
         """Return what has a shape of its own."""
 
     def numbers(self, name: str) -> Mapping[str, Any]:
-        """Return what was kept of a parameter in numbers."""
+        """Return which numbers were saved of a parameter's state."""
 
     def options(self, name: str) -> Mapping[str, Any]:
         """Return the options of the parameter group that ``name`` was in."""
@@ -157,7 +157,7 @@ def optimizer_pieces(
         CheckpointError: a flat master has state that is not of its shape: nothing says which parameter it is of.
     """
     # Of each parameter this rank has a slice of the flattened tensor (all of it under ZeRO 0). State of the master's
-    # shape is cut as the master is; numbers (step counts) go as they are; anything else is kept whole where the
+    # shape is cut as the master is; numbers (step counts) stay as they are; anything else is saved whole where the
     # parameter is whole, and refused where only a slice of a flat buffer is known.
     pieces: list[OptimizerPiece] = []
     numbers: dict[str, dict[str, Any]] = {}
@@ -181,7 +181,7 @@ def optimizer_pieces(
             else:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {what!r} of shape {tuple(value.shape)} for "
-                    f"{fragment.master.numel()} flat elements: it cannot be told which parameter that is of; use ZeRO "
+                    f"{fragment.master.numel()} flat elements: it is unclear which parameter that is of; use ZeRO "
                     "0 in fp32, or an optimizer whose state is of the parameters' shape"
                 )
     return OptimizerPieces(
@@ -241,7 +241,7 @@ def _family(kind: str) -> str:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragment], saved: SavedOptimizer
 ) -> None:
-    """Write masters, and let ``optimizer`` go on from the state in ``saved``.
+    """Write masters, and let ``optimizer`` continue from the state in ``saved``.
 
     Raises:
         CheckpointError: what is saved does not fit the masters.
@@ -259,8 +259,8 @@ def restore_optimizer(
         count += len(numbers)
         for number, master in zip(numbers, group["params"], strict=True):
             members = {name: fragments[name] for name in by_master.get(id(master), ())}
-            if kept := _state_of(optimizer, master, members, saved):
-                state[number] = kept
+            if own_state := _state_of(optimizer, master, members, saved):
+                state[number] = own_state
         groups.append({**_options_of(optimizer, group, names, saved), "params": list(numbers)})
     # torch moves and casts state as each optimizer wants it
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -270,21 +270,21 @@ def _state_of(
     optimizer: torch.optim.Optimizer, master: Tensor, members: Mapping[str, Fragment], saved: SavedOptimizer
 ) -> dict[str, Any]:
     """Return the state of one master from that of the parameters in it; empty where it never took a step."""
-    kept: dict[str, Any] = {}
+    own_state: dict[str, Any] = {}
     for name, fragment in members.items():
-        for what in saved.kept(name):
+        for what in saved.tensor_kinds(name):
             if saved.is_whole(name, what):
                 if fragment.flat:
                     raise CheckpointError(
                         f"{what!r} of {name!r} is of the whole parameter, of which this run's ZeRO steps parts; load "
                         "on ZeRO 0, or without the optimizer"
                     )
-                kept[what] = saved.read_whole(name, what)
+                own_state[what] = saved.read_whole(name, what)
                 continue
             part = saved.read(name, what, fragment.start, fragment.num_elements)
-            if what not in kept:
-                kept[what] = torch.zeros(master.shape, dtype=part.dtype, device=master.device)
-            fragment.write_part(kept[what], part)
+            if what not in own_state:
+                own_state[what] = torch.zeros(master.shape, dtype=part.dtype, device=master.device)
+            fragment.write_part(own_state[what], part)
     counts = {name: saved.numbers(name) for name in members}
     for what in sorted({key for numbers in counts.values() for key in numbers}):
         found = [numbers[what] for numbers in counts.values() if what in numbers]
@@ -296,8 +296,8 @@ def _state_of(
                 sorted({float(value) for value in found}),
             )
             found = [max(found, key=float)]
-        kept[what] = _like_own(optimizer, what, found[0], saved)
-    return kept
+        own_state[what] = _like_own(optimizer, what, found[0], saved)
+    return own_state
 
 
 def _is_number(value: Any) -> bool:
@@ -316,8 +316,8 @@ def _like_own(optimizer: torch.optim.Optimizer, what: str, value: Any, saved: Sa
 def _options_of(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], names: Sequence[str], saved: SavedOptimizer
 ) -> dict[str, Any]:
-    """Return a group's options: those its parameters had, where this optimizer knows them, over its own."""
+    """Return a group's options: those its parameters had, where this optimizer has them, over its own."""
     own = _own_options(group)
-    told = saved.options(names[0]) if names else {}
+    saved_options = saved.options(names[0]) if names else {}
     is_same = saved.kind() == type(optimizer).__name__
-    return {**own, **{key: value for key, value in told.items() if is_same or key in own}}
+    return {**own, **{key: value for key, value in saved_options.items() if is_same or key in own}}

@@ -35,7 +35,7 @@ from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.serialize import escape_name
 
 STATE_KEY = "gpp_plugin"
-"""Where a file's metadata have the JSON that goes with its tensors."""
+"""Where a file's metadata have the JSON that accompanies its tensors."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class FileContents:
 
 @dataclass(slots=True, kw_only=True)
 class RankFiles:
-    """What one rank writes, and what it tells of its optimizers for the manifest."""
+    """What one rank writes, and its facts about its optimizers for the manifest."""
 
     files: dict[str, FileContents]
     optimizer: str = ""
@@ -169,13 +169,13 @@ def _add_optimizer(engine: StageEngine, found: RankFiles) -> None:
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     contents = FileContents()
     for piece in held.pieces:
-        told = _described(engine, piece.name, parameters[piece.name])
-        if engine.tensor_position > 0 and told["shard"] is None:
+        facts = _described(engine, piece.name, parameters[piece.name])
+        if engine.tensor_position > 0 and facts["shard"] is None:
             continue  # all tensor ranks have the same
         if piece.start is None:
-            told["shape"] = tuple(piece.tensor.shape)
+            facts["shape"] = tuple(piece.tensor.shape)
         contents.add(
-            f"{piece.what}/{piece.name}", piece.tensor, **{**told, "what": piece.what, "start": piece.start}
+            f"{piece.what}/{piece.name}", piece.tensor, **{**facts, "what": piece.what, "start": piece.start}
         )
     position = engine.position if engine.is_partitioned else 0
     found.files[_file_name(engine, "optimizer", f"-{position:05d}")] = contents
@@ -214,8 +214,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def restore_random_state(device: torch.device, state: Mapping[str, Any]) -> None:
     """Restore what `random_state` returned; a CUDA state on whatever device the rank has now."""
     torch.set_rng_state(state["torch"])
-    told = state["python"]
-    random.setstate((told["version"], tuple(told["words"].tolist()), told["gauss"]))
+    facts = state["python"]
+    random.setstate((facts["version"], tuple(facts["words"].tolist()), facts["gauss"]))
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state and "numpy" in sys.modules:

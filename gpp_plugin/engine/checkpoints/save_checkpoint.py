@@ -2,7 +2,7 @@
 
     all ranks   agree on tag and directory; rank 0 makes <tag>.tmp-...
     each rank   writes, sums and syncs its files there
-    rank 0      manifest, rename to <tag>, then `latest`, then what retention lets go of
+    rank 0      manifest, rename to <tag>, then `latest`, then what retention releases
 
 With a `BackgroundSave` each rank takes copies in host memory and a thread of its own writes them. Threads do not use
 process groups, whose order is the training's: a rank's thread ends with a small file that says what it wrote, or why it
@@ -65,7 +65,7 @@ _FAILED = "part-{rank:05d}.failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How checkpoints are kept.
+    """How checkpoints are written and retained.
 
     Args:
         save_latest: make this the checkpoint that is loaded without a tag.
@@ -123,17 +123,17 @@ def save_checkpoint(
     Args:
         stages: this rank's, in the plan's order.
         directory: seen by all ranks.
-        client_state: the user's, JSON and tensors, kept as rank 0 has it.
-        rank_state: the same, kept for each rank.
-        data: the position in the data, kept as rank 0 has it.
+        client_state: the user's, JSON and tensors, saved as rank 0 has it.
+        rank_state: the same, saved for each rank.
+        data: the position in the data, saved as rank 0 has it.
         options: None: the defaults.
-        background: writes it while training goes on; None: it is written when this returns.
+        background: writes it while training continues; None: it is written when this returns.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: a state cannot be kept, a rank could not write, or the ranks disagree about the tag; the
+        CheckpointError: a state cannot be saved, a rank could not write, or the ranks disagree about the tag; the
             checkpoints that were there stay as they were.
     """
     # Three agreements, each of which ends on all ranks where one rank failed: the temporary directory is there; every
@@ -167,7 +167,7 @@ def _prepare(
     rank_state: Any,
     options: SaveOptions,
 ) -> _Prepared:
-    """Agree on the tag, and let rank 0 make the directory; nothing is there if a rank cannot go on."""
+    """Agree on the tag, and let rank 0 make the directory; nothing is there if a rank cannot continue."""
     engine = stages[0]
     made: list[tuple[RankFiles, dict[str, str]]] = []
 
@@ -321,8 +321,8 @@ class BackgroundSave:
         self._thread.join()
         self._thread = None
 
-        told = all_ranks(engine, lambda: list(self._failure), doing=self._doing)
-        failures = [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
+        gathered = all_ranks(engine, lambda: list(self._failure), doing=self._doing)
+        failures = [f"rank {rank}: {text}" for rank, texts in enumerate(gathered) for text in texts]
         if failures:
             if engine.rank == 0:  # now that no rank writes there any more
                 places.abandon(self._temporary)
@@ -336,11 +336,10 @@ class BackgroundSave:
             written.rename(prepared.temporary / _PART.format(rank=rank))
             if rank == 0:
                 _finish(prepared, self._await_parts(prepared.temporary, num_ranks))
-        except (
-            BaseException
-        ) as error:  # whatever it is: told at the next meeting of the ranks, and rank 0 now
+        except BaseException as error:
+            # whatever it is: raised at the next collective of the ranks, and on rank 0 now
             self._failure.append(f"{type(error).__name__}: {error}")
-            with contextlib.suppress(OSError):  # a full disk has room for an empty file
+            with contextlib.suppress(OSError):  # a full disk still takes an empty file
                 (prepared.temporary / _FAILED.format(rank=rank)).touch()
 
     def _await_parts(self, temporary: Path, num_ranks: int) -> list[WrittenPart]:

@@ -1,10 +1,10 @@
 """The tensors of a checkpoint by name, whatever plan wrote them: whole, or some elements of them.
 
-Of each tensor asked for, only the parts that overlap are read. Example: ``exp_avg`` of a parameter of 10 elements,
-saved on 2 ranks under ZeRO, asked for by the second of 3 ranks:
+Of each tensor requested, only the parts that overlap are read. Example: ``exp_avg`` of a parameter of 10 elements,
+saved on 2 ranks under ZeRO, requested by the second of 3 ranks:
 
     saved     [0 1 2 3 4][5 6 7 8 9]
-    asked             [4  5  6]            element 4 of the first file, 0 and 1 of the second
+    requested         [4  5  6]            element 4 of the first file, 0 and 1 of the second
 
 Tensor ranks hold shards. Where the tensor size is another one, the shards are joined to the whole, one parameter at a
 time, and cut anew (`join_shards`, `cut_shard`).
@@ -44,7 +44,7 @@ from gpp_plugin.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Who asks for a tensor: how its stage holds it.
+    """The reader of a tensor: how its stage holds it.
 
     Args:
         stage: its number in the plan.
@@ -78,15 +78,15 @@ class CheckpointTensors:
         self.manifest = manifest
         self._files: dict[str, TensorFile] = {}
         self._index: dict[tuple[str, str], list[_Entry]] = {}
-        self._kept: dict[str, list[str]] = {}
+        self._kinds: dict[str, list[str]] = {}
         for name, file in manifest.files.items():
             if name.startswith("rank-"):
-                continue  # of one rank: asked for by that rank, by file
+                continue  # of one rank: requested by that rank, by file
             for key, tensor in file.tensors.items():
                 self._index.setdefault((tensor.what, tensor.name), []).append(_Entry(name, key, tensor))
         for what, name in self._index:
             if what not in (WEIGHT, BUFFER, STATE_TENSOR, MASTER):
-                self._kept.setdefault(name, []).append(what)
+                self._kinds.setdefault(name, []).append(what)
 
     # ---- what there is -----------------------------------------------------------------------------------
 
@@ -98,9 +98,9 @@ class CheckpointTensors:
         """Return whether a tensor of the model is a weight or a buffer; what one process wrote says weight of all."""
         return BUFFER if (BUFFER, name) in self._index else WEIGHT
 
-    def kept(self, name: str) -> list[str]:
+    def tensor_kinds(self, name: str) -> list[str]:
         """Return what the optimizer keeps of a parameter in tensors."""
-        return self._kept.get(name, [])
+        return self._kinds.get(name, [])
 
     def has(self, what: str, name: str) -> bool:
         """Return whether there is such a tensor."""
@@ -268,7 +268,7 @@ class CheckpointTensors:
 
 
 def _overlap(tensor: TensorRecord, start: int, count: int) -> tuple[int, int] | None:
-    """Return the first element asked for that is in ``tensor``, and how many are."""
+    """Return the first requested element that is in ``tensor``, and how many are."""
     begin = tensor.start or 0
     first, last = max(begin, start), min(begin + tensor.count, start + count)
     return (first, last - first) if first < last else None
@@ -305,7 +305,7 @@ def join_shards(shards: Sequence[Tensor], *, axis: int, stride: int) -> Tensor:
 
 
 class StageOptimizerState:
-    """A checkpoint's optimizer state as one stage asks for it (`optimizer_pieces.SavedOptimizer`).
+    """A checkpoint's optimizer state as one stage requests it (`optimizer_pieces.SavedOptimizer`).
 
     Args:
         places: how the stage holds its trained parameters.
@@ -320,9 +320,9 @@ class StageOptimizerState:
         """Return the class of the optimizer that was saved."""
         return self._saved.manifest.optimizer
 
-    def kept(self, name: str) -> Collection[str]:
-        """Return what was kept of a parameter in tensors."""
-        return self._saved.kept(name)
+    def tensor_kinds(self, name: str) -> Collection[str]:
+        """Return which tensors were saved of a parameter's state."""
+        return self._saved.tensor_kinds(name)
 
     def is_whole(self, name: str, what: str) -> bool:
         """Return whether it has a shape of its own."""
@@ -338,14 +338,14 @@ class StageOptimizerState:
         return self._saved.whole(what, name, self._places[name])
 
     def numbers(self, name: str) -> Mapping[str, Any]:
-        """Return what was kept of a parameter in numbers."""
-        told: Mapping[str, Any] = self._saved.shared_state(self._saved.manifest.numbers.get(name, {}))
-        return told
+        """Return which numbers were saved of a parameter's state."""
+        options: Mapping[str, Any] = self._saved.shared_state(self._saved.manifest.numbers.get(name, {}))
+        return options
 
     def options(self, name: str) -> Mapping[str, Any]:
         """Return the options of the parameter group that ``name`` was in."""
-        told: Mapping[str, Any] = self._saved.shared_state(self._options.get(name, {}))
-        return told
+        options: Mapping[str, Any] = self._saved.shared_state(self._options.get(name, {}))
+        return options
 
     def needed(self, name: str, spans: Iterable[tuple[int, int]]) -> set[tuple[str, str]]:
         """Return file and key of each tensor that restoring these elements of a parameter reads.
@@ -362,7 +362,7 @@ class StageOptimizerState:
         first = MASTER if saved.has(MASTER, name) else WEIGHT
         found: set[tuple[str, str]] = set()
         for start, count in spans:
-            for what in (first, *saved.kept(name)):
+            for what in (first, *saved.tensor_kinds(name)):
                 if saved.is_whole(what, name):
                     found |= saved.needed(what, name, place)
                 else:

@@ -121,7 +121,7 @@ _SCALARS = {
 
 
 def from_json(plain: Any, *, tensor: Callable[[str], Tensor] | None) -> Any:
-    """Return what `to_json` was given.
+    """Return what `to_json` encoded.
 
     Args:
         tensor: reads a tensor by its name in the file beside; None: there is none.
@@ -152,8 +152,8 @@ def from_json(plain: Any, *, tensor: Callable[[str], Tensor] | None) -> Any:
         ) from error
 
 
-def _scalar(told: list[Any]) -> Tensor:
-    name, value = told
+def _scalar(encoded: list[Any]) -> Tensor:
+    name, value = encoded
     kinds = {str(kind).removeprefix("torch."): kind for kind in _SCALARS}
     if name not in kinds:
         raise ValueError(f"no type {name!r}")
@@ -164,13 +164,13 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _array(told: list[Any]) -> Any:
-    dtype, shape, text = told
+def _array(encoded: list[Any]) -> Any:
+    dtype, shape, text = encoded
     return np.frombuffer(_bytes(text), dtype=np.dtype(dtype)).reshape(shape).copy()
 
 
-def _embedded(told: list[Any]) -> Tensor:
-    name, shape, text = told
+def _embedded(encoded: list[Any]) -> Tensor:
+    name, shape, text = encoded
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no type {name!r}")

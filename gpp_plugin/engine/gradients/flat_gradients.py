@@ -6,9 +6,9 @@ Where gradients are added up in the parameters' own type, autograd writes into t
 parameters, fp32 sums) it makes ``parameter.grad`` anew, and `GradientBuffer.accumulate` adds all of them in one call.
 So the sums of a stage's ranks are made where gradients lie, and a mini-batch begins with one operation a buffer.
 
-Optimizers tell a gradient of zeros from none, so it is known of each parameter whether a loss has reached it. The host
-knows without asking the device: each view has a version counter of its own (as ``Tensor.data`` has; views that
-autograd knows of would share the buffer's), which autograd raises when it adds to the view.
+Optimizers distinguish a gradient of zeros from none, so each parameter records whether a loss has reached it. The host
+needs no value of the device: each view has a version counter of its own (as ``Tensor.data`` has; views that
+autograd tracks would share the buffer's), which autograd raises when it adds to the view.
 
 Source: this project
 Tests: tests/integrations/test_gradients.py
@@ -109,7 +109,7 @@ class GradientBuffer:
     def take_up(self) -> None:
         """Learn which parameters the losses on this rank have reached; take what somebody put in place of a view."""
         # A parameter's `grad` is the truth: a user, or an optimizer's zero_grad(), may have put another tensor there,
-        # or none, and autograd goes on from that.
+        # or none, and autograd continues from that.
         self.accumulate()
         for held in self._own:
             gradient = held.parameter.grad

@@ -110,7 +110,7 @@ class _Bucket:
         members: the gradients in it.
         waiting: those that the backward which runs has not made yet.
         versions: of the members' views, when they were sent.
-        sent: what is under way: ``wire`` itself, which is the buffer's part unless another type travels.
+        sent: what is under way: ``message`` itself, which is the buffer's part unless another type travels.
     """
 
     buffer: GradientBuffer
@@ -119,7 +119,7 @@ class _Bucket:
     members: list[HeldGradient]
     waiting: set[int]
     versions: list[int]
-    wire: Tensor | None = None
+    message: Tensor | None = None
     sent: Any = None
 
     @property
@@ -136,7 +136,7 @@ class GradientStore:
         dtype: type in which micro-batches are added up; None: each parameter's own.
         bucket_elements: most elements sent at once (a larger parameter travels alone).
         group: the stage's ranks; this one is number ``position`` of ``degree``.
-        communication_dtype: type on the wire between the stage's ranks; None: the gradients' own.
+        communication_dtype: type of the transfers between the stage's ranks; None: the gradients' own.
         reduces_early: ranks may send in the mini-batch's last backward.
         device: where they lie.
     """
@@ -230,7 +230,7 @@ class GradientStore:
         if self._early is not None:
             self._early.stop()
         for bucket in self._buckets:
-            bucket.wire = bucket.sent = None
+            bucket.message = bucket.sent = None
         for buffer in self._buffers:
             buffer.clear()
         self._has_flags = False
@@ -246,11 +246,11 @@ class GradientStore:
             if bucket.sent is None:
                 self._send(bucket)
         for bucket in self._buckets:
-            assert bucket.wire is not None, "it was sent"
-            finish(bucket.sent, bucket.wire, group=self._group, what=SUMMED)
-            if bucket.wire.dtype != bucket.buffer.flat.dtype:
-                bucket.part.copy_(bucket.wire)
-            bucket.wire = bucket.sent = None
+            assert bucket.message is not None, "it was sent"
+            finish(bucket.sent, bucket.message, group=self._group, what=SUMMED)
+            if bucket.message.dtype != bucket.buffer.flat.dtype:
+                bucket.part.copy_(bucket.message)
+            bucket.message = bucket.sent = None
         if self._buckets:
             self._shared.update(self.parameters)
 
@@ -259,8 +259,8 @@ class GradientStore:
         """Begin to sum a bucket over the stage's ranks; all ranks send the same buckets in the same order."""
         if bucket.start == 0:  # the flags are at the front, which is sent last
             self._write_flags(bucket.buffer)
-        bucket.wire = bucket.part.to(self._communication_dtype or bucket.part.dtype)
-        bucket.sent = dist.all_reduce(bucket.wire, group=self._group, async_op=True)
+        bucket.message = bucket.part.to(self._communication_dtype or bucket.part.dtype)
+        bucket.sent = dist.all_reduce(bucket.message, group=self._group, async_op=True)
 
     def tied_summands(self, names: Sequence[str]) -> Iterator[Summand]:
         """Yield what this rank brings of ``names`` to sums over the ranks of several stages.
@@ -304,7 +304,7 @@ class GradientStore:
 
     def _groups_of(self, names: Sequence[str]) -> Iterator[list[str]]:
         # Neighbours of one type up to the limit: sizes 3, 4 and 9 with 8 a bucket go as [3, 4] and [9]. The order is
-        # that of `names`, the same on every rank, or ranks would sum unlike parameters.
+        # that of `names`, the same on every rank, or ranks would sum different parameters.
         bucket: list[str] = []
         elements = 0
         for name in names:

@@ -54,7 +54,7 @@ class ParameterSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Some elements of a parameter, and where they are in what was asked for.
+    """Some elements of a parameter, and where they are in what was requested.
 
     Args:
         start: first element in the flattened parameter.
@@ -109,7 +109,7 @@ class PartitionedGradients:
         layout: how they lie in the ranks' partitions.
         dtype: type in which gradients are added up.
         group: the stage's ranks; this one is number ``position`` of ``degree``.
-        communication_dtype: type on the wire; None: ``dtype``.
+        communication_dtype: type of the transfers; None: ``dtype``.
         bucket_elements: most elements sent at once.
         is_reduced_often: the program reduces behind each backward (ZeRO 2 and 3), so that micro-batches are added up
             in the partitions. Those between two reductions are added up by autograd in the parameters' type.
@@ -132,7 +132,7 @@ class PartitionedGradients:
         self.resting: frozenset[str] = frozenset()
         self._layout = tuple(layout)
         self._dtype = dtype
-        self._wire_dtype = communication_dtype or dtype
+        self._comm_dtype = communication_dtype or dtype
         self._group = group
         self._position = position
         self._degree = degree
@@ -241,7 +241,7 @@ class PartitionedGradients:
 
     def learn(self, flags: Sequence[float]) -> None:
         """Refuse: nothing is unknown."""
-        raise AssertionError("no flags were asked for")
+        raise AssertionError("no flags were requested")
 
     @torch.no_grad()
     def reduce_data(self) -> None:
@@ -261,12 +261,12 @@ class PartitionedGradients:
             self._reached.update(name for name, held in buffer.held.items() if held.is_reached)
             rows = buffer.flat.view(self._degree, -1)
             for window in windows if self._degree > 1 else ():
-                parts = rows.narrow(1, window.start, window.width).to(self._wire_dtype).contiguous()
+                parts = rows.narrow(1, window.start, window.width).to(self._comm_dtype).contiguous()
                 partition.narrow(0, window.start, window.width).copy_(self._sum(parts))
 
     def _gathered(self, window: _Window) -> Tensor:
         """Return what autograd made of a window, one row a rank's partition."""
-        parts = torch.zeros(self._degree, window.width, dtype=self._wire_dtype, device=self._device)
+        parts = torch.zeros(self._degree, window.width, dtype=self._comm_dtype, device=self._device)
         for part, segments in zip(parts, window.segments, strict=True):
             for segment in segments:
                 gradient = self.parameters[segment.name].grad
@@ -287,7 +287,7 @@ class PartitionedGradients:
         if self._is_gloo:  # its reduce-scatter is an all-reduce of a copy
             all_reduce(parts, group=self._group, what=SUMMED)
             return parts[self._position]
-        sums = torch.empty(parts.shape[1], dtype=self._wire_dtype, device=self._device)
+        sums = torch.empty(parts.shape[1], dtype=self._comm_dtype, device=self._device)
         _reduce_scatter(sums, parts.view(-1), self._group)
         return sums
 
@@ -309,7 +309,7 @@ class PartitionedGradients:
         # The parameters of ``names`` are laid out one after the other anew, in the same order on every rank, and sent
         # window by window: each rank writes what it has of the window, zeros elsewhere. Example, names of 6 and 4
         # elements, windows of 5: elements 0-4 of the first, then its last and 0-3 of the second. Stages have their own
-        # degrees, so that a rank's part in one of them tells nothing of the parts in the other.
+        # degrees, so that a rank's part in one of them says nothing about the parts in the other.
         spans, first = [], 0
         for name in names:
             count = self.parameters[name].numel()

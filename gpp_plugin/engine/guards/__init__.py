@@ -1,1 +1,1 @@
-"""What keeps a job from going on wrong: ranks that were given different jobs, steps that are skipped for ever."""
+"""What stops a job that runs wrong: ranks with different jobs, steps that are skipped for ever."""

@@ -1,6 +1,6 @@
-"""What all ranks must have been given alike, compared before the first step and after a load.
+"""What must be the same on all ranks, compared before the first step and after a load.
 
-A rank with another learning rate, seed or checkpoint trains on: stages step with unlike rates, replicas of one stage
+A rank with another learning rate, seed or checkpoint trains on: stages step with different rates, replicas of one stage
 average what does not belong together, and nothing fails. So each rank brings facts, short texts by key; all of them
 gather a digest, and where these differ the facts themselves, and every rank raises the same error:
 
@@ -74,7 +74,7 @@ def agree(facts: Mapping[str, str], *, what: str, group: dist.ProcessGroup | Non
 
     Args:
         facts: of this rank, by key.
-        what: what they are, for errors of the meeting.
+        what: what they are, for errors of the collective.
 
     Raises:
         ConfigError: names keys, values and ranks; the same on every rank.
@@ -95,23 +95,23 @@ def _refuse(differences: str) -> NoReturn:
     raise error
 
 
-def describe_differences(told: Sequence[Mapping[str, str]], *, is_partial: bool = False) -> str:
+def describe_differences(all_facts: Sequence[Mapping[str, str]], *, is_partial: bool = False) -> str:
     """Return one line about the keys that ranks do not agree on; empty where there are none.
 
     Args:
-        told: the facts of each rank.
+        all_facts: the facts of each rank.
         is_partial: a rank need not have what others have; of weights it never need.
 
     >>> describe_differences([{"a": "1"}, {"a": "2"}, {"a": "1"}])
-    'the ranks were not given the same job: a is 1 on ranks 0, 2 and 2 on rank 1; give every rank the same'
+    'the ranks do not have the same job: a is 1 on ranks 0, 2 and 2 on rank 1; give every rank the same'
     """
-    keys = sorted({key for facts in told for key in facts}, key=_by_rank_of_kind)
+    keys = sorted({key for facts in all_facts for key in facts}, key=_by_rank_of_kind)
     lines = []
     for key in keys:
         ranks: dict[str, list[int]] = {}
-        for rank, facts in enumerate(told):
+        for rank, facts in enumerate(all_facts):
             if key in facts or not (is_partial or key.startswith(WEIGHT)):
-                ranks.setdefault(facts.get(key, "not given"), []).append(rank)
+                ranks.setdefault(facts.get(key, "not set"), []).append(rank)
         if len(ranks) > 1:
             values = [
                 f"{value} on rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}"
@@ -122,7 +122,7 @@ def describe_differences(told: Sequence[Mapping[str, str]], *, is_partial: bool 
         return ""
     more = f"; and {len(lines) - MOST_NAMED} more keys" if len(lines) > MOST_NAMED else ""
     return (
-        f"the ranks were not given the same job: {'; '.join(lines[:MOST_NAMED])}{more}; give every rank the same"
+        f"the ranks do not have the same job: {'; '.join(lines[:MOST_NAMED])}{more}; give every rank the same"
         + (_ADVICE_WEIGHTS if any(line.startswith(WEIGHT) for line in lines) else "")
     )
 
@@ -183,9 +183,9 @@ def software_facts() -> dict[str, str]:
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """Return what tells a model and its weights from others: its class, a checksum of each tensor.
+    """Return what identifies a model and its weights: its class, a checksum of each tensor.
 
-    Not torch's seed: what it made is in the weights, and seeding ranks apart for dropout is common.
+    Not torch's seed: what it made is in the weights, and separate seeds of ranks for dropout are common.
     """
     evaluated = [name for name, module in model.named_modules() if not module.training]
     facts = {
@@ -194,7 +194,7 @@ def model_facts(model: nn.Module) -> dict[str, str]:
     }
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
-        if tensor.is_meta:  # never had, or let go of by an engine made before, which kept its own stages'
+        if tensor.is_meta:  # never there, or released by an earlier engine, which has its own stages'
             continue
         frozen = "" if not isinstance(tensor, nn.Parameter) or tensor.requires_grad else " frozen"
         facts[f"{WEIGHT}{name}"] = describe_tensor(tensor) + frozen
@@ -241,15 +241,15 @@ def recipe_facts(optimizer: Any, scheduler: Any, data: Any) -> dict[str, str]:
     return facts
 
 
-def _named(given: Any) -> str:
+def _named(function: Any) -> str:
     """Return a function's name, or the name of an object's class; not its address."""
-    if given is None:
+    if function is None:
         return "None"
-    return getattr(given, "__qualname__", None) or type(given).__qualname__
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def _short(text: str, most: int = 200) -> str:
-    """Return a value as an error can show it; two long ones are told apart by a checksum."""
+    """Return a value as an error can show it; two long ones are distinguished by a checksum."""
     return text if len(text) <= most else f"{text[:most]}... ({zlib.crc32(text.encode()):08x})"
 
 
@@ -263,7 +263,7 @@ def agree_on_job(
     data: Any,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Refuse ranks that were not given the same job, before anything is captured; collective over the group.
+    """Refuse ranks that do not have the same job, before anything is captured; collective over the group.
 
     Args:
         block: the checked ``graph_pipeline`` block, with its defaults.
@@ -279,7 +279,7 @@ def agree_on_job(
         **recipe_facts(optimizer, scheduler, data),
         **(model_facts(model) if isinstance(model, nn.Module) else {"model": type(model).__qualname__}),
     }
-    agree(facts, what="a look at what each rank was given", group=group)
+    agree(facts, what="a look at what each rank received", group=group)
     logger.debug("ranks agree on %d facts in %.1f ms", len(facts), (time.perf_counter() - started) * 1e3)
 
 
@@ -303,6 +303,6 @@ def agree_on_state(stages: Sequence[StageEngine], *, tag: str, group: dist.Proce
         where = f" of tensor position {stage.tensor_position}" if stage.stage.tensor > 1 else ""
         for name, parameter in stage.module.named_parameters():
             facts[f"{WEIGHT}{name}{where}"] = describe_tensor(parameter)
-    told = exchange(lambda: facts, what="a look at what each rank loaded", group=group)
-    if differences := describe_differences(told, is_partial=True):
+    all_facts = exchange(lambda: facts, what="a look at what each rank loaded", group=group)
+    if differences := describe_differences(all_facts, is_partial=True):
         _refuse(differences)

@@ -9,7 +9,7 @@ Stages run what was captured. A look at the modules before each mini-batch finds
     hooks on parameters (`register_hook`)     called once a step, with the whole gradient; one that makes something else
                                               of a sum than of its parts is refused where a step has several units
     attributes (of classes too), modes        the model is traced with the old and the new ones: where the traces are
-                                              the same, training goes on; else the change is refused
+                                              the same, training continues; else the change is refused
     other modules or parameters, hooks of     refused
     one module or of all, a model in eval
     mode as a whole, a parameter that is in
@@ -85,7 +85,7 @@ class _Table:
         """Return the attribute by which code comes to an entry."""
         return (self.name or str(key)).partition(".")[0]
 
-    def told(self, key: Any) -> str:
+    def described(self, key: Any) -> str:
         """Return what an error calls an entry."""
         owner = self.path if self.kind is None else self.kind.__name__
         return ".".join(part for part in (owner, self.name, str(key)) if part)
@@ -164,7 +164,7 @@ class ModelWatch:
             for name, parameter in stage.module.named_parameters()
         ]
         self._trained = [id(parameter) in trained for _, _, parameter in self._parameters]
-        self._asked_at_start = [parameter.requires_grad for _, _, parameter in self._parameters]
+        self._initial_flags = [parameter.requires_grad for _, _, parameter in self._parameters]
         self._frozen: list[nn.Parameter] = []
         self._copies = _copies_of(stages)
         for stage, name, parameter in self._parameters:
@@ -274,7 +274,7 @@ class ModelWatch:
             if self._trained[number] and not takes_gradient:
                 resting.append(parameter)
                 frozen.setdefault(stage.stage_index, set()).add(name)
-            if takes_gradient and not self._trained[number] and not self._asked_at_start[number]:
+            if takes_gradient and not self._trained[number] and not self._initial_flags[number]:
                 raise ConfigError(
                     f"{name} takes a gradient now, and is in no optimizer group: it took none when the model was "
                     "captured. To train it later, let it take one at the start and freeze it with "
@@ -285,7 +285,7 @@ class ModelWatch:
             stage.update.frozen = frozenset(frozen.get(stage.stage_index, ()))
 
     def _refuse_written_in_parts(self) -> None:
-        """Refuse what was written through `.data`, which no version tells of, to parameters without values (ZeRO 3)."""
+        """Refuse what was written through `.data`, which no version shows, to parameters without values (ZeRO 3)."""
         for weights in self._stages.weights:
             if written := weights.written():
                 raise _written_in_parts(next(name for _, name, p in self._parameters if id(p) in written))
@@ -306,13 +306,13 @@ class ModelWatch:
     @torch.no_grad()
     def _take_back(self, name: str, parameter: nn.Parameter, home: Tensor) -> None:
         """Copy values that were put in place of a parameter's own to where its stage has it."""
-        given = parameter.data
-        if home.shape != given.shape or any(s == 0 for s in home.stride() if home.numel() > 1):
+        replaced = parameter.data
+        if home.shape != replaced.shape or any(s == 0 for s in home.stride() if home.numel() > 1):
             raise ConfigError(
-                f"{name}.data was replaced by a tensor {list(given.shape)}, and its stage has {list(home.shape)}, or "
+                f"{name}.data was replaced by a tensor {list(replaced.shape)}, its stage has {list(home.shape)}, or "
                 "holds it in parts (ZeRO 3); write into it in place, within engine.gathered_parameters()"
             )
-        home.copy_(given)
+        home.copy_(replaced)
         parameter.data = home
 
     def _take_hooks(self, stage: StageEngine, name: str, parameter: nn.Parameter) -> None:
@@ -369,14 +369,14 @@ class ModelWatch:
                 )
             elif key != "training" or is_training:
                 attributes.append(change)
-        if attributes and (known := self._told(watched, attributes)) is not None:
+        if attributes and (known := self._refusal(watched, attributes)) is not None:
             raise known
         for table in tables:
             if all(change.table is not table for change in changes) or not is_training:
                 continue
             table.known = table.now()
 
-    def _told(self, watched: WatchedModule, changes: Sequence[_Change]) -> ConfigError | None:
+    def _refusal(self, watched: WatchedModule, changes: Sequence[_Change]) -> ConfigError | None:
         """Return the error of attributes that change what is computed; None where they do not."""
         modes = [change for change in changes if change.key == "training" and not change.table.name]
         if modes and not any(module.training for module in watched.module.modules()):
@@ -408,9 +408,9 @@ class ModelWatch:
                 f"model was captured, which stages run: call {where}.{then}(), or {ANEW}"
             )
         return ConfigError(
-            f"{first.table.told(first.key)} is {_short(first.new)}{more}, and was {_short(first.old)} when the model "
-            f"was captured, which stages run: set it back, or {ANEW}; a value that changes while training belongs into "
-            "a buffer (register_buffer), and is written into it in place"
+            f"{first.table.described(first.key)} is {_short(first.new)}{more}, and was {_short(first.old)} when the "
+            f"model was captured, which stages run: set it back, or {ANEW}; a value that changes while training "
+            "belongs into a buffer (register_buffer), and is written into it in place"
         )
 
     def _trace_of_old(self, watched: WatchedModule, changes: Sequence[_Change]) -> str | None:

@@ -5,7 +5,7 @@
     0F0   embed ok   layer.0 ok   layer.1 nan  <- first in a forward: made of finite inputs, in micro-batch 0
     0B0   head ok    layer.1 inf               <- or first in a backward, which runs from the loss down
 
-It reads a number back for each operator, several times what a step costs: it is on where ``locate_nan`` asks for it.
+It reads a number back for each operator, several times what a step costs: it is on where ``locate_nan`` requests it.
 The module is that of the captured operator, which the line of the generated code that runs it names.
 
 Source: this project
@@ -73,7 +73,7 @@ class SkippedSteps:
         error = RuntimeFailure(
             f"{self._most} steps running were skipped (steps {first} to {number}): their gradients are not finite, and "
             f"the weights have not changed since{advice}; lower the learning rate or the gradients' clipping, look at "
-            "these batches, or load an earlier checkpoint (graph_pipeline.max_skipped_steps: null goes on for ever)"
+            "these batches, or load an earlier checkpoint (graph_pipeline.max_skipped_steps: null continues for ever)"
         )
         mark_shared(error)
         raise error
@@ -194,5 +194,5 @@ def _module_of(owner: Any, line: str) -> str:
 
 def first_found(found: Found | None, meeting: Meeting) -> str:
     """Return where numbers were first not finite on any rank; empty where no operator was seen; collective."""
-    told = [each for each in meeting.gather(found, "where numbers are not finite") if each is not None]
-    return min(told, key=lambda each: each.order).place if told else ""
+    gathered = [each for each in meeting.gather(found, "where numbers are not finite") if each is not None]
+    return min(gathered, key=lambda each: each.order).place if gathered else ""

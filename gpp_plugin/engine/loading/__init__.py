@@ -1,1 +1,1 @@
-"""Mini-batches: loaders, a rank's share of them, what is taken ahead, and the position that a checkpoint keeps."""
+"""Mini-batches: loaders, a rank's shard of them, prefetched ones, and the position that a checkpoint saves."""

@@ -48,8 +48,8 @@ from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
 
 LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
-MAX_TOLD = 256
-"""Shapes of mini-batches that ranks without inputs remember; an older one is told again."""
+MAX_KNOWN_SHAPES = 256
+"""Shapes of mini-batches that ranks without inputs remember; an older one is broadcast again."""
 
 
 def sample_from_dataset(
@@ -93,7 +93,7 @@ class _Loading:
     """A mini-batch of the engine's own loader on its way.
 
     Args:
-        batch: where this rank reads inputs; ``error`` what kept it from them.
+        batch: where this rank reads inputs; ``error`` what prevented it.
         facts: a rank that failed (-1: none) and the number of the batch's shape, once ``work`` is done; then the
             largest checksum of a reading rank's shape, and minus the smallest; the same of the content; then whether
             any rank drew random numbers of torch's as it loaded; then for each key whether any rank loaded anything but
@@ -107,12 +107,12 @@ class _Loading:
     work: Any = None
 
 
-class Feed:
+class BatchSource:
     """Gives this rank each mini-batch, or its shape where the rank reads no inputs.
 
     Args:
         prepare: makes of a batch what the model is called with.
-        complete: adds to the batches of a mini-batch what the model is told of all of them together.
+        complete: adds to the batches of a mini-batch what the model receives about all of them together.
         units: items of a mini-batch, each one loss unit; None: a mini-batch is of batches of ``mini_batch`` samples.
         order: chooses in which order units run; None: as they come.
         reads_inputs: whether this rank's stage reads model inputs.
@@ -123,14 +123,14 @@ class Feed:
         keys: what the batch the model was captured with has; mini-batches have the same.
         inputs: those of its tensors, some of which a unit may lack.
         rule: how batches become loss units, of a model that takes whole ones.
-        loads_ahead: load a mini-batch of the engine's own loader one call before it is needed, so that no rank waits
+        prefetches: load a mini-batch of the engine's own loader one call before it is needed, so that no rank waits
             for another one to begin the same call.
 
     Attributes:
         draws: loading the first mini-batch drew random numbers on some rank, from the generator that dropout draws
-            from: loaded ahead, both would draw others.
+            from: prefetched, both would draw others.
         step: the step that mini-batches are for, in errors.
-        refusal: why this rank will run no mini-batch now; raised in place of taking one, and told like wrong data.
+        refusal: why this rank will run no mini-batch now; raised in place of taking one, and reported like wrong data.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Feed:
         keys: Iterable[str],
         timeout_s: float,
         rule: UnitRule | None = None,
-        loads_ahead: bool = False,
+        prefetches: bool = False,
         inputs: Iterable[str] = (),
     ) -> None:
         self._rule = rule
@@ -170,8 +170,8 @@ class Feed:
         self._num_announced = 0
         self._shapes: dict[int, Batch] = {}
         self._has_begun = False
-        self._loads_ahead = loads_ahead
-        self._ahead: _Loading | None = None
+        self._prefetches = prefetches
+        self._prefetched: _Loading | None = None
         self.draws = False
         self.step = 0
         self.refusal: Exception | None = None
@@ -211,7 +211,7 @@ class Feed:
         return self._units is not None or self._rule is not None
 
     def _take_units(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Take the units of a mini-batch: as many as were asked for, or what makes up its samples."""
+        """Take the units of a mini-batch: as many as were requested, or what makes up its samples."""
         if self._units is not None:
             return collect_units(batches, self._units)
         assert self._rule is not None, "without units mini-batches are joined"
@@ -237,31 +237,31 @@ class Feed:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.
 
         Raises:
-            ConfigError: ranks loaded samples of unlike shapes.
+            ConfigError: ranks loaded samples of different shapes.
             RuntimeFailure: another rank's data could not be loaded, or did not come in time.
         """
-        # Ahead, a rank tells in call k what it loaded for call k + 1: all have told by then, and nobody waits.
+        # With prefetch, a rank reports in call k what it loaded for call k + 1, so nobody waits for a report.
         self._refuse()
-        loading = self._ahead or self._begin(iterator)
-        self._ahead = None
+        loading = self._prefetched or self._begin(iterator)
+        self._prefetched = None
         batch = self._end(loading)
-        if self._loads_ahead and not self.draws:
-            self._ahead = self._begin(iterator)
+        if self._prefetches and not self.draws:
+            self._prefetched = self._begin(iterator)
         return batch
 
     def agree(self, batch: Batch | None, error: Exception | None, *, compares: bool) -> None:
-        """Refuse on all ranks, before anything runs, what one was not given, or was given otherwise; collective.
+        """Refuse on all ranks, before anything runs, what one lacks, or has otherwise; collective.
 
         Args:
             batch: what this rank took from its iterator; None, with the ``error``, where it took nothing.
-            compares: the ranks that read inputs look whether they were given the same.
+            compares: the ranks that read inputs check whether they have the same.
 
         Raises:
             StopIteration: an iterator ended, here or on another rank.
-            RuntimeFailure: another rank took nothing for another reason, or ranks were given different mini-batches.
+            RuntimeFailure: another rank took nothing for another reason, or ranks have different mini-batches.
         """
         # In mode async no rank waits for another one to begin: there `DataAgreement` finds it out a call later.
-        if self._group is None or (compares and self._loads_ahead):
+        if self._group is None or (compares and self._prefetches):
             if error is not None:
                 raise error
             return
@@ -289,14 +289,14 @@ class Feed:
         checksum = 0 if batch is None else batch_checksum(batch)
         return different_data(self.step, checksum=checksum, rank=self.rank)
 
-    def drop_ahead(self) -> None:
-        """Forget what was loaded one call ahead, when all ranks have told of it."""
-        loading, self._ahead = self._ahead, None
+    def drop_prefetched(self) -> None:
+        """Drop what was loaded one call early, when all ranks have reported it."""
+        loading, self._prefetched = self._prefetched, None
         if loading is not None and loading.work is not None:
             self._wait(loading.work)
 
     def share_position(self, own: Any) -> Any:
-        """Return, on every rank, where the rank that tells shapes is in the engine's own data; collective."""
+        """Return, on every rank, where the rank that broadcasts shapes is in the engine's own data; collective."""
         return self._meeting().tell(own, source=self.source, what="the position in the data")
 
     def gather_positions(self, own: Any) -> list[Any]:
@@ -332,8 +332,8 @@ class Feed:
             checksum = zlib.crc32(repr(key).encode())
             other = [int(name not in ones) for name in sorted(self._keys)]
             content = batch_checksum(loading.batch)
-            told = [checksum, -checksum, content, -content, int(has_drawn), *other]
-            loading.facts[2:] = torch.tensor(told)
+            reported = [checksum, -checksum, content, -content, int(has_drawn), *other]
+            loading.facts[2:] = torch.tensor(reported)
             if self._is_source():
                 loading.facts[1] = self._number_of(key)
         # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
@@ -348,12 +348,12 @@ class Feed:
         return batch if self._rule is None else self._rule.units(batch)
 
     def _number_of(self, key: tuple[Any, ...]) -> int:
-        """Return the number of a shape, of those that were told lately, or the next one; on the source."""
+        """Return the number of a shape, of those that were broadcast lately, or the next one; on the source."""
         number = self._announced.get(key)
         if number is None:
             number = self._announced[key] = self._num_announced
             self._num_announced += 1
-            while len(self._announced) > MAX_TOLD:
+            while len(self._announced) > MAX_KNOWN_SHAPES:
                 self._announced.popitem(last=False)
         return number
 
@@ -378,12 +378,12 @@ class Feed:
                 raise RuntimeFailure(f"rank {failed} could not load its mini-batch; see its error")
             return None
         if largest != -smallest:
-            raise _unlike_shapes(batch)
+            raise _shape_mismatch(batch)
         if content != -least:
             raise self._different(batch)
-        if not self._all_read and index not in self._shapes:  # a new shape: its source tells it
-            self._shapes[index] = self._tell_shapes(batch)
-            self._shapes.pop(index - MAX_TOLD, None)  # the oldest, as on the source
+        if not self._all_read and index not in self._shapes:  # a new shape: its source broadcasts it
+            self._shapes[index] = self._broadcast_shapes(batch)
+            self._shapes.pop(index - MAX_KNOWN_SHAPES, None)  # the oldest, as on the source
         if batch is None:
             return self._shapes[index]
         if isinstance(batch, UnitBatch):
@@ -391,16 +391,16 @@ class Feed:
         ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)
         return replace(batch, ones=ones)
 
-    def _tell_shapes(self, batch: Batch | None) -> Batch:
+    def _broadcast_shapes(self, batch: Batch | None) -> Batch:
         """Return the shapes of the source's batch, on every rank."""
         own: Batch | None = None
         if self._is_source() and isinstance(batch, UnitBatch):
             own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
         elif self._is_source() and batch is not None:
             own = mini_batch_shapes(batch)
-        told = self._meeting().tell(own, source=self.source, what=f"a new shape, from rank {self.source}")
-        assert told is not None
-        return told
+        reported = self._meeting().tell(own, source=self.source, what=f"a new shape, from rank {self.source}")
+        assert reported is not None
+        return reported
 
     def _is_source(self) -> bool:
         return self.rank == self.source
@@ -416,13 +416,13 @@ class Feed:
         )
 
 
-def _unlike_shapes(batch: Batch | None) -> ConfigError:
+def _shape_mismatch(batch: Batch | None) -> ConfigError:
     """Return the error of ranks whose samples of one mini-batch cannot be stacked together."""
     own = {} if batch is None else {k: list(v.shape[1:]) for k, v in batch.items() if isinstance(v, Tensor)}
     here = f" (rank {dist.get_rank()}: {own})" if own else ""
     return ConfigError(
-        f"samples of one mini-batch have unlike shapes or dtypes on different ranks{here}; without a collate_fn they "
-        "are stacked as they are: give deepspeed.initialize a collate_fn that pads"
+        f"samples of one mini-batch have different shapes or dtypes on different ranks{here}; without a collate_fn "
+        "they are stacked as they are: give deepspeed.initialize a collate_fn that pads"
     )
 
 

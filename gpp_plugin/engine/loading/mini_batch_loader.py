@@ -30,9 +30,9 @@ from gpp_plugin.runtime.batches import (
 #
 # A mini-batch is of *lists*, what the loader's batch sampler yields: one, or one for each unit where it is of units.
 # States are written as those of checkpoints (`state_values`), tensors in place: ranks compare them.
-# Positions count mini-batches trained: what workers have loaded ahead, or a frozen branch has run, does not count.
+# Positions count mini-batches trained: what workers have prefetched, or a frozen branch has run, does not count.
 
-SAMPLES, STREAM, GIVEN = "samples", "stream", "given"
+SAMPLES, STREAM, EXTERNAL = "samples", "stream", "given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def check_keys(batch: Batch, keys: frozenset[str]) -> None:
         parts = (("lacks", keys - batch.keys()), ("also has", batch.keys() - keys))
         differ = " and ".join(f"{verb} {sorted(names)}" for verb, names in parts if names)
         raise ConfigError(
-            f"a batch {differ}, unlike the one the model was captured with; give train_batch() the same keys as "
+            f"a batch {differ}, not as the one the model was captured with; give train_batch() the same keys as "
             "the sample batch (by default the first of training_data)"
         )
 
@@ -154,14 +154,14 @@ def make_loader(
     )
 
 
-def count_workers(asked: int | str, device: torch.device) -> int:
+def count_workers(requested: int | str, device: torch.device) -> int:
     """Return how many processes load for this rank.
 
     Args:
-        asked: a number, or ``auto``: on CUDA up to four of this rank's cores; none where the cores compute.
+        requested: a number, or ``auto``: on CUDA up to four of this rank's cores; none where the cores compute.
     """
-    if isinstance(asked, int):
-        return asked
+    if isinstance(requested, int):
+        return requested
     if device.type != "cuda" or multiprocessing.current_process().daemon:  # a daemon may have no children
         return 0
     cores = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)
@@ -172,7 +172,7 @@ def repeat(loader: Iterable[Any], *, is_resumed: bool = False) -> Iterator[Any]:
     """Yield the loader's batches, starting anew when it ends.
 
     Args:
-        is_resumed: it goes on somewhere, maybe at an epoch's end: its first pass may have nothing left.
+        is_resumed: it continues somewhere, maybe at an epoch's end: its first pass may have nothing left.
 
     Raises:
         ConfigError: the loader yields nothing.

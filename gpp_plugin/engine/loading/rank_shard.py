@@ -113,14 +113,14 @@ class Share:
         arranged = arrange_units(units, self.order)
         size = self.mini_batch // self.units
         own = {number // size for number in self.numbers}
-        kept: list[dict[str, Any]] = []
+        own_units: list[dict[str, Any]] = []
         for number, unit in enumerate(arranged.units):
             values: dict[str, Any] = mini_batch_shapes(unit)
             for key, value in unit.items() if number in own else ():
                 if isinstance(value, Tensor) and (self.keys is None or key in self.keys):
                     values[key] = self._cast(value)
-            kept.append(values)
-        return replace(arranged, units=tuple(kept), checksum=batch_checksum(arranged))
+            own_units.append(values)
+        return replace(arranged, units=tuple(own_units), checksum=batch_checksum(arranged))
 
     def cut(self, batch: Batch, *, checksum: int) -> OwnRows:
         """Return this rank's rows of a whole mini-batch, in storages of their own."""
@@ -171,11 +171,11 @@ class Share:
 Prepare = Callable[[Any], dict[str, Any]]
 Complete = Callable[[Sequence[Batch]], list[dict[str, Any]]]
 _MOST_SAMPLES = 2**20
-"""More than a mini-batch of units has: places in the stream of samples are apart by so many a mini-batch."""
+"""More than a mini-batch of units has: the distance of two mini-batches' places in the stream of samples."""
 
 
 def as_they_are(batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Return the batches of a mini-batch of whose whole the model is told nothing."""
+    """Return the batches of a mini-batch unchanged: the model receives nothing about the whole of it."""
     return [dict(batch) for batch in batches]
 
 
@@ -191,7 +191,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFailure:
-    """What kept a mini-batch from being loaded, as it crosses from a worker: an exception may not survive that."""
+    """What prevented the loading of a mini-batch, as it crosses from a worker: an exception may not survive that."""
 
     message: str
     kind: type[GppError]
@@ -202,7 +202,7 @@ class EpochOrder:
 
     Args:
         begin: the point that the first of them comes after.
-        began: is told of each epoch as it begins, a point with no lists before it.
+        began: is called for each epoch as it begins, a point with no lists before it.
     """
 
     def __init__(
@@ -252,9 +252,9 @@ class ShareReader:
     Args:
         collate_fn: the user's; None: torch's own.
         prepare: makes of a batch what the model is called with.
-        complete: adds to the batches of a mini-batch what the model is told of all of them together.
+        complete: adds to the batches of a mini-batch what the model receives about all of them together.
         keys: what a mini-batch has.
-        unit: samples of a loss unit, of a model that takes whole ones: each is collated by itself, and all are kept
+        unit: samples of a loss unit, of a model that takes whole ones: each is collated by itself, and all are returned
             on every rank that reads any, which finds out what Python reads of them.
     """
 
@@ -290,11 +290,11 @@ class ShareReader:
     def of_unit_items(self, units: Sequence[list[Any]]) -> UnitBatch:
         """Return a mini-batch of those units whose items are there: with all of them, or with this rank's."""
         whole = self._complete([self._prepare(self._collate(items)) for items in units])
-        kept = [own_inputs(unit, self._keys, self._share.inputs) for unit in whole]
+        own_units = [own_inputs(unit, self._keys, self._share.inputs) for unit in whole]
         if self._unit is not None:
-            arranged = arrange_units(kept, self._share.order)
+            arranged = arrange_units(own_units, self._share.order)
             return replace(arranged, checksum=batch_checksum(arranged))
-        return self._share.keep_units(kept)
+        return self._share.keep_units(own_units)
 
     def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | UnitBatch:
         """Return this rank's share of the mini-batch of some samples of a dataset."""
@@ -341,9 +341,8 @@ class ShareReader:
         which = ""
         found = []
         try:
-            if (
-                fetch_many is not None and not is_worker
-            ):  # as a DataLoader does; these cannot be seeded one by one
+            # as a DataLoader does; these cannot be seeded one by one
+            if fetch_many is not None and not is_worker:
                 which = f"one of the samples {[index for index, _ in places]}"
                 return list(fetch_many([index for index, _ in places]))
             for index, place in places:
@@ -353,13 +352,13 @@ class ShareReader:
                 found.append(dataset[index])
         except Exception as error:  # whatever a dataset raises, all ranks hear which sample it was
             raise RuntimeFailure(
-                f"rank {self._share.rank} could not load {which} of training_data: {_told(error)}"
+                f"rank {self._share.rank} could not load {which} of training_data: {_described(error)}"
             ) from error
         return found
 
 
 class SharesOfDataset:
-    """A dataset whose items are a rank's shares of mini-batches, or what kept them from being loaded."""
+    """A dataset whose items are a rank's shares of mini-batches, or what prevented their loading."""
 
     def __init__(self, dataset: Any, reader: ShareReader, seed: int) -> None:
         self._dataset, self._reader, self._seed = dataset, reader, seed
@@ -386,7 +385,7 @@ class SharesOfStream(IterableDataset[Any]):
     """The same of a dataset that is iterated over, again when it ends.
 
     Args:
-        begin: where to go on.
+        begin: where to continue.
     """
 
     def __init__(
@@ -424,14 +423,14 @@ class SharesOfStream(IterableDataset[Any]):
         while True:
             found = _guarded(read, reader)
             number += 1
-            # a copy: the dataset goes on, and a worker writes it down on a thread of its own
+            # a copy: the dataset continues, and a worker writes it down on a thread of its own
             state = stream_state(dataset)
             yield PassedMiniBatch(
                 found=found, point=StreamPoint(mini_batches=number, passes=self._passes, state=state)
             )
 
     def _lists(self) -> Iterator[list[Any]]:
-        """Yield the items of a mini-batch, or of a unit, pass after pass; a dataset is told of the second and on."""
+        """Yield the items of a mini-batch, or of a unit, pass after pass; a dataset is notified of the second on."""
         dataset, is_resumed = cast(Any, self._items.dataset), self._begin.state is not None
         while True:
             if self._passes and hasattr(dataset, "set_epoch"):
@@ -450,7 +449,7 @@ class SharesOfStream(IterableDataset[Any]):
 def _guarded(
     load: Callable[[], OwnRows | UnitBatch], reader: ShareReader
 ) -> OwnRows | UnitBatch | LoadFailure:
-    """Return what was loaded; what kept it from being is raised here, and returned in a worker.
+    """Return what was loaded; what prevented that is raised here, and returned in a worker.
 
     Raises:
         GppError: in one line, which names the rank.
@@ -470,11 +469,11 @@ def _failure(error: Exception, rank: int) -> LoadFailure:
     if isinstance(error, GppError):
         return LoadFailure(message=str(error), kind=type(error))
     return LoadFailure(
-        message=f"rank {rank} could not load its mini-batch: {_told(error)}", kind=RuntimeFailure
+        message=f"rank {rank} could not load its mini-batch: {_described(error)}", kind=RuntimeFailure
     )
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 

@@ -2,14 +2,14 @@
 
 Padding is the same for all samples of a mini-batch, whoever loads it. So a collator of the user's gets the whole
 mini-batch, in a worker process, and the rank's rows are cut out before anything leaves the worker. torch's own
-collation stacks tensors of one shape or fails: there a rank fetches its own samples only, and ranks tell each other the
-shapes (`Feed`). The first mini-batch is loaded whole by every rank that reads any, and its content compared; from then
+collation stacks tensors of one shape or fails: there a rank fetches its own samples only, and ranks exchange the
+shapes (`BatchSource`). The first mini-batch is loaded whole by every rank that reads any, and compared; from then
 on what is compared is its content where a rank has that anyway, else which samples it is of.
 
 With workers, random numbers that a dataset draws depend on the sample's place in the stream alone: a sample is the same
 on every rank, with any number of workers.
 
-A loader knows where it is (`RowLoader.position`): a dataset with numbers goes on there without loading what comes
+A loader has a position (`RowLoader.position`): a dataset with numbers continues there without loading what comes
 before, a stream by its own ``state_dict``, or by reading on.
 
 Source: this project
@@ -63,7 +63,7 @@ from gpp_plugin.runtime.batches import (
 
 logger = logging.getLogger(__name__)
 
-_MOST_AHEAD = 4
+_MAX_PREFETCHED = 4
 """Mini-batches that are taken before they are trained, at most: points in the data are remembered for so many."""
 
 
@@ -76,7 +76,7 @@ class RowLoader:
         loader: of whole mini-batches, made by `make_loader`.
         collate_fn: what it was made with.
         seed: what random numbers of a dataset depend on, in workers.
-        workers: processes that load ahead; 0 loads here, when asked.
+        workers: processes that prefetch; 0 loads here, on demand.
         pins: rows come in page-locked memory.
         needs_whole: ``complete`` makes something of a row that depends on those beside it.
         unit: as of `make_row_loader`.
@@ -113,9 +113,8 @@ class RowLoader:
         self._is_stream = is_stream
         self._taken = 0
         self._begin: EpochPoint | StreamPoint = EpochPoint()
-        if (
-            is_stream
-        ):  # a stream may keep its place in itself: going back to its beginning takes its state there
+        # a stream may keep its place in itself: going back to its beginning takes its state there
+        if is_stream:
             self._begin = StreamPoint(state=stream_state(loader.dataset))
         self._points: list[EpochPoint] | list[StreamPoint] = []
 
@@ -149,7 +148,7 @@ class RowLoader:
         assert isinstance(found, (OwnRows, UnitBatch))
         self._taken += 1
         # of the points remembered the first is the last one from which anything may still be trained
-        while len(self._points) > 1 and self._points[1].mini_batches <= self._taken - _MOST_AHEAD:
+        while len(self._points) > 1 and self._points[1].mini_batches <= self._taken - _MAX_PREFETCHED:
             self._points.pop(0)
         return found
 
@@ -173,9 +172,8 @@ class RowLoader:
             }  # fmt: skip
         lists = point.lists + (trained - point.mini_batches) * units
         generator, sampler = point.generator, point.sampler
-        if (
-            point.generator is None and point.sampler is None
-        ):  # nothing has begun: they are as they will be found
+        # nothing has begun: they are as they will be found
+        if point.generator is None and point.sampler is None:
             generator = None if self.loader.generator is None else self.loader.generator.get_state()
             sampler = sampler_state(self.loader.batch_sampler)
         return {
@@ -188,7 +186,7 @@ class RowLoader:
         }
 
     def restore(self, position: Mapping[str, Any], *, warns: bool) -> None:
-        """Go on behind the mini-batches that were trained when `position` was asked.
+        """Continue behind the mini-batches that were trained when `position` was read.
 
         Args:
             warns: say here what does not fit.
@@ -239,7 +237,7 @@ class RowLoader:
         )
 
     def _problem_with(self, position: Mapping[str, Any], begin: EpochPoint | StreamPoint) -> str:
-        """Return what a user should know of going on there; empty where all fits."""
+        """Return what a user should expect of continuing there; empty where all fits."""
         kind, size = position["kind"], self.loader.batch_size
         if kind != (STREAM if self._is_stream else SAMPLES):
             return f"training_data was another ({kind}) when the checkpoint was saved: it is read from its beginning"
@@ -248,7 +246,7 @@ class RowLoader:
                 return ""
             return (
                 f"training_data is a stream without state_dict: {begin.dropped * (size or 1)} samples of it are read "
-                "and dropped to go on where the checkpoint was saved; with state_dict and load_state_dict it would skip"
+                "and dropped to continue where the checkpoint was saved; state_dict and load_state_dict would skip"
             )
         have = len(cast(Any, self.loader.dataset))
         if position["samples"] != have:
@@ -274,7 +272,7 @@ class RowLoader:
         """
         if self._iterator is not None:
             raise ConfigError(
-                "set_batch_fn: mini-batches are loaded ahead already; call it before train_batch()"
+                "set_batch_fn: mini-batches are prefetched already; call it before train_batch()"
             )
         self.batch_fn = fn
 
@@ -379,8 +377,8 @@ def make_row_loader(
 
 def _start(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return the loader's iterator; its workers are forked here."""
-    # A fork has this process's objects and not its threads. What the garbage collector finds there, a process group of
-    # an earlier engine, say, waits for its threads as it is let go of, or falls over them. So garbage is collected
+    # A fork has this process's objects and not its threads. What the gc finds there, a process group of
+    # an earlier engine, say, waits for its threads as it is released, or falls over them. So dead objects are collected
     # before, and the workers' collectors leave alone what was there when they were forked.
     gc.collect()
     gc.freeze()

@@ -11,28 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
-from gpp_plugin.engine.loading.batch_source import Feed
-from gpp_plugin.engine.loading.mini_batch_loader import GIVEN, repeat
+from gpp_plugin.engine.loading.batch_source import BatchSource
+from gpp_plugin.engine.loading.mini_batch_loader import EXTERNAL, repeat
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.runtime.batches import (
     Batch,
 )
 
-# Mini-batches that were taken of iterators before they are trained, each kept as long as its iterator.
+# Mini-batches that were taken of iterators before they are trained, each stored as long as its iterator.
 
 
 _MOST_HELD = 4
-"""Iterators without weak references (a list's, ``zip``, ``map``) of which a mini-batch taken ahead is kept."""
+"""Iterators without weak references (a list's, ``zip``, ``map``) of which a prefetched mini-batch is stored."""
 
 
 @dataclass(slots=True)
 class Taken:
-    """A mini-batch taken ahead, or what kept it from being.
+    """A prefetched mini-batch, or what prevented it.
 
     Args:
-        source: returns what it was taken from, or None where that is gone, and with it whoever could ask for the rest.
-        is_held: the source is kept alive, since nothing would tell when it goes.
+        source: returns what it was taken from, or None where that is gone, and with it whoever could request the rest.
+        is_held: the source is kept alive, since nothing would signal its end.
     """
 
     source: Callable[[], Any]
@@ -41,11 +41,11 @@ class Taken:
     error: BaseException | None = None
 
 
-class TakenAhead:
-    """Mini-batches taken ahead by what they were taken from: each lives as long as its iterator, and no longer.
+class PrefetchedBatches:
+    """Mini-batches prefetched by what they were taken from: each lives as long as its iterator, and no longer.
 
     A caller may take turns between any number of iterators, and go back to one it has left. Where an iterator has no
-    weak references it is held, and so are only a few of them: of one more nothing is taken ahead, so nothing is lost.
+    weak references it is held, and so are only a few of them: of one more nothing is prefetched, so nothing is lost.
     """
 
     def __init__(self) -> None:
@@ -75,9 +75,9 @@ class TakenAhead:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "look_ahead: mini-batches of %d iterators that were left in their middle are kept, and of one more "
-                "(a %s) none is taken ahead; pass the same iterator at every call, or generators: when they are gone, "
-                "so is what is kept",
+                "look_ahead: mini-batches of %d iterators that were left in their middle are stored, and of one more "
+                "(a %s) none is prefetched; pass the same iterator at every call, or generators: when they are gone, "
+                "so is what is stored",
                 _MOST_HELD,
                 type(source).__name__,
             )
@@ -96,7 +96,7 @@ def _without_frames(error: BaseException) -> None:
     """Let an error hold none of the frames it went through, nor their callers': they keep its iterator alive."""
     if not isinstance(error, GppError | StopIteration):
         text = "".join(traceback.format_tb(error.__traceback__))
-        error.add_note(f"raised as the next mini-batch was taken ahead:\n{text}")
+        error.add_note(f"raised as the next mini-batch was prefetched:\n{text}")
     done: set[int] = set()
     seen: BaseException | None = error
     while seen is not None and id(seen) not in done:
@@ -111,59 +111,63 @@ logger = logging.getLogger(__name__)
 class TrainingData:
     """What `train_batch` reads when it is called without data: the engine's own loader, or what the user set.
 
-    It knows where training is in them (`position`): behind the mini-batches that `next` has given, whatever was taken
-    ahead.
+    It has training's position in them (`position`): behind the mini-batches that `next` has returned, whatever was
+    prefetched.
 
     Args:
         own: this rank's share of ``training_data``; None where there is none.
         peeks_at_iterators: `peek` takes mini-batches from iterators too, and not from the engine's own loader alone.
     """
 
-    def __init__(self, feed: Feed, own: RowLoader | None, *, peeks_at_iterators: bool = False) -> None:
+    def __init__(
+        self, batches: BatchSource, own: RowLoader | None, *, peeks_at_iterators: bool = False
+    ) -> None:
         self.loader: Any = None if own is None else own.loader
-        self._feed = feed
+        self._batch_source = batches
         self._own = own
         self._iterator: Iterator[Any] | None = None
         self._peeks_at_iterators = peeks_at_iterators
-        self._taken = TakenAhead()
-        self._num_given = 0
-        self._given: Any = None
+        self._taken = PrefetchedBatches()
+        self._num_returned = 0
+        self._external: Any = None
         self._repeats = False
         self._state_before: Any = None
         self._pending: Mapping[str, Any] | None = None
-        self._is_unplaced = False  # a checkpoint without a position was loaded, and nobody told so
+        self._is_unplaced = False  # a checkpoint without a position was loaded, and no rank reported so
 
-    def next(self, given: Iterator[Any] | None, *, step: int = 1, refusal: Exception | None = None) -> Batch:
-        """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs; collective.
+    def next(
+        self, data_iter: Iterator[Any] | None, *, step: int = 1, refusal: Exception | None = None
+    ) -> Batch:
+        """Return the mini-batch of ``train_batch(data_iter)``, or its shape on ranks without inputs; collective.
 
         Args:
-            refusal: why this rank will not run it, told to all ranks as if its data were wrong; nothing is taken then.
+            refusal: why this rank will not run it, reported to all ranks like wrong data; nothing is taken then.
 
         Raises:
             ConfigError: there is no data, or its keys or sizes do not fit.
-            RuntimeFailure: a rank could not load its rows, or ranks were given different ones.
+            RuntimeFailure: a rank could not load its rows, or ranks have different ones.
             StopIteration: the data ended, here or on another rank.
         """
-        self._feed.step = step
-        self._feed.refusal = refusal
-        taken = self._taken.pop(self._source(given)) if refusal is None else None
-        if given is None:
+        self._batch_source.step = step
+        self._batch_source.refusal = refusal
+        taken = self._taken.pop(self._source(data_iter)) if refusal is None else None
+        if data_iter is None:
             self._state_before = None
-        if given is None and self._own is not None:  # whose ranks agree as they load
+        if data_iter is None and self._own is not None:  # whose ranks agree as they load
             batch = self._take(None) if taken is None else _result(taken)
-            self._num_given += 1
+            self._num_returned += 1
             return batch
         found: Batch | None = None
         failure: Exception | None = None
         try:
-            found = self._take(given) if taken is None else _result(taken)
+            found = self._take(data_iter) if taken is None else _result(taken)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-        self._feed.agree(found, failure, compares=True)
+        self._batch_source.agree(found, failure, compares=True)
         assert found is not None, "a rank without a mini-batch has raised"
         return found
 
-    def take(self, given: Iterator[Any], *, refusal: Exception | None = None) -> Batch:
+    def take(self, data_iter: Iterator[Any], *, refusal: Exception | None = None) -> Batch:
         """Return a batch to evaluate, of any size and keys; collective.
 
         Args:
@@ -171,55 +175,55 @@ class TrainingData:
 
         Raises:
             ConfigError: it is no batch.
-            StopIteration: ``given`` ended, here or on another rank.
+            StopIteration: ``data_iter`` ended, here or on another rank.
         """
         found: Batch | None = None
         failure: Exception | None = None
         try:
-            self._feed.refusal = refusal
-            found = self._feed.take(given)
+            self._batch_source.refusal = refusal
+            found = self._batch_source.take(data_iter)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-        self._feed.agree(found, failure, compares=False)
+        self._batch_source.agree(found, failure, compares=False)
         assert found is not None, "a rank without a batch has raised"
         return found
 
-    def peek(self, given: Iterator[Any] | None) -> Batch | None:
-        """Return the mini-batch that `next` will return for the same source; None where there is none to be had ahead.
+    def peek(self, data_iter: Iterator[Any] | None) -> Batch | None:
+        """Return the mini-batch that `next` will return for the same source; None where there is none to prefetch.
 
-        What goes wrong is kept for `next` to raise: the mini-batch before it is trained on all the same.
+        An error is stored for `next` to raise: the mini-batch before it is trained on all the same.
         """
-        source = self._source(given)
+        source = self._source(data_iter)
         is_own = source is self._own
-        if source is None or (self._feed.draws if is_own else not self._peeks_at_iterators):
+        if source is None or (self._batch_source.draws if is_own else not self._peeks_at_iterators):
             return None
         taken = self._taken.place_for(source)
         if taken is None:
             return None
         if source is self._iterator:
-            self._state_before = self._given_state()
+            self._state_before = self._external_state()
         try:
-            taken.batch = self._take(given)
+            taken.batch = self._take(data_iter)
         except Exception as error:  # the end of an iterator too
             taken.error = error
         self._taken.keep(taken)
         return taken.batch
 
-    def _source(self, given: Iterator[Any] | None) -> Any:
-        return given if given is not None else self._own if self._own is not None else self._iterator
+    def _source(self, data_iter: Iterator[Any] | None) -> Any:
+        return data_iter if data_iter is not None else self._own if self._own is not None else self._iterator
 
-    def _take(self, given: Iterator[Any] | None) -> Batch:
-        if given is not None:
-            return self._feed.collect(given)
+    def _take(self, data_iter: Iterator[Any] | None) -> Batch:
+        if data_iter is not None:
+            return self._batch_source.collect(data_iter)
         if self._own is None:
             if self._iterator is None:
                 raise ConfigError(
                     "train_batch() has no data: pass training_data to deepspeed.initialize, an iterator to "
                     "train_batch(data_iter=...), or call set_dataloader()"
                 )
-            return self._feed.collect(self._iterator)
+            return self._batch_source.collect(self._iterator)
         try:
-            return self._feed.load(self._own)
+            return self._batch_source.load(self._own)
         except BaseException:
             self.close()
             raise
@@ -230,7 +234,7 @@ class TrainingData:
         Raises:
             ConfigError: it packs mini-batches of another number of units.
         """
-        self._feed.check_packing(getattr(loader, "batch_sampler", None))
+        self._batch_source.check_packing(getattr(loader, "batch_sampler", None))
         self._use(loader, repeats=True)
         self.loader = loader
 
@@ -238,15 +242,15 @@ class TrainingData:
         """Read ``iterator``, the same batches on every rank."""
         self._use(iterator, repeats=False)
 
-    def _use(self, given: Any, *, repeats: bool) -> None:
+    def _use(self, data_iter: Any, *, repeats: bool) -> None:
         self.close()
         self._taken.pop(self._source(None))
-        self._own, self._given, self._repeats, self._state_before = None, given, repeats, None
+        self._own, self._external, self._repeats, self._state_before = None, data_iter, repeats, None
         pending, self._pending = self._pending, None
-        is_resumed = pending is not None and self._restore_given(pending)
+        is_resumed = pending is not None and self._restore_external(pending)
         if self._is_unplaced:
             self._warn_unplaced()
-        self._iterator = repeat(given, is_resumed=is_resumed) if repeats else given
+        self._iterator = repeat(data_iter, is_resumed=is_resumed) if repeats else data_iter
 
     # ---- where training is in the data -------------------------------------------------------------
 
@@ -257,36 +261,39 @@ class TrainingData:
             None where the data are a caller's without ``state_dict``, or its state is none that JSON holds (a warning).
         """
         if self._own is not None:
-            own = self._told(self._own_position) if self._feed.rank == self._feed.source else None
-            shared: dict[str, Any] | None = self._feed.share_position(own)
+            own = (
+                self._attempt(self._own_position)
+                if self._batch_source.rank == self._batch_source.source
+                else None
+            )
+            shared: dict[str, Any] | None = self._batch_source.share_position(own)
             return shared
-        states = self._feed.gather_positions(self._told(self._given_position))
+        states = self._batch_source.gather_positions(self._attempt(self._external_position))
         if any(state is None for state in states):
             return None
         if all(state == states[0] for state in states):
-            return {"kind": GIVEN, "states": states[:1]}
-        return {"kind": GIVEN, "states": states}
+            return {"kind": EXTERNAL, "states": states[:1]}
+        return {"kind": EXTERNAL, "states": states}
 
     def _own_position(self) -> dict[str, Any]:
         assert self._own is not None
-        return {**self._own.position(self._num_given), "draws": self._feed.draws}
+        return {**self._own.position(self._num_returned), "draws": self._batch_source.draws}
 
-    def _given_position(self) -> Any:
-        state = self._given_state() if self._state_before is None else self._state_before
+    def _external_position(self) -> Any:
+        state = self._external_state() if self._state_before is None else self._state_before
         return None if state is None else to_json(state, path="the loader's state", tensors=None)
 
-    def _given_state(self) -> Any:
+    def _external_state(self) -> Any:
         """Return the state of the caller's loader or iterator, None where it has none."""
-        if not hasattr(self._given, "load_state_dict") or not hasattr(self._given, "state_dict"):
+        if not hasattr(self._external, "load_state_dict") or not hasattr(self._external, "state_dict"):
             return None
         try:
-            return copy.deepcopy(self._given.state_dict())
-        except (
-            AttributeError
-        ):  # accelerate's loaders have the method, and a state only where they are asked for one
+            return copy.deepcopy(self._external.state_dict())
+        except AttributeError:
+            # accelerate's loaders have the method, and a state only where it was configured
             return None
 
-    def _told(self, make: Callable[[], Any]) -> Any:
+    def _attempt(self, make: Callable[[], Any]) -> Any:
         """Return what ``make`` gives, None and a warning where it is nothing that can be written."""
         try:
             return make()
@@ -295,7 +302,7 @@ class TrainingData:
             return None
 
     def restore(self, position: Mapping[str, Any] | None) -> None:
-        """Go on where `position` was asked; collective.
+        """Continue where `position` was read; collective.
 
         Args:
             position: None: of a checkpoint that has none; the data are left where they are.
@@ -303,59 +310,61 @@ class TrainingData:
         Raises:
             CheckpointError: it cannot be read.
         """
-        warns = self._feed.rank == self._feed.source
-        if position is None or (position.get("kind") == GIVEN) != (self._own is None):
+        warns = self._batch_source.rank == self._batch_source.source
+        if position is None or (position.get("kind") == EXTERNAL) != (self._own is None):
             if self._own is None:
                 self._is_unplaced = True
-                if self._given is not None:
+                if self._external is not None:
                     self._warn_unplaced()
                 return
             if warns:
                 logger.warning(
                     "the checkpoint has no position in training_data, which is %s",
-                    "read from its beginning" if not self._num_given else "read on where it is",
+                    "read from its beginning" if not self._num_returned else "read on where it is",
                 )
             self._pending = position
             return
         self._taken.pop(self._source(None))
         if self._own is not None:
-            self._feed.drop_ahead()
+            self._batch_source.drop_prefetched()
             self._own.restore(position, warns=warns)
-            self._num_given = int(position["mini_batches"])
-            self._feed.draws = self._feed.draws or bool(position.get("draws"))
-        elif self._given is None:  # for the loader that will be set
+            self._num_returned = int(position["mini_batches"])
+            self._batch_source.draws = self._batch_source.draws or bool(position.get("draws"))
+        elif self._external is None:  # for the loader that will be set
             self._pending = position
         else:
             self._pending = position
-            self._use(self._given, repeats=self._repeats)
+            self._use(self._external, repeats=self._repeats)
 
     def _warn_unplaced(self) -> None:
         """Say once that the caller's data are not where the loaded checkpoint was."""
         self._is_unplaced = False
-        if self._feed.rank == self._feed.source:
+        if self._batch_source.rank == self._batch_source.source:
             logger.warning(
                 "the checkpoint has no position in the data: the %s is read from where it is, and samples may come "
                 "twice; skip what was trained (data with state_dict and load_state_dict are saved and restored)",
-                type(self._given).__name__,
+                type(self._external).__name__,
             )
 
-    def _restore_given(self, position: Mapping[str, Any]) -> bool:
-        """Let the caller's loader or iterator go on; return whether it could."""
+    def _restore_external(self, position: Mapping[str, Any]) -> bool:
+        """Let the caller's loader or iterator continue; return whether it could."""
         states = position.get("states")
         if not isinstance(states, list) or not states:
             raise CheckpointError(
                 "the checkpoint's position in the data holds no state of a loader; load another tag"
             )
-        if not hasattr(self._given, "load_state_dict"):
-            if self._feed.rank == self._feed.source:
+        if not hasattr(self._external, "load_state_dict"):
+            if self._batch_source.rank == self._batch_source.source:
                 logger.warning(
                     "the checkpoint has the position of a loader with state_dict, and a %s has no load_state_dict: "
                     "it is read from where it is",
-                    type(self._given).__name__,
+                    type(self._external).__name__,
                 )
             return False
-        self._given.load_state_dict(
-            from_json(states[self._feed.rank if self._feed.rank < len(states) else 0], tensor=None)
+        self._external.load_state_dict(
+            from_json(
+                states[self._batch_source.rank if self._batch_source.rank < len(states) else 0], tensor=None
+            )
         )
         return True
 
@@ -363,24 +372,24 @@ class TrainingData:
         """Apply ``fn`` to every batch that is loaded or taken from an iterator.
 
         Raises:
-            ConfigError: mini-batches are loaded ahead already.
+            ConfigError: mini-batches are prefetched already.
         """
         if self._taken:
             raise ConfigError(
-                "set_batch_fn: a mini-batch is taken ahead already; call it before train_batch()"
+                "set_batch_fn: a mini-batch is prefetched already; call it before train_batch()"
             )
         if self._own is not None:
             self._own.apply(fn)
-        self._feed.batch_fn = fn
+        self._batch_source.batch_fn = fn
 
     def close(self) -> None:
-        """End what loads ahead."""
+        """End what prefetches."""
         if self._own is not None:
             self._own.close()
 
 
 def _result(taken: Taken) -> Batch:
-    """Return what was taken ahead, or raise what kept it from being."""
+    """Return what was prefetched, or raise what prevented it."""
     if taken.error is not None:
         raise taken.error
     assert taken.batch is not None, "what was taken is a mini-batch or an error"

@@ -36,7 +36,7 @@ from gpp_plugin.integrations.deepspeed.deepspeed_keys import (
     REFUSED_OPTIMIZERS,
     REPLACED_KEYS,
     KeyVerdict,
-    given_keys,
+    configured_keys,
     names_in,
 )
 from gpp_plugin.integrations.huggingface.model_inputs import guilty_key
@@ -57,7 +57,7 @@ _MODELS: Mapping[str, Callable[[DeepSpeedConfig], BaseModel | None]] = {
     "hybrid_engine": lambda read: read.hybrid_engine,
     "weight_quantization": lambda read: read.weight_quantization_config,
 }
-"""Blocks that DeepSpeed reads with a pydantic model, which drops "auto" and knows all keys; and that model."""
+"""Blocks that DeepSpeed reads with a pydantic model, which drops "auto" and has all keys; and that model."""
 _Magnitude = Annotated[float, Range(low=0.0, high=1e30)]
 _VALUES: dict[tuple[str, ...], Any] = {
     ("gradient_clipping",): _Magnitude,
@@ -100,7 +100,7 @@ _VALUES: dict[tuple[str, ...], Any] = {
     ("scheduler", "params", "warmup_min_lr"): _Magnitude,
     ("scheduler", "params", "warmup_max_lr"): _Magnitude,
 }
-"""What a key's value must be where it is given."""
+"""What a key's value must be where it receives."""
 _PER_GROUP = frozenset({("scheduler", "params", "warmup_min_lr"), ("scheduler", "params", "warmup_max_lr")})
 """What may also be a list, a value for each parameter group."""
 
@@ -136,8 +136,8 @@ def read_deepspeed(config: Mapping[str, Any]) -> DeepSpeedReading:
     #   refused   what the table says no stage can do: amp
     own = {str(key): value for key, value in config.items() if key != BLOCK}
     check_values(own)
-    asked = {key: value for key, value in own.items() if key not in REPLACED_KEYS}
-    settled = {**_settle(asked), **{key: config[key] for key in (*REPLACED_KEYS, BLOCK) if key in config}}
+    own_part = {key: value for key, value in own.items() if key not in REPLACED_KEYS}
+    settled = {**_settle(own_part), **{key: config[key] for key in (*REPLACED_KEYS, BLOCK) if key in config}}
     _refuse(own, settled)
     warnings, notes = _without_effect(own)
     return DeepSpeedReading(config=settled, warnings=warnings, notes=notes)
@@ -164,16 +164,16 @@ def check_values(config: Mapping[str, Any]) -> None:
         if line is not None:
             lines.append(line)
     for block in ("optimizer", "scheduler"):
-        given = config.get(block) if isinstance(config.get(block), Mapping) else None
+        raw = config.get(block) if isinstance(config.get(block), Mapping) else None
         lines += [
             f"{block}.{key}: no key of {block}; write it in {block}.params"
-            for key in given or {}
+            for key in raw or {}
             if key not in names_in(block)
             and not difflib.get_close_matches(key, names_in(block), 1, _LIKENESS)
         ]
-        if given and given.get("type") is None and not any(line.startswith(f"{block}.") for line in lines):
+        if raw and raw.get("type") is None and not any(line.startswith(f"{block}.") for line in lines):
             lines.append(f"{block}.type: missing; name the class that {block}.params are of")
-        params = (given or {}).get("params")
+        params = (raw or {}).get("params")
         lines += [
             f'{block}.params.{key}: "auto" is filled in by HuggingFace\'s Trainer alone; give a value, leave the key '
             "out, or train with gpp_plugin.GraphPipelineTrainer"
@@ -218,7 +218,7 @@ def _wrong(config: Mapping[str, Any], path: tuple[str, ...], kind: Any) -> str |
 
 
 class _OneRank:
-    """What DeepSpeed asks for the number of ranks, which is no matter of its own here."""
+    """Stands for the number of ranks where DeepSpeed reads it, which is no matter of its own here."""
 
     def get_data_parallel_world_size(self) -> int:
         return 1
@@ -244,7 +244,7 @@ def _settle(config: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # its own type, assertions, and what comes of values of another kind
         raise ConfigError(_why_refused(config, error)) from error
     settled = copy.deepcopy(dict(config))
-    if "bfloat16" in settled:  # the older name, which the newer one goes before
+    if "bfloat16" in settled:  # the older name, which the newer one overrides
         old = settled.pop("bfloat16")
         settled.setdefault("bf16", old)
     for name, model_of in _MODELS.items():
@@ -315,19 +315,19 @@ def _quiet() -> Iterator[None]:
 # ---- against the table -----------------------------------------------------------------------------------------
 
 
-def _refuse(given: Mapping[str, Any], settled: Mapping[str, Any]) -> None:
+def _refuse(raw: Mapping[str, Any], settled: Mapping[str, Any]) -> None:
     """Refuse what the table refuses, and what its keys refuse together.
 
     Raises:
         ConfigError: a line a block.
     """
     lines: dict[str, str] = {}
-    for path, value in (*given_keys(given), *given_keys(settled)):
+    for path, value in (*configured_keys(raw), *configured_keys(settled)):
         key = KEYS.get(path)
-        if key is None or key.verdict is not KeyVerdict.REFUSED or not key.asks(value):
+        if key is None or key.verdict is not KeyVerdict.REFUSED or not key.is_requested(value):
             continue
         if isinstance(value, Mapping) and {"enabled", "device"} & set(names_in(path)):
-            continue  # its switch says whether it asks for anything
+            continue  # its switch says whether it requests anything
         block = path.partition(".")[0] if "." not in path else path.rpartition(".")[0]
         if not any(path.startswith(f"{other}.") for other in lines):
             lines.setdefault(block, f"{path}: {show(value)} is not supported: {key.note}")
@@ -350,14 +350,14 @@ def _without_effect(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[s
     """Return the warnings and the notes of keys that change nothing."""
     warnings: list[str] = []
     by_reason: dict[str, list[str]] = {}
-    for path, value in given_keys(config):
+    for path, value in configured_keys(config):
         key = KEYS.get(path)
         if key is None:
             if path != BLOCK and path.rpartition(".")[0] not in FREE:
                 warnings.append(
                     f"{path}: is no key that DeepSpeed {deepspeed.__version__} reads; it has no effect"
                 )
-        elif key.verdict is KeyVerdict.NO_EFFECT and key.asks(value):
+        elif key.verdict is KeyVerdict.NO_EFFECT and key.is_requested(value):
             if key.warns:
                 warnings.append(f"{path}: {show(value)} has no effect under {BLOCK}: {key.note}")
             elif not isinstance(value, Mapping):
@@ -445,7 +445,7 @@ def derive_stage_config(
         device_type: ``cpu`` or ``cuda``; decides whether Adam needs a native build.
 
     Raises:
-        ConfigError: a key asks for what a graph of stages cannot do.
+        ConfigError: a key requests what a graph of stages cannot do.
     """
     # What is left out of `derived` a stage's engine does not see: batch sizes are replaced by ones that multiply out
     # (B = B/d * d * 1), clipping, scheduler, monitors and timers are the graph's.
@@ -547,30 +547,30 @@ def _derive_optimizer(derived: dict[str, Any], *, device_type: str, notes: list[
     block = derived.get("optimizer")
     if not isinstance(block, dict) or device_type != "cpu":
         return
-    given = block.get("params") or {}
+    raw = block.get("params") or {}
     held = derived.get("zero_optimization", {}).get("offload_optimizer") or {}
     offloaded = held.get("device", "none") == "cpu"
-    if str(block.get("type", "")).lower() not in ("adam", "adamw") or "torch_adam" in given or offloaded:
+    if str(block.get("type", "")).lower() not in ("adam", "adamw") or "torch_adam" in raw or offloaded:
         return
     # DeepSpeed makes its own Adam of both names, on the CPU with a C++ operator that it compiles when first used.
-    params = torch_adam_params(given)
+    params = torch_adam_params(raw)
     if params is None:
         return
     block["params"] = params
     notes.append(
         f"optimizer.type {block['type']}: on the CPU torch's implementation is used, so that nothing is built "
-        'natively; "torch_adam": false asks for DeepSpeed\'s'
+        'natively; "torch_adam": false requests DeepSpeed\'s'
     )
 
 
-def torch_adam_params(given: Mapping[str, Any]) -> dict[str, Any] | None:
+def torch_adam_params(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what makes DeepSpeed build torch's Adam as it would its FusedAdam; None where torch's cannot do that.
 
     Args:
-        given: ``params`` of a JSON ``Adam`` or ``AdamW``. Of both DeepSpeed makes AdamW, but for an ``Adam`` with
+        raw: ``params`` of a JSON ``Adam`` or ``AdamW``. Of both DeepSpeed makes AdamW, but for an ``Adam`` with
             ``adam_w_mode`` false.
     """
-    params = dict(given)
+    params = dict(raw)
     if params.get("bias_correction") is True:
         del params["bias_correction"]
     params.pop("set_grad_none", None)

@@ -29,7 +29,7 @@ class DeepSpeedKey:
     Args:
         path: ``zero_optimization.stage``.
         note: what it means here, or what to do instead.
-        off: values with which a key asks for nothing, beside null, false (true where it is one of them), "auto" and
+        off: values with which a key requests nothing, beside null, false (true where it is one of them), "auto" and
             what is empty.
         warns: of a key without effect: its user would have expected one.
     """
@@ -40,8 +40,8 @@ class DeepSpeedKey:
     off: tuple[Any, ...] = ()
     warns: bool = False
 
-    def asks(self, value: Any) -> bool:
-        """Return whether a value asks for something."""
+    def is_requested(self, value: Any) -> bool:
+        """Return whether a value requests something."""
         if isinstance(value, bool):
             return value is not any(off is True for off in self.off)  # 1 equals True, and is a number
         return value is not None and value not in ("", "auto", [], {}, *self.off)
@@ -83,7 +83,7 @@ REPLACED_KEYS = {
     "train_micro_batch_size_per_gpu": "samples of one loss (docs/configuration.md)",
     "gradient_accumulation_steps": "divides the losses of a step",
 }
-"""Keys of the batch arithmetic, which is ours: DeepSpeed's classes are not asked about them."""
+"""Keys of the batch arithmetic, which is ours: DeepSpeed's classes do not see them."""
 
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("", "managed_gradient_accumulation", "train_batch ends every step; remove it"),
@@ -292,7 +292,7 @@ def names_in(block: str) -> tuple[str, ...]:
     return tuple(path.rpartition(".")[2] for path in KEYS if path.rpartition(".")[0] == block)
 
 
-def given_keys(config: Mapping[str, Any], block: str = "") -> Iterator[tuple[str, Any]]:
+def configured_keys(config: Mapping[str, Any], block: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and value of every key of a configuration, those of a block that is not enabled left out."""
     for name, value in config.items():
         path = f"{block}.{name}" if block else str(name)
@@ -304,4 +304,4 @@ def given_keys(config: Mapping[str, Any], block: str = "") -> Iterator[tuple[str
             # all blocks that have such a switch are off without it, but for these two
             is_on = value.get("enabled", path in ("weight_quantization", "timers.throughput"))
             if "enabled" not in names_in(path) or is_on not in (False, None, "auto"):
-                yield from given_keys(value, path)
+                yield from configured_keys(value, path)

@@ -75,7 +75,7 @@ class GraphPipelineModule(nn.Module):
     Args:
         model: any module whose output has a loss, or a graph of stages.
         sample_batch: one batch as the model will get them; any number of samples.
-        config: the DeepSpeed configuration, where `deepspeed.initialize` is not given one.
+        config: the DeepSpeed configuration, where `deepspeed.initialize` has none.
     """
 
     def __init__(
@@ -107,30 +107,30 @@ def dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         ConfigError: the block, or what is passed with it, is wrong.
     """
     # By name, as DeepSpeed would take them: users pass some of them by position.
-    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    ds_config = _find_config(given)
+    call = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    ds_config = _find_config(call)
     block = None if ds_config is None else _read_block(ds_config)
     if block is not None:
         _refuse_accelerate()
-        return _initialize_watched(ds_config, block, given)
-    if isinstance(given.get("model"), (GraphPipelineModule, StageGraph)):
+        return _initialize_watched(ds_config, block, call)
+    if isinstance(call.get("model"), (GraphPipelineModule, StageGraph)):
         raise ConfigError(
-            f"{type(given['model']).__name__} needs an enabled graph_pipeline block in the DeepSpeed configuration"
+            f"{type(call['model']).__name__} needs an enabled graph_pipeline block in the DeepSpeed configuration"
         )
     return original(*args, **kwargs)
 
 
-def initialize_block(**given: Any) -> Any:
-    """Answer a DeepSpeed that knows packages' blocks by entry point (patches/deepspeed-0.19.8/0001).
+def initialize_block(**call: Any) -> Any:
+    """Answer a DeepSpeed that finds packages' blocks by entry point (patches/deepspeed-0.19.8/0001).
 
     Args:
-        given: the arguments of `deepspeed.initialize`; ``config`` is a dictionary.
+        call: the arguments of `deepspeed.initialize`; ``config`` is a dictionary.
 
     Returns:
         What `deepspeed.initialize` returns, or None where the block is not enabled.
     """
-    block = _read_block(given["config"])
-    return None if block is None else _initialize_watched(given["config"], block, given)
+    block = _read_block(call["config"])
+    return None if block is None else _initialize_watched(call["config"], block, call)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -154,15 +154,15 @@ def _refuse_accelerate() -> None:
         frame = frame.f_back
 
 
-def _find_config(given: Mapping[str, Any]) -> Any:
+def _find_config(call: Mapping[str, Any]) -> Any:
     # In DeepSpeed's own order: the argument, its old name, the command line's; last what a wrapped model brings.
     for key in ("config", "config_params"):
-        if given.get(key) is not None:
-            return given[key]
-    from_args = getattr(given.get("args"), "deepspeed_config", None)
+        if call.get(key) is not None:
+            return call[key]
+    from_args = getattr(call.get("args"), "deepspeed_config", None)
     if from_args is not None:
         return from_args
-    model = given.get("model")
+    model = call.get("model")
     return model.config if isinstance(model, GraphPipelineModule) else None
 
 
@@ -172,12 +172,12 @@ def _read_block(ds_config: Any) -> GraphPipelineConfig | None:
         return read_config(ds_config)
 
 
-def _initialize_watched(ds_config: Any, block: GraphPipelineConfig, given: Mapping[str, Any]) -> Any:
+def _initialize_watched(ds_config: Any, block: GraphPipelineConfig, call: Mapping[str, Any]) -> Any:
     with engine_call("deepspeed.initialize", is_fatal=lambda: True):
         with telling_before_joining():
             reading = read_deepspeed(load_deepspeed_json(ds_config))
-            checked = _check_given(reading.config, block, given)
-        return _initialize(*checked, given, reading)
+            checked = _checked_arguments(reading.config, block, call)
+        return _initialize(*checked, call, reading)
 
 
 def _initialize(
@@ -185,12 +185,12 @@ def _initialize(
     block: GraphPipelineConfig,
     model: Any,
     sample: Batch | None,
-    given: Mapping[str, Any],
+    call: Mapping[str, Any],
     reading: DeepSpeedReading,
 ) -> Any:
-    data, collate_fn = given.get("training_data"), given.get("collate_fn")
+    data, collate_fn = call.get("training_data"), call.get("collate_fn")
     # From here on the ranks are joined.
-    setting = _make_setting(ds_config, block, model, given)
+    setting = _make_setting(ds_config, block, model, call)
     if setting.rank == 0:
         for line in reading.warnings:
             logger.warning("%s", line)
@@ -209,21 +209,21 @@ def _initialize(
                 f"{BLOCK}.lengths: planner {STOCK!r} plans for the sample batch alone; remove the key, or choose "
                 "another planner"
             )
-        if is_counted(sample):  # of flattened patches beside texts nobody knows what else would change
+        if is_counted(sample):  # of flattened patches beside texts it is unknown what else would change
             sample = sample_with_lengths(sample, block.lengths.planned)
     if isinstance(model, StageGraph) or block.planner == STOCK:
         count_samples(sample)  # a batch without a common number of samples is refused here, before any work
     _check_model(model, block)
-    optimizer, groups = _optimizer_of(model, given)
+    optimizer, groups = _optimizer_of(model, call)
     if optimizer is None:
         ds_config, note = with_usable_adam(ds_config, device_type=setting.device.type, group=setting.group)
         if note and setting.rank == 0:
             logger.warning("%s", note)
     if block.mode == "async":
         check_asynchronous_config(ds_config, block)
-    # The engine knows neither DeepSpeed nor where weights come from: it is given what answers for both.
+    # The engine depends neither on DeepSpeed nor on where weights come from: it receives what answers for both.
     framework = DeepSpeedFramework(
-        ds_config, optimizer=optimizer, lr_scheduler=_scheduler_of(given), parameter_groups=groups
+        ds_config, optimizer=optimizer, lr_scheduler=_scheduler_of(call), parameter_groups=groups
     )
     if block.tensor_parallel == "auto" and framework.of_whole_weights is not None:
         if setting.rank == 0:
@@ -249,15 +249,15 @@ def _initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _check_given(
-    ds_config: dict[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]
+def _checked_arguments(
+    ds_config: dict[str, Any], block: GraphPipelineConfig, call: Mapping[str, Any]
 ) -> tuple[dict[str, Any], GraphPipelineConfig, Any, Batch | None]:
-    """Return configuration, model and sample batch, as a rank knows them before it joins the others.
+    """Return configuration, model and sample batch, as a rank has them before it joins the others.
 
     Raises:
         ConfigError: arguments cannot be combined with a block, or lack what a capture needs.
     """
-    model = given.get("model")
+    model = call.get("model")
     if not isinstance(model, (nn.Module, StageGraph)):
         raise ConfigError(f"deepspeed.initialize: model is a {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, PipelineModule):
@@ -266,7 +266,7 @@ def _check_given(
             "or remove the graph_pipeline block"
         )
     for key in ("mpu", "mesh_param"):
-        if given.get(key) is not None:
+        if call.get(key) is not None:
             raise ConfigError(
                 f"deepspeed.initialize: {key} cannot be combined with graph_pipeline; remove it"
             )
@@ -274,7 +274,7 @@ def _check_given(
     if isinstance(model, GraphPipelineModule):
         sample = model.sample_batch
         model = model.model
-    data = given.get("training_data")
+    data = call.get("training_data")
     if sample is None and data is None:
         raise ConfigError(
             "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
@@ -298,13 +298,13 @@ def _with_packing(
             f"{BLOCK}.units: {block.units}, and training_data is packed for mini-batches of {data.units}; remove the "
             "key, or pack for as many"
         )
-    told = {**ds_config, BLOCK: {**ds_config[BLOCK], "units": data.units}}
-    told.setdefault("train_micro_batch_size_per_gpu", len(data.typical_unit()))
-    if told["train_micro_batch_size_per_gpu"] == "auto":
-        told["train_micro_batch_size_per_gpu"] = len(data.typical_unit())
-    packed = read_config(told)
+    unit_config = {**ds_config, BLOCK: {**ds_config[BLOCK], "units": data.units}}
+    unit_config.setdefault("train_micro_batch_size_per_gpu", len(data.typical_unit()))
+    if unit_config["train_micro_batch_size_per_gpu"] == "auto":
+        unit_config["train_micro_batch_size_per_gpu"] = len(data.typical_unit())
+    packed = read_config(unit_config)
     assert packed is not None, "it is enabled"
-    return told, packed
+    return unit_config, packed
 
 
 def _check_model(model: nn.Module | StageGraph, block: GraphPipelineConfig) -> None:
@@ -316,7 +316,7 @@ def _check_model(model: nn.Module | StageGraph, block: GraphPipelineConfig) -> N
         )
     if isinstance(model, StageGraph) and block.planner == STOCK:
         raise ConfigError(
-            f"graph_pipeline.planner: {STOCK!r} cuts a captured model into a chain; a stage graph's stages are given: "
+            f"graph_pipeline.planner: {STOCK!r} cuts a captured model into a chain; a stage graph has explicit stages: "
             "remove the key"
         )
     if _checkpoints_activations(model):
@@ -340,7 +340,7 @@ def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelin
         raise ConfigError(
             f"{where} cannot run planner {STOCK}, DeepSpeed's synchronous pipeline; choose another"
         )
-    # Sizes do not matter to what is asked here, the precision.
+    # Sizes do not matter to what is checked here, the precision.
     derived = derive_stage_config(ds_config, mini_batch=1, degree=1, device_type="cpu")
     if derived.dtype == "float16":
         raise ConfigError(
@@ -349,11 +349,11 @@ def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelin
 
 
 class DeepSpeedFramework:
-    """What the engine asks of a framework (`setting.Framework`), as a DeepSpeed configuration has it.
+    """What the engine needs of a framework (`setting.Framework`), as a DeepSpeed configuration has it.
 
     Args:
         ds_config: the whole configuration.
-        optimizer, lr_scheduler, parameter_groups: of `DeepSpeedOptimizer`, given in the call and not in the JSON.
+        optimizer, lr_scheduler, parameter_groups: of `DeepSpeedOptimizer`, passed in the call and not in the JSON.
 
     Raises:
         ConfigError: the JSON's optimizer or schedule cannot be made.
@@ -430,9 +430,9 @@ class DeepSpeedFramework:
 
 
 def _make_setting(
-    ds_config: Mapping[str, Any], block: GraphPipelineConfig, model: Any, given: Mapping[str, Any]
+    ds_config: Mapping[str, Any], block: GraphPipelineConfig, model: Any, call: Mapping[str, Any]
 ) -> Setting:
-    placement = _init_distributed(given, block)
+    placement = _init_distributed(call, block)
     num_ranks = dist.get_world_size()
     # Small agreements go over gloo whatever moves activations: they must not queue behind those on a device.
     group = dist.new_group(backend="gloo") if num_ranks > 1 else None
@@ -441,9 +441,9 @@ def _make_setting(
         ds_config,
         block.model_dump(),
         model=model,
-        optimizer=given.get("optimizer"),
-        scheduler=given.get("lr_scheduler"),
-        data=given.get("training_data"),
+        optimizer=call.get("optimizer"),
+        scheduler=call.get("lr_scheduler"),
+        data=call.get("training_data"),
         group=group,
     )
     check_ranks(block, num_ranks)
@@ -454,7 +454,7 @@ def _make_setting(
         device=placement.own_device,
         group=group,
         placement=placement,
-        optimizer=given.get("optimizer"),
+        optimizer=call.get("optimizer"),
     )
 
 
@@ -476,7 +476,7 @@ def setting_of(
         optimizer: the user's own, or what makes it; None: the configuration's.
 
     Raises:
-        ConfigError: sizes do not divide, or a key asks for what stages cannot do.
+        ConfigError: sizes do not divide, or a key requests what stages cannot do.
     """
     # Degrees are not known yet: dtype, ZeRO stage and optimizer are the same for any.
     ds_config = read_deepspeed(ds_config).config
@@ -505,15 +505,15 @@ def setting_of(
     )
 
 
-def _init_distributed(given: Mapping[str, Any], block: GraphPipelineConfig) -> JobPlacement:
+def _init_distributed(call: Mapping[str, Any], block: GraphPipelineConfig) -> JobPlacement:
     """Join the ranks the launcher started, and return where they run; a script started by itself is one rank."""
     # The group is made here and not by DeepSpeed, which binds it to the device of LOCAL_RANK: there may be fewer.
     is_cuda = get_accelerator().device_name() == "cuda"
     # ranks import torch from one disk, on many hosts: only a limit that the user gave says when that takes too long
-    is_limit_given = "comm_timeout_s" in block.model_fields_set
+    has_limit = "comm_timeout_s" in block.model_fields_set
     placement = join_ranks(
         "cuda" if is_cuda else "cpu",
-        timeout_s=block.comm_timeout_s if is_limit_given else JOINING_TIMEOUT_S,
+        timeout_s=block.comm_timeout_s if has_limit else JOINING_TIMEOUT_S,
         group_timeout=default_pg_timeout,
         limit_s=block.comm_timeout_s,
     )
@@ -521,7 +521,7 @@ def _init_distributed(given: Mapping[str, Any], block: GraphPipelineConfig) -> J
         logger.warning("%s", placement.fall_back)
     with without_shared_memory_op():
         deepspeed.init_distributed(
-            dist_backend=placement.backend, dist_init_required=given.get("dist_init_required")
+            dist_backend=placement.backend, dist_init_required=call.get("dist_init_required")
         )
     return placement
 
@@ -533,15 +533,15 @@ def _checkpoints_activations(model: Any) -> bool:
 
 
 def _optimizer_of(
-    model: nn.Module | StageGraph, given: Mapping[str, Any]
+    model: nn.Module | StageGraph, call: Mapping[str, Any]
 ) -> tuple[Callable[..., Any] | None, list[dict[str, Any]] | None]:
     """Return a constructor for each stage's optimizer and the parameter groups by name.
 
     Raises:
         ConfigError: a group names a tensor that is no parameter of the model.
     """
-    optimizer = given.get("optimizer")
-    groups = given.get("model_parameters")
+    optimizer = call.get("optimizer")
+    groups = call.get("model_parameters")
     make: Callable[..., Any] | None = None
     if isinstance(optimizer, torch.optim.Optimizer):
         if optimizer.state:
@@ -594,8 +594,8 @@ def _named_groups(model: nn.Module | StageGraph, groups: Any) -> list[dict[str, 
     return named
 
 
-def _scheduler_of(given: Mapping[str, Any]) -> Callable[..., Any] | None:
-    scheduler = given.get("lr_scheduler")
+def _scheduler_of(call: Mapping[str, Any]) -> Callable[..., Any] | None:
+    scheduler = call.get("lr_scheduler")
     # a class is a callable like others: DeepSpeed calls it with the optimizer
     if (
         scheduler is None

@@ -50,7 +50,7 @@ class StageParameterGroups:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], groups: Sequence[Mapping[str, Any]] | None
     ) -> None:
-        self.given = groups is not None
+        self.is_explicit = groups is not None
         self.options: list[dict[str, Any]] = []
         self.members: list[list[str]] = []
         if groups is None:
@@ -84,8 +84,8 @@ class StageParameterGroups:
         return [name for members in self.members for name in members]
 
     def optimizer_input(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
-        """Return what the stage's optimizer takes: its non-empty groups, or the plain list if none were given."""
-        if not self.given:
+        """Return what the stage's optimizer takes: its non-empty groups, or the plain list without explicit groups."""
+        if not self.is_explicit:
             return [parameters[name] for name in self.names()]
         return [
             {"params": [parameters[name] for name in self.members[index]], **self.options[index]}
@@ -94,7 +94,7 @@ class StageParameterGroups:
 
     def placeholder_input(self) -> list[Any]:
         """Return the same for the mirror: one placeholder per group of the model."""
-        if not self.given:
+        if not self.is_explicit:
             return [nn.Parameter(torch.zeros(1))]
         return [{"params": [nn.Parameter(torch.zeros(1))], **options} for options in self.options]
 
@@ -134,7 +134,7 @@ class LearningRates:
     def step(self) -> None:
         """Advance the schedule by one applied optimizer step."""
         if self.scheduler is not None:
-            self.mirror.step()  # torch warns of a scheduler that runs ahead of its optimizer
+            self.mirror.step()  # torch warns of a scheduler that steps before its optimizer
             self.scheduler.step()
 
     def publish(self, optimizer: Optimizer | None) -> None:
@@ -241,7 +241,7 @@ def check_blocks(
     """Refuse an ``optimizer`` or ``scheduler`` block that makes none, before anything is captured.
 
     Args:
-        has_optimizer, has_scheduler: one is given in the call, and the block counts for nothing.
+        has_optimizer, has_scheduler: one is passed in the call, and the block counts for nothing.
         groups: of the whole model.
 
     Raises:
@@ -300,11 +300,11 @@ def _mirror_optimizer(
     if factory is not None:
         made = factory(placeholders)
         if not isinstance(made, Optimizer) or len(made.param_groups) != len(
-            placeholders if groups.given else [0]
+            placeholders if groups.is_explicit else [0]
         ):
             raise ConfigError(
                 f"optimizer: the callable returned {type(made).__name__} for {len(placeholders)} parameter "
-                "groups; it must return a torch optimizer with the groups it was given"
+                "groups; it must return a torch optimizer with the groups it received"
             )
         return made
     # What the mirror steps has no gradients, so that its class matters to schedulers only: they look for its options.

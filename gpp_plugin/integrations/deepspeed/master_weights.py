@@ -3,7 +3,7 @@
 DeepSpeed 0.19 wraps the user's optimizer in one of three classes (or none), which differ in how they find
 overflow, norm and clipping, but not in what remains: an inner torch optimizer that steps *master* tensors, and
 a copy from masters to parameters. Norm, overflow and clipping are the whole graph's, so a stage hands finished
-fp32 gradients to the masters, lets the inner optimizer step, and has the wrapper publish the result.
+fp32 gradients to the masters, steps the inner optimizer, and has the wrapper publish the result.
 
     none                    master = the parameter               nothing to publish
     FP16_UnfusedOptimizer   one fp32 tensor per parameter        copy
@@ -212,21 +212,21 @@ class MasterWeights:
         self._step_masters(coefficient, resting)
 
     def _step_masters(self, coefficient: float, resting: Collection[str]) -> None:
-        # One pass over all gradients takes out the loss scale and clips; DeepSpeed's own step would do these apart.
+        # One pass over all gradients takes out the loss scale and clips; DeepSpeed's own step would take two.
         held = [master.grad for master in self._masters if master.grad is not None]
         if coefficient != 1.0 and held:
             torch._foreach_mul_(held, coefficient)
-        kept = self._kept_of(resting) if resting else []
+        backups = self._backups_of(resting) if resting else []
         self.optimizer.step()
-        for place, before in kept:
+        for place, before in backups:
             place.copy_(before)
-        if not self.is_plain:  # else the parameters themselves, whose gradients are not ours to let go of
+        if not self.is_plain:  # else the parameters themselves, whose gradients are not ours to release
             for master in self._masters:
                 master.grad = None
         self._publish()
         self._link_state()
 
-    def _kept_of(self, resting: Collection[str]) -> list[tuple[Tensor, Tensor]]:
+    def _backups_of(self, resting: Collection[str]) -> list[tuple[Tensor, Tensor]]:
         """Return what is to be as before the step of flat masters: places, and copies of what is there.
 
         A master of which nothing else moves takes no step at all.
@@ -237,7 +237,7 @@ class MasterWeights:
         for name, fragment in self.fragments.items():
             if fragment.flat:
                 by_master.setdefault(id(fragment.master), []).append((name, fragment))
-        kept = []
+        backups = []
         for fragments in by_master.values():
             master = fragments[0][1].master
             if all(name in resting for name, _ in fragments):
@@ -248,8 +248,8 @@ class MasterWeights:
             for name, fragment in fragments:
                 for tensor in (master, *same_size) if name in resting else ():
                     place = tensor.view(-1).narrow(0, fragment.master_start, fragment.num_elements)
-                    kept.append((place, place.clone()))
-        return kept
+                    backups.append((place, place.clone()))
+        return backups
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -375,7 +375,7 @@ class MasterWeights:
     def _forget_first_step(self) -> None:
         """Undo the step with zero gradients by which DeepSpeed's half-precision wrappers allocate state.
 
-        It would count as Adam's first step (so that its bias correction is one step off, unlike under ZeRO)
+        It would count as Adam's first step (so that its bias correction is one step off, other than under ZeRO)
         and apply weight decay once.
         """
         self.optimizer.state.clear()

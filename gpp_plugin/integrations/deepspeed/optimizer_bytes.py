@@ -67,7 +67,7 @@ def with_usable_adam(
         The configuration, its own copy where it is another one; and the line, empty where nothing is replaced.
 
     Raises:
-        ConfigError: the optimizer has options that only FusedAdam knows.
+        ConfigError: the optimizer has options that only FusedAdam has.
     """
     # DeepSpeed compiles FusedAdam when a stage's engine is made, each rank for itself. What is looked at here, before
     # any is, is whether that can work; one rank's lack is every rank's.
@@ -153,7 +153,7 @@ class OptimizerBytes:
 
 def optimizer_bytes(
     ds_config: Mapping[str, Any],
-    given: Any,
+    user_optimizer: Any,
     *,
     dtype: str,
     accumulation_dtype: str,
@@ -163,7 +163,7 @@ def optimizer_bytes(
     """Return what the optimizer of a job holds on the device.
 
     Args:
-        given: what `deepspeed.initialize` was given as optimizer: an instance, a callable on parameters, or None
+        user_optimizer: the optimizer of `deepspeed.initialize`: an instance, a callable on parameters, or None
             where the configuration has it.
         dtype, accumulation_dtype: torch's names of the types of weights, and in which gradients are added up.
     """
@@ -176,7 +176,7 @@ def optimizer_bytes(
     #   Adam, bf16, ZeRO 1 offloaded      0      0      0    on CUDA, sums in bf16; the rest is the host's
     #
     # Under ZeRO a rank holds its part of state and master; the planner divides by the degree.
-    name, options = _name_and_options(ds_config, given)
+    name, options = _name_and_options(ds_config, user_optimizer)
     count = STATE_TENSORS.get(name.lower())
     assumed = ""
     if count is None:
@@ -198,21 +198,21 @@ def optimizer_bytes(
     )
 
 
-def _name_and_options(ds_config: Mapping[str, Any], given: Any) -> tuple[str, dict[str, Any]]:
+def _name_and_options(ds_config: Mapping[str, Any], user_optimizer: Any) -> tuple[str, dict[str, Any]]:
     """Return an optimizer's name, "" where there is no telling, and its options (the first group's)."""
-    if isinstance(given, torch.optim.Optimizer):
-        return type(given).__name__, {**given.defaults, **_of_any_group(given)}
-    if given is None:
+    if isinstance(user_optimizer, torch.optim.Optimizer):
+        return type(user_optimizer).__name__, {**user_optimizer.defaults, **_of_any_group(user_optimizer)}
+    if user_optimizer is None:
         block = ds_config.get("optimizer") or {}
         return str(block.get("type", ADAM)), dict(block.get("params") or {})
-    if isinstance(given, functools.partial):
-        name, options = _name_and_options(ds_config, given.func)
-        return name, {**options, **given.keywords}
-    if inspect.isclass(given):
-        return given.__name__, {}
-    # A callable that is no class tells what it makes only by making it: of a parameter of one number.
+    if isinstance(user_optimizer, functools.partial):
+        name, options = _name_and_options(ds_config, user_optimizer.func)
+        return name, {**options, **user_optimizer.keywords}
+    if inspect.isclass(user_optimizer):
+        return user_optimizer.__name__, {}
+    # A callable that is no class shows what it makes only by making it: of a parameter of one number.
     try:
-        made = given([torch.nn.Parameter(torch.zeros(1))])
+        made = user_optimizer([torch.nn.Parameter(torch.zeros(1))])
     except Exception:  # the user's own code, which may want the model's parameters
         made = None
     return _name_and_options(ds_config, made) if isinstance(made, torch.optim.Optimizer) else ("", {})

@@ -1,4 +1,4 @@
-"""DeepSpeed's own `PipelineEngine` on a list of layers, its optimizer step apart: what benchmarks compare with."""
+"""DeepSpeed's own `PipelineEngine` on a list of layers, its optimizer step separate: what benchmarks compare with."""
 
 from __future__ import annotations
 

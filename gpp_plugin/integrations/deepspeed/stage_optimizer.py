@@ -84,7 +84,7 @@ class DeepSpeedOptimizer:
         parameter_groups: groups of the whole model, ``{"params": [names], **options}``; None: one group.
 
     Raises:
-        ConfigError: the configuration asks for what a stage cannot do, or what DeepSpeed lacks here.
+        ConfigError: the configuration requests what a stage cannot do, or what DeepSpeed lacks here.
     """
 
     versions: Mapping[str, str] = {"deepspeed": deepspeed.__version__}
@@ -106,7 +106,7 @@ class DeepSpeedOptimizer:
             device_type=replica.device.type,
         )
         self._dtype: torch.dtype = getattr(torch, self.config.dtype)
-        self._prepare_surroundings(replica)
+        self._prepare_context(replica)
         # Parameters without elements (an embedding of size 0, a shard that fell to nobody) break flat buffers.
         trainable = {
             name: p
@@ -124,8 +124,8 @@ class DeepSpeedOptimizer:
             scheduler_block=config.get("scheduler"),
         )
         self._has_optimizer = optimizer is not None or bool(config.get("optimizer"))
-        # Given groups say what is trained, in their order; what they leave out rests. Without groups all of it is.
-        names = groups.names() if groups.given else list(dict(module.named_parameters()))
+        # Explicit groups say what is trained, in their order; what they leave out rests. Without groups all of it is.
+        names = groups.names() if groups.is_explicit else list(dict(module.named_parameters()))
         self.trained: dict[str, nn.Parameter] = (
             {name: trainable[name] for name in names if name in trainable} if self._has_optimizer else {}
         )
@@ -141,8 +141,8 @@ class DeepSpeedOptimizer:
         self._publish_loss_scale()
         self._rates.publish(self._inner_optimizer)
 
-    def _prepare_surroundings(self, replica: StageReplica) -> None:
-        """Check what DeepSpeed needs around it, set what it reads, and tell the user what was changed."""
+    def _prepare_context(self, replica: StageReplica) -> None:
+        """Check what DeepSpeed needs around it, set what it reads, and log what was changed."""
         device = replica.device
         if not deepspeed.comm.is_initialized():
             raise ConfigError("deepspeed.comm is not initialised; call deepspeed.init_distributed() first")
@@ -390,9 +390,9 @@ def device_arguments(device: torch.device) -> argparse.Namespace:
 
 
 class _StageMpu:
-    """The model-parallel unit DeepSpeed asks about its groups: data-parallel inside one stage, else alone.
+    """The model-parallel unit that DeepSpeed takes its groups of: data-parallel inside one stage, else alone.
 
-    Every method is DeepSpeed's: it asks by these names and takes a missing one for a model-parallel size of 1.
+    Every method is DeepSpeed's: it looks for these names and takes a missing one for a model-parallel size of 1.
     """
 
     def __init__(self, replica: StageReplica, data_group: dist.ProcessGroup) -> None:

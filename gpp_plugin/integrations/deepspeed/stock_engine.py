@@ -27,7 +27,7 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.loading.batch_source import LOADING_TIMEOUT_S, Feed
+from gpp_plugin.engine.loading.batch_source import LOADING_TIMEOUT_S, BatchSource
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.metrics import keep_timeline
@@ -57,7 +57,7 @@ from gpp_plugin.runtime.stage_module import StageFunction, StageModule, build_st
 # enough for all of it; everything else (token ids, masks, inputs of later stages) is packed into a single tensor of
 # that dtype by its bits, which is exact for every value, and gets a gradient that nobody reads.
 
-Wires = tuple[Tensor, ...]
+Boundary = tuple[Tensor, ...]
 Specs = Mapping[str, TensorSpec]
 
 
@@ -82,15 +82,15 @@ class ChainLayer(nn.Module):
 
     Args:
         module: its own parameters and buffers.
-        wire_dtype: of everything that travels.
+        comm_dtype: of everything that travels.
         device: where it computes.
     """
 
-    def __init__(self, *, module: StageModule, wire_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, *, module: StageModule, comm_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.stage = module
-        self.own_inputs: Wires = ()
-        self._wire_dtype = wire_dtype
+        self.own_inputs: Boundary = ()
+        self._comm_dtype = comm_dtype
         self.tensors: dict[str, Tensor] = {}
         self._code: ChainCode | None = None
         self._scalars: set[str] = set()
@@ -127,10 +127,10 @@ class ChainLayer(nn.Module):
             for name, tensor in self.tensors.items()
         }
 
-    def forward(self, received: Wires) -> Wires | Tensor:
+    def forward(self, received: Boundary) -> Boundary | Tensor:
         """Return what later stages need of one micro-batch, or its loss."""
         code = self._code
-        assert code is not None, "a layer runs after it was given code"
+        assert code is not None, "a layer runs after it received code"
         chain = code.chain
         values: dict[str, Tensor] = {}
         inputs: dict[str, Tensor] = {}
@@ -153,7 +153,7 @@ class ChainLayer(nn.Module):
 
     def _pack(
         self, cut: Cut, specs: Specs, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-    ) -> Wires:
+    ) -> Boundary:
         # What crosses a cut, for hidden [4, 16, 64] (samples, tokens, width) in bf16, token ids and a
         # mask for later stages:
         #
@@ -163,33 +163,33 @@ class ChainLayer(nn.Module):
         #
         # One tensor for all constants, since each position costs a message each way and a buffer
         # for each micro-batch.
-        wires = [values[name].to(self._wire_dtype).contiguous() for name in _sent(cut, specs)]
+        payloads = [values[name].to(self._comm_dtype).contiguous() for name in _sent(cut, specs)]
         constants = [*(values[name] for name in cut.constant), *(inputs[key] for key in cut.inputs)]
-        bits = [to_bits(tensor, self._wire_dtype) for tensor in constants]
+        bits = [to_bits(tensor, self._comm_dtype) for tensor in constants]
         if any(part.numel() for part in bits):
-            wires.append(_Anchored.apply(torch.cat(bits), self._anchor))  # type: ignore[no-untyped-call]
-        return tuple(wires)
+            payloads.append(_Anchored.apply(torch.cat(bits), self._anchor))  # type: ignore[no-untyped-call]
+        return tuple(payloads)
 
     def _unpack(
         self,
         cut: Cut,
         specs: Specs,
-        received: Wires,
+        received: Boundary,
         values: dict[str, Tensor],
         inputs: dict[str, Tensor],
     ) -> None:
         sent = _sent(cut, specs)
-        for name, wire in zip(sent, received, strict=False):
-            values[name] = wire.to(_dtype_of(specs[name]))
+        for name, payload in zip(sent, received, strict=False):
+            values[name] = payload.to(_dtype_of(specs[name]))
         for name in set(cut.differentiable).difference(sent):
             values[name] = torch.empty(specs[name].shape, dtype=_dtype_of(specs[name]), device=self._device)
-        nothing = torch.empty(0, dtype=self._wire_dtype, device=self._device)
+        nothing = torch.empty(0, dtype=self._comm_dtype, device=self._device)
         # In the order of `_pack`: constants, then inputs, each as many elements as its spec says.
         packed = received[-1].detach() if len(received) > len(sent) else nothing
         first = 0
         for target, names in ((values, cut.constant), (inputs, cut.inputs)):
             for name in names:
-                count = bits_length(specs[name], self._wire_dtype)
+                count = bits_length(specs[name], self._comm_dtype)
                 target[name] = from_bits(packed[first : first + count], specs[name])
                 first += count
 
@@ -221,12 +221,12 @@ def at_least_1d(tensor: Tensor) -> Tensor:
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
-def to_bits(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
-    """Return the bits of a tensor without a gradient as a flat tensor of ``wire_dtype``."""
+def to_bits(tensor: Tensor, comm_dtype: torch.dtype) -> Tensor:
+    """Return the bits of a tensor without a gradient as a flat tensor of ``comm_dtype``."""
     # A view, no rounding: bits that are no number (NaN patterns) arrive as they were, as
     # nobody computes with them.
-    flat = tensor.detach().to(_carrier(tensor.dtype, wire_dtype)).reshape(-1).contiguous()
-    return flat.view(wire_dtype)
+    flat = tensor.detach().to(_carrier(tensor.dtype, comm_dtype)).reshape(-1).contiguous()
+    return flat.view(comm_dtype)
 
 
 def from_bits(bits: Tensor, spec: TensorSpec) -> Tensor:
@@ -237,21 +237,21 @@ def from_bits(bits: Tensor, spec: TensorSpec) -> Tensor:
     return carried.to(dtype).view(spec.shape)
 
 
-def bits_length(spec: TensorSpec, wire_dtype: torch.dtype) -> int:
-    """Return how many elements of ``wire_dtype`` the bits of a tensor take."""
-    carrier = _carrier(_dtype_of(spec), wire_dtype)
-    return math.prod(spec.shape) * carrier.itemsize // wire_dtype.itemsize
+def bits_length(spec: TensorSpec, comm_dtype: torch.dtype) -> int:
+    """Return how many elements of ``comm_dtype`` the bits of a tensor take."""
+    carrier = _carrier(_dtype_of(spec), comm_dtype)
+    return math.prod(spec.shape) * carrier.itemsize // comm_dtype.itemsize
 
 
-def _carrier(dtype: torch.dtype, wire_dtype: torch.dtype) -> torch.dtype:
+def _carrier(dtype: torch.dtype, comm_dtype: torch.dtype) -> torch.dtype:
     """Return a type that holds every value of ``dtype`` and is no narrower than a wire's element."""
     # By width, over wires of bf16 (2 bytes): bool -> int16, 1 element; int64 stays, 4 elements; float32
     # stays, 2. Over fp32: bool -> int32, 1 element; bf16 -> float32, 1 element, exactly.
-    if dtype.itemsize >= wire_dtype.itemsize:
+    if dtype.itemsize >= comm_dtype.itemsize:
         return dtype
     if dtype.is_floating_point:
-        return torch.float64 if wire_dtype.itemsize == 8 else torch.float32
-    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[wire_dtype.itemsize]
+        return torch.float64 if comm_dtype.itemsize == 8 else torch.float32
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[comm_dtype.itemsize]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ class ChainSource:
         return materialize_for(self.model, names, setting=self.setting, config=self.config)
 
 
-class ChainLane:
+class ChainRunner:
     """This rank's stage of the chain in one mode, training or evaluation: its code by shape.
 
     ``used`` are the names of what any stage reads.
@@ -290,7 +290,7 @@ class ChainLane:
         """Return the stage's code for batches of this shape; captured when it is new."""
         key = shape_key(batch, count_samples(batch))
         if key not in self._codes:
-            # Dictionaries keep the order of insertion: the oldest shape goes first.
+            # Dictionaries keep the order of insertion: the oldest shape is dropped first.
             while len(self._codes) >= MAX_SHAPES:
                 del self._codes[next(iter(self._codes))]
             self._codes[key] = self._make_code(batch)
@@ -331,7 +331,7 @@ class ChainLane:
         )
 
 
-class Handed:
+class BoundIterator:
     """What DeepSpeed's engine iterates over: one micro-batch's inputs to the first stage, or past DeepSpeed's
     labels to the last stage's layer, which runs next.
     """
@@ -365,42 +365,42 @@ class StockPipelineEngine(PipelineEngine):
     carried: tuple[str, ...]
 
     def attach(
-        self, lane: ChainLane, layer: ChainLayer, *, spare: Mapping[str, Tensor], sample_batch: Batch
+        self, runner: ChainRunner, layer: ChainLayer, *, spare: Mapping[str, Tensor], sample_batch: Batch
     ) -> None:
-        """Take what DeepSpeed's constructor knows nothing of.
+        """Take what DeepSpeed's constructor has no argument for.
 
         Args:
             spare: parameters that training does not use, for exports.
         """
-        setting = lane.source.setting
-        self.plan = lane.plan
-        self.carried = lane.carried()
-        self._lane, self._layer, self._spare = lane, layer, dict(spare)
-        self._evaluation: dict[tuple[str, ...], ChainLane] = {}
-        self._code = lane.code_for(sample_batch)
-        self.record_timelines = lane.source.config.trace_path is not None
+        setting = runner.source.setting
+        self.plan = runner.plan
+        self.carried = runner.carried()
+        self._runner, self._layer, self._spare = runner, layer, dict(spare)
+        self._evaluation: dict[tuple[str, ...], ChainRunner] = {}
+        self._code = runner.code_for(sample_batch)
+        self.record_timelines = runner.source.config.trace_path is not None
         self.last_timeline: Timeline | None = None
         self._events: list[Event] | None = None
-        timeout_s = max(lane.source.config.comm_timeout_s, LOADING_TIMEOUT_S)
+        timeout_s = max(runner.source.config.comm_timeout_s, LOADING_TIMEOUT_S)
         self._meeting = Meeting(
             group=setting.group,
-            who=f"rank {setting.rank}, stage {lane.plan.stages[lane.stage_index].name!r}",
+            who=f"rank {setting.rank}, stage {runner.plan.stages[runner.stage_index].name!r}",
             timeout_s=timeout_s,
         )
-        self._feed = Feed(
-            prepare=functools.partial(prepare_batch, lane.source.model),
-            mini_batch=lane.plan.mini_batch,
+        self._batch_source = BatchSource(
+            prepare=functools.partial(prepare_batch, runner.source.model),
+            mini_batch=runner.plan.mini_batch,
             reads_inputs=self.is_first_stage() or self.is_last_stage(),
             source=0,
             group=setting.group,
             keys=sample_batch,
             timeout_s=timeout_s,
         )
-        self._data = TrainingData(self._feed, None)
+        self._data = TrainingData(self._batch_source, None)
 
     def use_rows(self, own: RowLoader) -> None:
         """Read this rank's share of a dataset when `train_batch` is called without data."""
-        self._data = TrainingData(self._feed, own)
+        self._data = TrainingData(self._batch_source, own)
         self.training_dataloader = own.loader
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -408,9 +408,9 @@ class StockPipelineEngine(PipelineEngine):
         if self.optimizer is None:
             raise ConfigError(NO_OPTIMIZER)
         batch = self._data.next(data_iter)
-        code = self._use(self._lane, batch)
-        rows = self._lane.micro_batches(batch, code, self.micro_batches)
-        self.set_dataiterator(Handed(self._layer, rows))
+        code = self._use(self._runner, batch)
+        rows = self._runner.micro_batches(batch, code, self.micro_batches)
+        self.set_dataiterator(BoundIterator(self._layer, rows))
         # DeepSpeed has no timeline; `_timed` wraps the instructions of its schedule. The clock
         # agrees over ranks first.
         clock = start_clock(self._meeting) if self.record_timelines else None
@@ -422,7 +422,7 @@ class StockPipelineEngine(PipelineEngine):
             self._data.close()
             raise
         if clock is not None:
-            source = self._lane.source
+            source = self._runner.source
             self.last_timeline = keep_timeline(
                 self._events or [],
                 clock,
@@ -445,13 +445,13 @@ class StockPipelineEngine(PipelineEngine):
         """Evaluate one batch from ``data_iter`` and return its mean loss.
 
         Raises:
-            ConfigError: outputs are asked for, or DeepSpeed's micro-batches do not divide the batch.
+            ConfigError: outputs are requested, or DeepSpeed's micro-batches do not divide the batch.
         """
         if return_logits or not compute_loss or reduce_output != "avg" or num_micro_batches is not None:
             raise ConfigError(
                 f"eval_batch: {STOCK} evaluates the mean loss only; use another planner for the model's outputs"
             )
-        batch = self._feed.take(data_iter)
+        batch = self._batch_source.take(data_iter)
         samples = count_samples(batch)
         size = self.plan.stages[0].micro_batch_size
         if samples % size:
@@ -459,12 +459,12 @@ class StockPipelineEngine(PipelineEngine):
                 f"eval_batch: DeepSpeed's micro-batches of {size} samples do not divide the {samples} of the batch; "
                 f"drop {samples % size} samples or use another planner"
             )
-        lane = self._evaluation_lane(batch)
-        code = self._use(lane, batch)
+        runner = self._evaluation_runner(batch)
+        code = self._use(runner, batch)
         count = samples // size
-        with lane.micro_batches(batch, code, count) as rows:
-            handed = Handed(self._layer, rows)
-            return super().eval_batch(handed, bcast_loss=bcast_loss, num_micro_batches=count)
+        with runner.micro_batches(batch, code, count) as rows:
+            rows_iterator = BoundIterator(self._layer, rows)
+            return super().eval_batch(rows_iterator, bcast_loss=bcast_loss, num_micro_batches=count)
 
     def set_dataloader(self, loader: Any) -> None:
         """Use ``loader`` (the same batches on every rank) when `train_batch` is called without data."""
@@ -472,7 +472,7 @@ class StockPipelineEngine(PipelineEngine):
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Use ``iterator`` when `train_batch` is called without data."""
-        if iterator is None or isinstance(iterator, Handed):  # from DeepSpeed's own loop
+        if iterator is None or isinstance(iterator, BoundIterator):  # from DeepSpeed's own loop
             self.data_iterator = iterator
         else:
             self._data.use_iterator(iterator)
@@ -482,28 +482,28 @@ class StockPipelineEngine(PipelineEngine):
         self._data.apply(fn)
 
     def destroy(self) -> None:
-        """Let go of what loads ahead, and of what DeepSpeed's engine holds."""
+        """Release what prefetches, and of what DeepSpeed's engine holds."""
         self._data.close()
         super().destroy()
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the model as HuggingFace files, as `GraphPipelineEngine.save_pretrained` does."""
         # The layer computes with one-dimensional scalars, as DeepSpeed needs them; `named_values` turns them back.
-        persistent = {p.name for p in self._lane.reference.analysis.op_graph.parameters if p.is_persistent}
+        persistent = {p.name for p in self._runner.reference.analysis.op_graph.parameters if p.is_persistent}
         state = {n: t.detach() for n, t in self._layer.named_values().items() if n in persistent}
-        setting = self._lane.source.setting
+        setting = self._runner.source.setting
         is_writer = self.plan.stages[self.stage_id].ranks[0] == self.global_rank
         pretrained_files.save_pretrained(
             save_directory,
-            model=self._lane.source.model,
+            model=self._runner.source.model,
             states={self.stage_id: {**state, **self._spare}} if is_writer else {},
             num_stages=self.num_stages,
             group=setting.group,
         )
 
-    def _use(self, lane: ChainLane, batch: Batch) -> ChainCode:
+    def _use(self, runner: ChainRunner, batch: Batch) -> ChainCode:
         """Let the layer run at this batch's shape; DeepSpeed exchanges shapes anew where it has changed."""
-        code = lane.code_for(batch)
+        code = runner.code_for(batch)
         # DeepSpeed exchanges shapes once and keeps them (``first_output_send``, ``grad_layer``);
         # another shape needs that anew on all ranks, which see the same stream of batches and so come
         # here in the same step.
@@ -511,17 +511,17 @@ class StockPipelineEngine(PipelineEngine):
             # A new shape runs on what is bound already; only an evaluation's code may read more.
             missing = [name for name in code.function.tensors if name not in self._layer.tensors]
             if missing:  # what only evaluation reads (a mask's buffer, say)
-                self._layer.bind({**self._layer.tensors, **lane.source.materialise(missing)})
+                self._layer.bind({**self._layer.tensors, **runner.source.materialise(missing)})
             self._layer.use(code)
             self.reset_activation_shape()
             self._code = code
         return code
 
-    def _evaluation_lane(self, batch: Batch) -> ChainLane:
+    def _evaluation_runner(self, batch: Batch) -> ChainRunner:
         # By keys: labels or none decide which graph is captured. Sizes do not, a loss unit is what is captured.
         key = tuple(sorted(batch))
         if key not in self._evaluation:
-            source, training = self._lane.source, self._lane.reference
+            source, training = self._runner.source, self._runner.reference
             reference = source.planned.analyse(batch, ())
             if reference.analysis.op_graph.loss is None:
                 raise ConfigError(
@@ -530,7 +530,7 @@ class StockPipelineEngine(PipelineEngine):
             parameters = {p.name for p in reference.analysis.op_graph.parameters if not p.is_buffer}
             held = [parameters.intersection(names) for names in held_tensors(self.plan, training)]
             plan = evaluation_plan(self.plan, reference.block_graph, parameters=parameters, held=held)
-            self._evaluation[key] = ChainLane(source, reference, plan)
+            self._evaluation[key] = ChainRunner(source, reference, plan)
         return self._evaluation[key]
 
     def _exec_send_grads(self, buffer_id: int) -> None:

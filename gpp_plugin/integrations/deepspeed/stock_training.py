@@ -31,8 +31,8 @@ from gpp_plugin.integrations.deepspeed.config_values import derive_stage_config
 from gpp_plugin.integrations.deepspeed.learning_rates import StageParameterGroups
 from gpp_plugin.integrations.deepspeed.stage_optimizer import device_arguments
 from gpp_plugin.integrations.deepspeed.stock_engine import (
-    ChainLane,
     ChainLayer,
+    ChainRunner,
     ChainSource,
     StockPipelineEngine,
     at_least_1d,
@@ -54,7 +54,7 @@ _BREAKS_DEEPSPEED = ("wall_clock_breakdown", "flops_profiler", "autotuning")
 """Keys with which DeepSpeed's pipeline engine crashes (timers started twice)."""
 
 
-# In this order because DeepSpeed's constructor takes everything at once and changes what it is given:
+# In this order because DeepSpeed's constructor takes everything at once and changes what it receives:
 #
 #   plan, code         as for the graph; the code says which tensors this stage reads
 #   tensors            only these become real; 0-d ones get an axis, which its broadcast and clipping need
@@ -95,15 +95,15 @@ def make_stock_engine(
     check_stock_plan(plan, setting)
     engine_config = _deepspeed_config(ds_config, plan, setting)
     source = ChainSource(model=model, planned=planned, config=config, setting=setting)
-    lane = ChainLane(source, reference, plan)
-    code = lane.code_for(sample_batch)
+    runner = ChainRunner(source, reference, plan)
+    code = runner.code_for(sample_batch)
     tied = {name: f"tied{i}" for i, name in enumerate(tied_stages(plan, reference))}
-    tensors, spare = _stage_tensors(lane, code.function.tensors)
+    tensors, spare = _stage_tensors(runner, code.function.tensors)
     scalars = [name for name, tensor in tensors.items() if tensor.ndim == 0]
     tensors = {name: at_least_1d(tensor) for name, tensor in tensors.items()}
     known = {p.name: p for p in reference.analysis.op_graph.parameters}
     own = _own_module({name: tensor for name, tensor in tensors.items() if name not in tied}, known)
-    layer = ChainLayer(module=own, wire_dtype=_wire_dtype(plan, reference, setting), device=setting.device)
+    layer = ChainLayer(module=own, comm_dtype=_comm_dtype(plan, reference, setting), device=setting.device)
     # From here on the user's model holds buffers only: its parameters are this layer's, or other ranks'.
     release_parameters(model, keep=(p.name for p in known.values() if p.is_buffer))
     with _local_rank_of(setting.device):
@@ -118,7 +118,7 @@ def make_stock_engine(
     _put_back(layer.stage, buffers)
     layer.bind({**trained, **buffers}, scalars=scalars)
     layer.use(code)
-    engine.attach(lane, layer, spare=spare, sample_batch=sample_batch)
+    engine.attach(runner, layer, spare=spare, sample_batch=sample_batch)
     if training_data is not None:
         load = functools.partial(make_row_loader, training_data, plan=plan, config=config, setting=setting)
         prepare = planned.prepare_batch
@@ -179,16 +179,16 @@ def _log_carried(names: Sequence[str]) -> None:
     )
 
 
-def _stage_tensors(lane: ChainLane, read: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _stage_tensors(runner: ChainRunner, read: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return what this rank's stage trains with, and what rests on the last stage for exports.
 
     Args:
         read: names that the stage's code reads.
     """
-    held = held_tensors(lane.plan, lane.reference)[lane.stage_index]
-    is_last = lane.stage_index == len(lane.plan.stages) - 1
-    tensors = lane.source.materialise([*dict.fromkeys((*read, *held))])
-    spare = {name: tensors.pop(name) for name in held if is_last and name not in lane.used}
+    held = held_tensors(runner.plan, runner.reference)[runner.stage_index]
+    is_last = runner.stage_index == len(runner.plan.stages) - 1
+    tensors = runner.source.materialise([*dict.fromkeys((*read, *held))])
+    spare = {name: tensors.pop(name) for name in held if is_last and name not in runner.used}
     return tensors, spare
 
 
@@ -269,7 +269,7 @@ def _deepspeed_config(ds_config: Mapping[str, Any], plan: PipelinePlan, setting:
     return plain
 
 
-def _wire_dtype(plan: PipelinePlan, reference: Reference, setting: Setting) -> torch.dtype:
+def _comm_dtype(plan: PipelinePlan, reference: Reference, setting: Setting) -> torch.dtype:
     """Return the one dtype of everything that travels: one that holds all tensors with a gradient exactly."""
     specs = reference.block_graph.tensors
     cuts = [stage.after for stage in linearise(plan, reference.block_graph) if stage.after is not None]

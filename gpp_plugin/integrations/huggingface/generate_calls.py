@@ -1,4 +1,4 @@
-"""What only HuggingFace knows of a call of `generate`: who can, which arguments mean what, where caches lie.
+"""HuggingFace's side of a call of `generate`: which models can, what arguments mean, where caches lie.
 
 Tests: tests/integrations/test_generation.py
 """
@@ -35,7 +35,7 @@ _WHOLE_BATCH = (
     "negative_prompt_ids",
     "return_dict_in_generate",
 )
-"""Arguments that number samples, or keep a state of all of them: where they are given, one lane has all prompts."""
+"""Arguments that number samples, or keep a state of all of them: where they receive, one replica has all prompts."""
 
 
 def generating_model(model: nn.Module) -> Any:
@@ -62,8 +62,8 @@ def check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
         ConfigError: names the argument and says what to do.
     """
     for name, why in _REFUSED.items():
-        given = _setting(model, arguments, name)
-        if given is not None and given is not False:
+        explicit = _setting(model, arguments, name)
+        if explicit is not None and explicit is not False:
             raise ConfigError(f"engine.generate: {name}: {why}")
     kind = _setting(model, arguments, "cache_implementation")
     if kind not in _DYNAMIC:
@@ -123,11 +123,11 @@ def longest_caches(model: Any, arguments: Mapping[str, Any]) -> LongestCaches | 
 
 
 def _setting(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of a generation: an argument, else of the given configuration, else of the model's."""
+    """Return a setting of a generation: an argument, else of the passed configuration, else of the model's."""
     if arguments.get(name) is not None:
         return arguments[name]
-    given = getattr(arguments.get("generation_config"), name, None)
-    return given if given is not None else getattr(model.generation_config, name, None)
+    explicit = getattr(arguments.get("generation_config"), name, None)
+    return explicit if explicit is not None else getattr(model.generation_config, name, None)
 
 
 def tensor_arguments(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -139,11 +139,11 @@ def samples_of(model: Any, arguments: Mapping[str, Any]) -> int | None:
     """Return how many prompts there are, if each can be generated from by itself; None where they go together.
 
     Together go prompts whose tensors are not all of as many rows (patches of all images beside rows of tokens), and
-    those with an argument that is told which sample it is asked about, or is told of all at once.
+    those with an argument that receives the number of a sample, or all samples at once.
     """
     if any(_setting(model, arguments, name) not in (None, False) for name in _WHOLE_BATCH):
         return None
-    # without end tokens, what met a stop string goes on until all have met one
+    # without end tokens, what met a stop string continues until all have met one
     if _setting(model, arguments, "stop_strings") and _setting(model, arguments, "eos_token_id") is None:
         return None
     rows = {value.shape[0] if value.ndim else None for value in tensor_arguments(arguments).values()}
@@ -160,7 +160,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def joined_tokens(model: Any, arguments: Mapping[str, Any], parts: list[Tensor]) -> Tensor:
-    """Return the tokens of several lanes as those of one call: shorter ones are filled up as HuggingFace does."""
+    """Return the tokens of several replicas as those of one call: shorter ones are filled up as HuggingFace does."""
     if len({part.shape[1] for part in parts}) > 1:
         pad = _setting(model, arguments, "pad_token_id")
         end = _setting(model, arguments, "eos_token_id")
@@ -206,7 +206,7 @@ def argument_facts(arguments: Mapping[str, Any], describe: Any) -> dict[str, str
 
 
 class SilentStreamer:
-    """What is given to `generate` on ranks whose tokens nobody reads: rank 0 streams."""
+    """The streamer of `generate` on ranks whose tokens nobody reads: rank 0 streams."""
 
     def put(self, value: Tensor) -> None:
         """Do nothing."""
@@ -222,7 +222,7 @@ def attention_weights(model: nn.Module) -> dict[tuple[int, int], str]:
     has, are its attentions; of two of one layer the second reads the encoder's output.
     """
     # Llama: layers.3.self_attn has layer_idx 3. T5: block.3.layer.0.SelfAttention and block.3.layer.1.EncDecAttention
-    # have, and so may the encoder's, which the decoder's modules are told from.
+    # have, and so may the encoder's, which are distinguished from the decoder's modules.
     modules: Any = model
     inside = {id(module) for module in modules.get_decoder().modules()}
     found: dict[tuple[int, int], str] = {}

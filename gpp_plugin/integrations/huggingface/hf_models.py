@@ -52,7 +52,7 @@ def config_of(plain: Any, source: str | Path) -> Any:
         raise ConfigError(f"{source}: has no model_type; give a HuggingFace config.json")
     if model_type not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"{source}: transformers {transformers.__version__} knows no model_type {show(model_type)}"
+            f"{source}: transformers {transformers.__version__} has no model_type {show(model_type)}"
         )
     kind = transformers.CONFIG_MAPPING[model_type]
     try:

@@ -1,4 +1,4 @@
-"""What only HuggingFace knows: initialisers, values its constructors set, names in its checkpoints.
+"""HuggingFace's side of weights: initialisers, values its constructors set, names in its checkpoints.
 
 Imports transformers only where a model of it is at hand, so that plain models need none of it. Reads of
 transformers' internals are gathered here: ``_init_weights``, ``all_tied_weights_keys``,
@@ -30,7 +30,7 @@ def is_pretrained_model(model: nn.Module) -> bool:
 def is_of_package(value: object, package: str, kind: str) -> bool:
     """Return whether a package's class named ``kind`` is among an object's, without importing the package.
 
-    A module in `sys.modules` is no help: transformers imports its parts when they are first asked for, and where one of
+    A module in `sys.modules` is no help: transformers imports its parts when they are first requested, and where one of
     them is broken (torchvision of another torch) the question itself would fail, for models that have nothing of it.
 
     >>> is_of_package(torch.nn.Linear(1, 1), "torch", "Module"), is_of_package(1, "transformers", "PreTrainedModel")
@@ -63,8 +63,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     order = {name: i for i, name in enumerate(names)}
     for target, source in declared_ties(model).items():
         if target in names and source in names and names[target] != names[source]:
-            kept, dropped = sorted((names[target], names[source]), key=order.__getitem__)
-            names = {name: kept if home == dropped else home for name, home in names.items()}
+            canonical, dropped = sorted((names[target], names[source]), key=order.__getitem__)
+            names = {name: canonical if home == dropped else home for name, home in names.items()}
     return names
 
 

@@ -1,8 +1,8 @@
-"""How many labelled tokens a mini-batch has, and whether a model divides its loss by their number when it is told.
+"""How many labelled tokens a mini-batch has, and whether a model divides its loss by their number when it gets it.
 
 HuggingFace's Trainer gives a model ``num_items_in_batch``, the labelled tokens of all batches of an optimizer step: the
 model's loss is then the sum over its own tokens divided by that number, and the losses of a step are added up. What is
-counted, and which models are told, is decided here as there.
+counted, and which models receive it, is decided here as there.
 
 Source: transformers, Trainer.get_batch_samples and Trainer.compute_loss (release 5.23)
 Tests: tests/integrations/test_token_mean.py, tests/capture/test_values.py, tests/integrations/test_units.py
@@ -144,7 +144,7 @@ def wrong_entry(source: object, entries: dict[str, Any], guilty: tuple[str, ...]
     )
 
 
-# Inputs that a HuggingFace model would make of a batch in Python, made ahead on the host as entries of the batch.
+# Inputs that a HuggingFace model would make of a batch in Python, made early on the host as entries of the batch.
 #
 # The Qwen-VL family and its kin number text and image tokens in a loop over samples (``get_rope_index``), which reads
 # where the images are and which tokens are padding: a capture would hold for one placement of images only. The method
@@ -162,24 +162,24 @@ def has_prepared_inputs(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def prepared_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries to add to a batch: those that the model lacks and can have made ahead."""
+    """Return the entries to add to a batch: those that the model lacks and can have made early."""
     numbering = _numbering(model, batch)
     if numbering is None:
         return {}
     parameters = inspect.signature(numbering.get_rope_index).parameters
-    given = {name: batch[name] for name in parameters if name in batch}
+    known_inputs = {name: batch[name] for name in parameters if name in batch}
     required = [
         name
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-    if any(name not in given for name in required):
+    if any(name not in known_inputs for name in required):
         return {}  # the model says itself what it lacks
-    # on a twin without weights: what the method may keep stays out of the model, which may lie on the meta device
-    twin: Any = copy.copy(numbering)
-    twin.__dict__ = {**vars(numbering), "_modules": {}, "_parameters": {}}
+    # on a stub without weights: what the method may store stays out of the model, which may lie on the meta device
+    stub: Any = copy.copy(numbering)
+    stub.__dict__ = {**vars(numbering), "_modules": {}, "_parameters": {}}
     with torch.no_grad():
-        positions, _ = twin.get_rope_index(**given)
+        positions, _ = stub.get_rope_index(**known_inputs)
     return {POSITIONS: positions}
 
 
@@ -201,7 +201,7 @@ _REMEDY = 'set graph_pipeline.loss_mean to "units"'
 
 
 def check_takes_count(model: nn.Module) -> None:
-    """Refuse a model that cannot be told how many labelled tokens there are; the test is Trainer's.
+    """Refuse a model that cannot take the number of labelled tokens; the test is Trainer's.
 
     Raises:
         ConfigError: names the model's class.

@@ -28,7 +28,7 @@ from gpp_plugin.runtime.ranks.agree import Meeting
 
 # Adapters (LoRA and its like) in the files that peft reads: which tensors they are, and how they are written.
 #
-# peft itself chooses the tensors, names them and writes the files; here it is only kept from reading the model's own
+# peft itself chooses the tensors, names them and writes the files; here it only must not read the model's own
 # weights, which may be on the meta device and on no one rank.
 
 CONFIG_NAME = "adapter_config.json"
@@ -86,7 +86,7 @@ def write_adapters(staging: Path, model: nn.Module, tensors: Mapping[str, Tensor
 
 
 def move_adapters(staging: Path, target: Path) -> None:
-    """Put what was written in place of an older save; a directory's configuration goes first and comes last."""
+    """Put what was written in place of an older save; a directory's configuration is removed first and added last."""
     files = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
     configs = [path for path in files if path.name == CONFIG_NAME]
     for path in configs:
@@ -106,7 +106,7 @@ Sizes = dict[str, tuple[int, str]]
 
 # Five phases; behind each that may fail all ranks agree that none has, so that all return or all raise:
 #
-#   1  each writer   sizes of what it holds               -> everyone knows who holds what
+#   1  each writer   sizes of what it holds               -> every rank has who holds what
 #   2  everyone      who writes which tensor (computed alike, no messages)
 #   3  first writer  an empty staging directory beside the target
 #   4  writers       a shard each; the first one the configuration
@@ -240,7 +240,7 @@ def _saved_sizes(model: nn.Module, state: Mapping[str, Tensor]) -> Sizes:
             raise CheckpointError(f"{name!r} is on the meta device; materialise the stage before saving")
         if name not in transient:
             sizes[names[name]] = (
-                tensor.numel() * tensor.element_size(),
+                tensor.nbytes,
                 str(tensor.dtype).removeprefix("torch."),
             )
     return sizes
@@ -248,17 +248,17 @@ def _saved_sizes(model: nn.Module, state: Mapping[str, Tensor]) -> Sizes:
 
 def _not_saved(model: nn.Module) -> set[str]:
     """Return names the state dict leaves out: non-persistent buffers, and keys HuggingFace ignores."""
-    kept = set(model.state_dict(keep_vars=True))
+    in_state_dict = set(model.state_dict(keep_vars=True))
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return (names - kept) | ignored
+    return (names - in_state_dict) | ignored
 
 
 def _assign_shards(
     model: nn.Module, writers: Sequence[tuple[int, Sizes]], num_stages: int
 ) -> dict[int, tuple[str, set[str]]]:
-    """Return stage -> (file name, first names it writes); each tensor goes to the first stage that holds it.
+    """Return stage -> (file name, first names it writes); each tensor is written by the first stage that holds it.
 
     Every rank computes the same from the same answers, and so raises the same.
     """
@@ -319,13 +319,13 @@ def _write_shard(
 
         tensors = {name: _packed(tensor) for name, tensor in revert_weight_conversion(model, tensors).items()}
     save_file(tensors, path, metadata={"format": "pt"})
-    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
 def _packed(tensor: Tensor) -> Tensor:
     """Return the tensor on the CPU in storage of its own size (parameters may be views of a flat buffer)."""
     packed = tensor.detach().to("cpu").contiguous()
-    needed = packed.numel() * packed.element_size()
+    needed = packed.nbytes
     return packed.clone() if packed.untyped_storage().nbytes() != needed else packed
 
 

@@ -3,7 +3,7 @@
 The model's own attention calls `update` with the new keys and values, and then the attention function by its name:
 
     prompt    its own keys and values are all there: attention is computed at once, on the sequence's rank; then each
-              position goes to the rank that owns it
+              position is sent to its owner
     token     q goes to all ranks, k and v to the owner; each rank attends over what it holds; (o, max, sum) come back
               and are merged
 
@@ -56,8 +56,8 @@ class SequenceLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Take note of new positions; the attention that follows stores them. Elsewhere they are shapes."""
         if isinstance(key_states, StageTensor):
-            kept: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
-            return kept
+            updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return updated
         self.is_initialized = True
         self._length += key_states.shape[-2]
         key_states.sequence_layer = self  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ class SequenceLayer(DynamicLayer):
         return self._length or int(super().get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let sequences go on from others of the same prompt."""
+        """Let sequences continue from others of the same prompt."""
         if isinstance(self.keys, StageTensor):
             super().reorder_cache(beam_idx)
             return
@@ -90,17 +90,17 @@ class SequenceLayer(DynamicLayer):
         owners = peers.owners(position, rows)[..., 0]
         own = owners[peers.position]
         real = (owners >= 0).sum(1).tolist()  # sequences of each rank that are no copies
-        asked = query[: real[peers.position]].reshape(-1)
+        query_rows = query[: real[peers.position]].reshape(-1)
         parts = [
-            torch.cat([asked, key[own == rank].reshape(-1), value[own == rank].reshape(-1)])
+            torch.cat([query_rows, key[own == rank].reshape(-1), value[own == rank].reshape(-1)])
             for rank in range(peers.number)
         ]
         mine = (owners == peers.position).sum(1).tolist()
         one, each = query[0].numel(), key[0].numel()
-        told = peers.swap(parts, [n * one + 2 * count * each for n, count in zip(real, mine, strict=True)])
+        arrived = peers.swap(parts, [n * one + 2 * count * each for n, count in zip(real, mine, strict=True)])
         # what comes from a rank: its queries, then the keys and the values of which this rank is the owner
-        cut = [part.split([n * one, part.numel() - n * one]) for part, n in zip(told, real, strict=True)]
-        queries = torch.cat([asked for asked, _ in cut]).view(-1, *query.shape[1:])
+        cut = [part.split([n * one, part.numel() - n * one]) for part, n in zip(arrived, real, strict=True)]
+        queries = torch.cat([query_rows for query_rows, _ in cut]).view(-1, *query.shape[1:])
         new = [kv.view(2, count, *key.shape[1:]) for (_, kv), count in zip(cut, mine, strict=True)]
         self._grow(key, peers.cached_rows(rows))
         held = (owners.reshape(-1) == peers.position).nonzero()[:, 0]
@@ -123,12 +123,12 @@ class SequenceLayer(DynamicLayer):
             )
             for rank in range(peers.number)
         ]
-        told = peers.swap(parts, [part.numel() for part in parts])
-        size, small = query.numel() * query.element_size(), most[:rows].numel() * 4
-        outs = torch.stack([part[:size].clone().view(query.dtype).view(query.shape) for part in told])
+        arrived = peers.swap(parts, [part.numel() for part in parts])
+        size, small = query.nbytes, most[:rows].numel() * 4
+        outs = torch.stack([part[:size].clone().view(query.dtype).view(query.shape) for part in arrived])
         most, total = (
             torch.stack(
-                [part[at : at + small].clone().view(torch.float32).view(rows, -1, 1, 1) for part in told]
+                [part[at : at + small].clone().view(torch.float32).view(rows, -1, 1, 1) for part in arrived]
             )
             for at in (size, size + small)
         )
@@ -137,7 +137,7 @@ class SequenceLayer(DynamicLayer):
     def store_prompt(self, key: Tensor, value: Tensor, mask: Tensor) -> None:
         """Send each position of the prompts to the rank that owns it, and keep what is this rank's."""
         # [rows of all ranks, positions] -> owner; what each rank sends is in the order of its rows and, of a row, of
-        # positions, so that the receiver, who knows the same owners, needs no numbers with it.
+        # positions, so that the receiver, which computes the same owners, needs no numbers with it.
         peers, (rows, heads, length, size) = self._peers, key.shape
         positions = torch.arange(length, device=key.device)
         owners = peers.owners(positions, rows)
@@ -148,23 +148,23 @@ class SequenceLayer(DynamicLayer):
             -1,
         )
         parts = [wide[owners[peers.position] == rank].reshape(-1) for rank in range(peers.number)]
-        told = peers.swap(parts, [int((of == peers.position).sum()) * wide.shape[-1] for of in owners])
+        arrived = peers.swap(parts, [int((of == peers.position).sum()) * wide.shape[-1] for of in owners])
         self._grow(key, peers.cached_rows(rows))
         row, place = (owners.reshape(-1, length) == peers.position).nonzero(as_tuple=True)
-        new = torch.cat(told).view(-1, wide.shape[-1])
+        new = torch.cat(arrived).view(-1, wide.shape[-1])
         at = peers.slots(place)
         self.keys[row, :, at] = new[:, : heads * size].reshape(-1, heads, size)
         self.values[row, :, at] = new[:, heads * size : -1].reshape(-1, heads, value.shape[-1])
         self.visible[row, at] = new[:, -1] > 0
 
     def _grow(self, like: Tensor, rows: int) -> None:
-        """Make room for sequences of the length that they have by now."""
-        room = self._peers.room(self._length)
+        """Allocate memory for sequences of their present length."""
+        capacity = self._peers.capacity(self._length)
         if self.keys is None:
             shape = (rows, like.shape[1], 0, like.shape[3])
             self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
             self.visible = torch.empty((rows, 0), dtype=torch.bool, device=like.device)
-        more = room - self.keys.shape[2]
+        more = capacity - self.keys.shape[2]
         if more > 0:
             self.keys, self.values = (nn.functional.pad(t, (0, 0, 0, more)) for t in (self.keys, self.values))
             self.visible = nn.functional.pad(self.visible, (0, more))
@@ -189,9 +189,8 @@ def partial_attention(
         and minus infinity for the largest score.
     """
     rows, heads = query.shape[:2]
-    grouped = query.float().view(
-        rows, key.shape[1], -1, query.shape[-1]
-    )  # the queries of a key-value head together
+    # the queries of a key-value head together
+    grouped = query.float().view(rows, key.shape[1], -1, query.shape[-1])
     scores = grouped @ key.float().transpose(2, 3) * scaling
     # of a row that sees none of these places the largest score is minus infinity, and so this part's weight is zero
     scores = scores.masked_fill(~visible[:, None, None, :], -torch.inf)
@@ -231,7 +230,7 @@ def attention(
             module, query, key, value, attention_mask, **kwargs
         )
         if layer is not None:
-            assert attention_mask is not None, "an additive mask is asked for"
+            assert attention_mask is not None, "an additive mask is requested"
             layer.store_prompt(key, value, attention_mask)
         return made
     if length != 1:

@@ -85,7 +85,7 @@ def block_submodules(config: Any, spec: Any, layers: range, *, is_causal: bool =
 
     Args:
         spec: a layer's specification, or all layers' (`TransformerBlockSubmodules`); None: megatron-core's local one.
-        layers: consecutive layers, counted from 0; each knows its number in the model.
+        layers: consecutive layers, counted from 0; each has its number in the model.
         is_causal: for the local specification; another one says so itself.
     """
     from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
@@ -105,7 +105,7 @@ def block_submodules(config: Any, spec: Any, layers: range, *, is_causal: bool =
 
 
 def _local_layer(config: Any, *, is_causal: bool) -> Any:
-    """Return megatron-core's local layer, with a norm that knows sequence parallelism where its own does not."""
+    """Return megatron-core's local layer, with a norm that supports sequence parallelism where its own does not."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -163,7 +163,7 @@ class SequenceParallelNorm:
 # Ranks of one tensor group must drop the same elements of what they all hold and different ones of what they share
 # out, and ranks of different data positions must differ. Megatron seeds generators once and trusts every rank to draw
 # equally often ever after, which a data loader on the CPU's generator breaks. Here every forward of a micro-batch
-# seeds its streams from one number that the first rank of its tensor group draws from torch's generator and tells the
+# seeds its streams from one number that the first rank of its tensor group draws from torch's generator and sends the
 # others.
 #
 # So a forward that is run again (recomputation) drops the same elements: whoever recomputes restores torch's
@@ -215,7 +215,7 @@ class DropoutStreams:
 
 
 def seed_streams(seed: int, context: StageContext) -> None:
-    """Seed torch's generators alike over a tensor group, and Megatron's tracked streams apart."""
+    """Seed torch's generators alike over a tensor group, and Megatron's tracked streams separately."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     seed_streams_of(context.device, seed)
@@ -279,7 +279,7 @@ class _Chunk:
     def _causal_mask(self, length: int, device: torch.device) -> Tensor:
         if self._causal is None or self._causal.shape[-1] != length or self._causal.device != device:
             ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
-            # Kept from call to call: a length seldom changes, and 4096 tokens are 16 MB of bool.
+            # Stored from call to call: a length seldom changes, and 4096 tokens are 16 MB of bool.
             self._causal = ones.triu(1)
         return self._causal
 
@@ -314,7 +314,7 @@ class GptChunk(_Chunk, GPTModel):
         first = self._required("input_ids" if self.pre_process else "hidden_states", input_ids, hidden_states)
         if set(embeds) != set(self.merged):
             raise ConfigError(
-                f"stage {self.stage!r}: it takes the embeddings {sorted(self.merged)} and was given {sorted(embeds)}; "
+                f"stage {self.stage!r}: it takes the embeddings {sorted(self.merged)} and received {sorted(embeds)}; "
                 "name the same in gpt_stage(merge=...) and in the stage's inputs"
             )
         # input_ids are [batch, sequence], hidden states [sequence / shards, batch, hidden]: masks are of
@@ -351,7 +351,7 @@ class GptChunk(_Chunk, GPTModel):
             self.embedding.embedding_dropout = nn.Identity()
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Any:
-        """Return the loss of every token, [batch, sequence], and the whole logits where they were asked for."""
+        """Return the loss of every token, [batch, sequence], and the whole logits where they were requested."""
         logits = logits.transpose(0, 1)
         whole = None
         if self.has_logits:

@@ -1,9 +1,9 @@
-"""megatron-core on the CPU: what it asks of CUDA, answered for the CPU, in its own modules only.
+"""megatron-core on the CPU: its calls of CUDA, answered for the CPU, in its own modules only.
 
-`torch.cuda` stays as it is for everybody else: a Megatron module that asks for the current CUDA device gets another
+`torch.cuda` stays as it is for everybody else: a Megatron module that reads the current CUDA device gets another
 ``torch`` in its namespace, one that differs in `torch.cuda.current_device` alone. `REPLACED` lists all that is
 replaced, and why. Process groups are made elsewhere and passed as arguments, but for those of a bridge between
-modules, which asks for NCCL by name.
+modules, which requests NCCL by name.
 
 Source: Megatron-LM (arXiv 1909.08053)
 Tests: tests/integrations/test_megatron.py, tests/integrations/test_megatron_training.py
@@ -40,7 +40,7 @@ class Replacement:
 
 
 class _TorchOnCpu(ModuleType):
-    """The ``torch`` of a module that asks it for the current CUDA device."""
+    """The ``torch`` of a module that reads the current CUDA device of it."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -61,7 +61,7 @@ class _CudaOnCpu(ModuleType):
 
 
 class _DistributedOnCpu(ModuleType):
-    """The ``torch.distributed`` of a module that asks for NCCL by name."""
+    """The ``torch.distributed`` of a module that requests NCCL by name."""
 
     def __init__(self) -> None:
         super().__init__("torch.distributed")
@@ -102,7 +102,7 @@ def _make_tracker() -> Any:
         @contextlib.contextmanager
         def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
             # Named streams take turns in the one generator: the stream's state in, run, its new state
-            # kept, the old one back.
+            # saved, the old one back.
             before = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
             try:

@@ -6,8 +6,8 @@ one transfer and returns its handle, which is waited for where the program says,
 errors as a native message's. In a group of two the communicator sends from the lower rank to the higher one in that
 group and the other way in the default group, so that the two directions have a group each.
 
-Between which ranks these are, `plan.edge_transports` decides for the plan of training. Between them every message goes
-over the communicator that is one floating-point tensor; whatever its edge, in evaluation too: both ends see that alike.
+Between which ranks these are, `plan.edge_transports` decides for the plan of training. Between them every message
+that is one floating-point tensor passes over the communicator, whatever its edge, in evaluation too.
 Messages without tags keep their order, which is the program's.
 
 Source: this project
@@ -122,7 +122,7 @@ class MegatronTransport:
         self._native.open(channels)
 
     def close(self) -> None:
-        """Let go of all process groups."""
+        """Release all process groups."""
         self._communicators.clear()
         for group in self._groups.values():
             dist.destroy_process_group(group)
@@ -174,7 +174,7 @@ def over_megatron(
         importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
         cpu.install()
     if not is_cuda:
-        widen_open_sockets()  # one direction goes over the default group
+        widen_open_sockets()  # one direction uses the default group
     # An edge's two directions are one pair of ranks, one group; a channel has one direction.
     ends = {(plan.edges[edge].src, plan.edges[edge].dst): edge for edge in sorted(edges)}
     carried = set()
@@ -245,8 +245,8 @@ def _open(communicator: Any, device: torch.device) -> None:
     for is_sender in (is_low, not is_low):
         # Both directions, one after the other: they are two communicators (see above), each
         # made at its first use.
-        given = (value, False, None) if is_sender else (None, True, [1])
-        _, handles = communicator.send_forward_recv_forward(*given, overlap_p2p_comm=True)
+        arguments = (value, False, None) if is_sender else (None, True, [1])
+        _, handles = communicator.send_forward_recv_forward(*arguments, overlap_p2p_comm=True)
         for handle in handles.values():
             handle.wait()
 

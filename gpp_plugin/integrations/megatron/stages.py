@@ -96,7 +96,7 @@ def gather_full_state(module: nn.Module, values: Mapping[str, Tensor] | None = N
     Collective over the tensor group.
 
     Args:
-        module: what a factory of `gpp_plugin.integrations.megatron` built; a stage's is ``engine.module.given``.
+        module: what a factory of `gpp_plugin.integrations.megatron` built; a stage's is ``engine.module.configured``.
         values: other tensors of the parameters' shapes by the chunk's names, such as gradients, in place of weights.
     """
     context = _context_of(module)
@@ -171,7 +171,7 @@ class MegatronStage:
         build: makes the module of (the stage's configuration, its process groups, the context).
         full_state: weights of the whole model at tensor size 1, or what returns them; None: random ones.
         seed: of random weights, the same on all of its ranks, and of dropout.
-        reads_hidden, makes_hidden: whether it is given, and returns, hidden states in Megatron's layout.
+        reads_hidden, makes_hidden: whether it receives, and returns, hidden states in Megatron's layout.
     """
 
     config: Any
@@ -258,7 +258,7 @@ def gpt_stage(
 
     The module is called with ``input_ids`` (and ``position_ids``, by default counting up) if it has the embedding,
     with ``hidden_states`` otherwise, and with ``labels`` (and ``loss_mask``) if it has the output layer; labels are
-    shifted already. It returns hidden states [sequence, batch, hidden], the mean loss of the samples it was given, or
+    shifted already. It returns hidden states [sequence, batch, hidden], the mean loss of the samples it received, or
     whole logits [batch, sequence, vocabulary] where there are no labels. An ``attention_mask``
     [batch, sequence], 0 at padding, or Megatron's own may be an input of the local specification.
 
@@ -416,7 +416,7 @@ def mark_partial_gradients(module: nn.Module, config: Any) -> None:
 def _prepare_megatron() -> None:
     from megatron.core import parallel_state
 
-    # The one global that modules ask for whatever groups they are given (megatron-core 0.16:
+    # The one global that modules read whatever groups they receive (megatron-core 0.16:
     # ``get_global_memory_buffer`` in linear layers with sequence parallelism); it is scratch space and
     # belongs to no group.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
@@ -431,13 +431,13 @@ def check_sizes(stage: str, config: Any, tensor: int, *, vocab_size: int | None)
         vocab_size: where the stage embeds tokens or yields logits.
 
     Raises:
-        ConfigError: it does not divide heads, query groups, the MLP or the vocabulary, or the configuration asks for
+        ConfigError: it does not divide heads, query groups, the MLP or the vocabulary, or the configuration requests
             a kind of parallelism that stages do not have.
     """
-    given = config.tensor_model_parallel_size
-    if given not in (1, tensor):
+    configured = config.tensor_model_parallel_size
+    if configured not in (1, tensor):
         raise ConfigError(
-            f"stage {stage!r}: its config says tensor_model_parallel_size={given} and the stage has tensor={tensor}; "
+            f"stage {stage!r}: its config says tensor_model_parallel_size={configured}, the stage has tensor={tensor}; "
             "make them equal, or leave the former at 1"
         )
     # What Megatron's layers cut among tensor ranks. 12 heads on 8 ranks, say: a rank would have one

@@ -20,7 +20,7 @@ class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
     """Trains as `GraphPipelineTrainer`; with ``predict_with_generate`` evaluation and prediction generate.
 
     Args:
-        given: as of `GraphPipelineTrainer`; the arguments are ``Seq2SeqTrainingArguments``.
+        passed: as of `GraphPipelineTrainer`; the arguments are ``Seq2SeqTrainingArguments``.
     """
 
     def _as_one_process(self, tensors: Any, **_: Any) -> Any:

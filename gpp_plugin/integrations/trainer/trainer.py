@@ -80,10 +80,10 @@ class GraphPipelineTrainer(Trainer):
             ``TrainingArguments.deepspeed``, or the defaults where that is missing too.
         prediction_outputs: what `evaluate` and `predict` gather of the model's outputs; None: ``logits``, or of a model
             like CLIP ``logits_per_image`` and ``logits_per_text``.
-        given: as of Trainer.
+        passed: as of Trainer.
 
     Raises:
-        ConfigError: an argument asks for what a pipeline cannot do.
+        ConfigError: an argument requests what a pipeline cannot do.
     """
 
     optimizer: Any
@@ -96,24 +96,24 @@ class GraphPipelineTrainer(Trainer):
         *positional: Any,
         config: Mapping[str, Any] | str | None = None,
         prediction_outputs: Sequence[str] | None = None,
-        **given: Any,
+        **passed: Any,
     ) -> None:
         if args is None:
             raise ConfigError(
                 "GraphPipelineTrainer: args is missing; pass transformers.TrainingArguments(...)"
             )
-        _check_arguments(args, given)
+        _check_arguments(args, passed)
         check_known_ranks(args)
-        self._given_config = load_deepspeed_json(config or args.deepspeed or {BLOCK: {}})
+        self._user_config = load_deepspeed_json(config or args.deepspeed or {BLOCK: {}})
         self._num_ranks = max(int(args.world_size), 1)
-        self._given_args = args
+        self._user_args = args
         self._engine: Any = None
         self._units: int | None = None
         self._has_trained = self._has_schedule = False
         self._buffered: list[Any] = []
         self._random_states: tuple[Any, ...] | None = None
         self._prediction_outputs = prediction_outputs
-        super().__init__(model, _one_process_arguments(args, self._num_ranks), *positional, **given)
+        super().__init__(model, _one_process_arguments(args, self._num_ranks), *positional, **passed)
         for name in _UNCALLED:
             if getattr(type(self), name) is not getattr(Trainer, name):
                 raise ConfigError(
@@ -137,9 +137,9 @@ class GraphPipelineTrainer(Trainer):
 
     # ---- what accelerate does -----------------------------------------------------------------------
 
-    def _build_accelerator_args(self, **given: Any) -> dict[str, Any]:
+    def _build_accelerator_args(self, **passed: Any) -> dict[str, Any]:
         """Let accelerate leave precision, devices and models alone: they are the engine's."""
-        built: dict[str, Any] = super()._build_accelerator_args(**given)
+        built: dict[str, Any] = super()._build_accelerator_args(**passed)
         return {**built, "mixed_precision": "no", "deepspeed_plugin": None, "device_placement": False}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -227,14 +227,14 @@ class GraphPipelineTrainer(Trainer):
         count = self.args.per_device_train_batch_size
         sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
         counts_tokens = _divides_by_items(self.model) and "labels" in sample
-        told: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "mini_batch": self._mini_batch,
             "counts_tokens": counts_tokens,
             "max_steps": max_steps,
         }
         if max_steps and self._units is None:
-            self._units = self._units_of(loader, told)
-        config = engine_config(self._given_config, self._given_args, units=self._units, **told)
+            self._units = self._units_of(loader, sizes)
+        config = engine_config(self._user_config, self._user_args, units=self._units, **sizes)
         self._units = config[BLOCK].get("units")
         more: dict[str, Any] = {}
         self._has_schedule = max_steps > 0
@@ -247,33 +247,33 @@ class GraphPipelineTrainer(Trainer):
         )[0]
         return self._engine
 
-    def _units_of(self, loader: Any, told: Mapping[str, Any]) -> int | None:
+    def _units_of(self, loader: Any, sizes: Mapping[str, Any]) -> int | None:
         """Return the loss units of a step whose batches have lengths of their own; None where they are alike.
 
-        A collator that says that it pads to the longest asks for them. One whose batches were tried does so only where
+        A collator that says that it pads to the longest requests them. One whose batches were tried does so only where
         the user's block leaves ``units`` open, and has nothing that refuses them.
 
         Args:
-            told: to `engine_config`.
+            sizes: to `engine_config`.
         """
         units = int(self.args.gradient_accumulation_steps)
         is_tried = getattr(self.data_collator, "padding", None) is None
-        if "units" in (self._given_config.get(BLOCK) or {}) and is_tried:
+        if "units" in (self._user_config.get(BLOCK) or {}) and is_tried:
             return None
         if not pads_to_longest(self.data_collator, loader):
             return None
         if not is_tried:
             return units
-        why_not = why_no_units(engine_config(self._given_config, self._given_args, units=units, **told))
+        why_not = why_no_units(engine_config(self._user_config, self._user_args, units=units, **sizes))
         if why_not:
             logger.warning(
-                "the data collator makes batches of unlike shapes, and %s.units is not set for them: %s",
+                "the data collator makes batches of different shapes, and %s.units is not set for them: %s",
                 BLOCK,
                 why_not,
             )
             return None
         logger.info(
-            "%s.units is set to %d: the data collator makes batches of unlike shapes; null leaves it off",
+            "%s.units is set to %d: the data collator makes batches of different shapes; null leaves it off",
             BLOCK,
             units,
         )
@@ -283,7 +283,7 @@ class GraphPipelineTrainer(Trainer):
         """Return what makes every stage's optimizer and schedule, where the configuration has none.
 
         Args:
-            config: is told to allow an optimizer that ZeRO may step though DeepSpeed does not know it.
+            config: gets a key that allows an optimizer that ZeRO may step though DeepSpeed's list lacks it.
         """
         more: dict[str, Any] = {}
         if not isinstance(config.get("optimizer"), Mapping):
@@ -318,12 +318,13 @@ class GraphPipelineTrainer(Trainer):
         if self._has_trained or (self._engine is not None and not self._has_schedule):
             raise ConfigError(
                 "GraphPipelineTrainer: train() is called once a trainer, with the train_dataset it was made with; make "
-                "another one, with resume_from_checkpoint to go on"
+                "another one, with resume_from_checkpoint to continue"
             )
         engine, self._has_trained = self._make_engine(train_dataloader, max_steps), True
         self.deepspeed = self.model_wrapped = engine
         self.optimizer, self.lr_scheduler = _Steps(engine), _Schedule(engine)
-        self.accelerator._optimizers.append(self.optimizer)  # is asked whether a step was skipped
+        # accelerate reads of it whether a step was skipped
+        self.accelerator._optimizers.append(self.optimizer)
         if isinstance(train_dataloader, StreamLoader):  # its position is saved and restored
             engine.set_dataloader(train_dataloader)
         if resume_from_checkpoint is not None:
@@ -336,9 +337,9 @@ class GraphPipelineTrainer(Trainer):
         self.callback_handler.train_dataloader = train_dataloader
         return stand, train_dataloader
 
-    def _init_training_state(self, *given: Any) -> tuple[int, int]:
-        """Let a stream go on by itself: Trainer would skip in it what was trained in all passes."""
-        epochs, steps = super()._init_training_state(*given)
+    def _init_training_state(self, *passed: Any) -> tuple[int, int]:
+        """Let a stream continue by itself: Trainer would skip in it what was trained in all passes."""
+        epochs, steps = super()._init_training_state(*passed)
         return epochs, 0 if isinstance(self.train_dataset, IterableDataset) else steps
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -371,7 +372,7 @@ class GraphPipelineTrainer(Trainer):
 
     # ---- evaluation ------------------------------------------------------------------------------------------
 
-    def evaluation_loop(self, dataloader: Any, *given: Any, **more: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *passed: Any, **more: Any) -> Any:
         """Make the engine where nothing was trained yet, and evaluate."""
         if self._engine is None:
             max_steps = 0
@@ -381,7 +382,7 @@ class GraphPipelineTrainer(Trainer):
                 max_steps = self.set_initial_training_values(self.args, loader)[-1]
             self._make_engine(loader, max_steps)
         self.gather_function = self._as_one_process
-        return super().evaluation_loop(dataloader, *given, **more)
+        return super().evaluation_loop(dataloader, *passed, **more)
 
     def _as_one_process(self, tensors: Any, **_: Any) -> Any:
         """Return what one process would gather: every rank has all of it, and of the last batch as much as there is."""
@@ -439,7 +440,7 @@ class GraphPipelineTrainer(Trainer):
         if self.args.should_save:
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(target)
-            torch.save(self._given_args, os.path.join(target, "training_args.bin"))
+            torch.save(self._user_args, os.path.join(target, "training_args.bin"))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -487,7 +488,7 @@ class _Stand:
 
 
 class _Steps:
-    """What Trainer knows as the optimizer: the engine's, whose step is in `train_batch`."""
+    """Trainer's optimizer: the engine's, whose step is in `train_batch`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -505,7 +506,7 @@ class _Steps:
 
 
 class _Schedule:
-    """What Trainer knows as the schedule: the engine's, which is a step ahead once `train_batch` has returned."""
+    """Trainer's schedule: the engine's, which has made one step more once `train_batch` has returned."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -517,9 +518,10 @@ class _Schedule:
         try:
             self._rates = list(self._engine.lr_scheduler.get_last_lr())
         except (
+            # DeepSpeed's have none before their first step; or there is none
             AssertionError,
             AttributeError,
-        ):  # DeepSpeed's have none before their first step; or there is none
+        ):
             self._rates = self._engine.get_lr()
 
     def get_last_lr(self) -> list[float]:
@@ -527,7 +529,7 @@ class _Schedule:
         return self._rates
 
 
-def _check_arguments(args: Any, given: Mapping[str, Any]) -> None:
+def _check_arguments(args: Any, passed: Mapping[str, Any]) -> None:
     """Refuse what changes the model or the loss outside of what stages run.
 
     Raises:

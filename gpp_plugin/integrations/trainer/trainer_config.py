@@ -80,7 +80,7 @@ def pads_to_longest(collator: Any, loader: Any) -> bool:
     """Return whether batches of one mini-batch may have lengths of their own.
 
     A collator's ``padding`` says so. One without it (those of language models, a function of the user's) is tried:
-    where single samples, taken from all over the dataset, become batches of unlike shapes, it pads.
+    where single samples, taken from all over the dataset, become batches of different shapes, it pads.
 
     Args:
         loader: with the dataset, and what collates its samples: the collator, behind what drops columns.
@@ -93,7 +93,7 @@ def pads_to_longest(collator: Any, loader: Any) -> bool:
     for sample in _some_samples(loader.dataset):
         try:
             batch = loader.collate_fn([sample])
-        except Exception:  # it makes batches of several alone; training tells what is wrong with them
+        except Exception:  # it makes batches of several alone; training reports what is wrong with them
             return False
         tensors = batch.items() if isinstance(batch, Mapping) else ()
         shapes.add(tuple((key, tuple(v.shape)) for key, v in tensors if isinstance(v, Tensor)))
@@ -109,10 +109,10 @@ def _some_samples(dataset: Any) -> list[Any]:
 
 
 class StreamLoader:
-    """The batches of an iterable dataset, a pass each time it is iterated over, which knows where it is.
+    """The batches of an iterable dataset, a pass each time it is iterated over, with a position.
 
-    Where the dataset has ``state_dict`` and ``load_state_dict``, it goes on by them; else it reads what was trained on
-    once more, and drops it. Its state is that after the last batch that it gave, also where a worker is ahead.
+    Where the dataset has ``state_dict`` and ``load_state_dict``, it continues by them; else it reads trained samples
+    once more, and drops them. Its state is that after the last batch that it gave, also where a worker prefetches.
 
     Args:
         options: of the DataLoader within: workers, pinning.
@@ -132,14 +132,14 @@ class StreamLoader:
         # two workers would each have the whole stream
         options["num_workers"] = min(options.get("num_workers", 0), 1)
         self._options = options
-        self._passes = self._given = 0
+        self._passes = self._num_batches = 0
         self._state: Any = None
         self._is_resumed = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of a pass, or of what is left of it."""
-        skipped, state = (self._given, self._state) if self._is_resumed else (0, None)
-        self._is_resumed, self._given, self._state = False, skipped, state
+        skipped, state = (self._num_batches, self._state) if self._is_resumed else (0, None)
+        self._is_resumed, self._num_batches, self._state = False, skipped, state
         if self._passes and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._passes)
         stated = _Stated(
@@ -154,23 +154,25 @@ class StreamLoader:
             **self._options,
         )
         for items, after in inner:
-            self._given, self._state = self._given + 1, after
+            self._num_batches, self._state = self._num_batches + 1, after
             yield self.collate_fn(items)
-        self._passes, self._given, self._state = self._passes + 1, 0, None
+        self._passes, self._num_batches, self._state = self._passes + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the last batch that was given ends."""
-        return {"passes": self._passes, "given": self._given, "state": self._state}
+        """Return where the last batch that was returned ends."""
+        return {"passes": self._passes, "batches": self._num_batches, "state": self._state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there when iterated over next."""
-        self._passes, self._given, self._state = state["passes"], state["given"], state["state"]
+        """Continue there when iterated over next."""
+        # checkpoints of before call it "given"
+        batches = state["batches"] if "batches" in state else state["given"]
+        self._passes, self._num_batches, self._state = state["passes"], batches, state["state"]
         self._is_resumed = True
-        if self._given and self._state is None:
+        if self._num_batches and self._state is None:
             logger.warning(
-                "the training stream has no state_dict: %d samples of it are read and dropped to go on where the "
+                "the training stream has no state_dict: %d samples of it are read and dropped to continue where the "
                 "checkpoint was saved",
-                self._given * self.batch_size,
+                self._num_batches * self.batch_size,
             )
 
 
@@ -188,7 +190,7 @@ class _Stated(IterableDataset[Any]):
         for _ in range(self._skipped * self._size):
             next(items, None)
         while len(taken := list(itertools.islice(items, self._size))) == self._size:
-            # a copy: the dataset goes on, and a worker writes it down on a thread of its own
+            # a copy: the dataset continues, and a worker writes it down on a thread of its own
             yield taken, stream_state(dataset)
 
 
@@ -201,7 +203,7 @@ _BY_ELEMENT = (
 
 
 def engine_config(
-    given: Mapping[str, Any],
+    user_config: Mapping[str, Any],
     args: Any,
     *,
     mini_batch: int,
@@ -212,7 +214,7 @@ def engine_config(
     """Return a whole configuration for `deepspeed.initialize`.
 
     Args:
-        given: the user's; with or without a ``graph_pipeline`` block.
+        user_config: the user's; with or without a ``graph_pipeline`` block.
         args: the `TrainingArguments`.
         mini_batch: samples of an optimizer step.
         units: loss units of it, where they have shapes of their own.
@@ -224,12 +226,12 @@ def engine_config(
 
     >>> from types import SimpleNamespace
     >>> args = SimpleNamespace(per_device_train_batch_size=2, max_grad_norm=1.0, bf16=False, fp16=False)
-    >>> told = {"mini_batch": 8, "units": None, "counts_tokens": False, "max_steps": 10}
-    >>> config = engine_config({"train_batch_size": "auto"}, args, **told)
+    >>> sizes = {"mini_batch": 8, "units": None, "counts_tokens": False, "max_steps": 10}
+    >>> config = engine_config({"train_batch_size": "auto"}, args, **sizes)
     >>> config["train_batch_size"], config["gradient_clipping"], config["graph_pipeline"]
     (8, 1.0, {})
     """
-    config = copy.deepcopy(dict(given))
+    config = copy.deepcopy(dict(user_config))
     if not (config.get(BLOCK) or {}).get("enabled", True):
         raise ConfigError(f"{BLOCK}.enabled is false: use transformers.Trainer, or enable the block")
     unit = args.per_device_train_batch_size
@@ -250,17 +252,16 @@ def engine_config(
             args.gradient_accumulation_steps,
             "gradient_accumulation_steps",
         )
-    config.pop(
-        "gradient_accumulation_steps", None
-    )  # of an engine it means the losses of a step, on all ranks
+    # of an engine it means the losses of a step, on all ranks
+    config.pop("gradient_accumulation_steps", None)
     _settle(wrong, config, "gradient_clipping", float(args.max_grad_norm), "max_grad_norm")
     for key in ("bf16", "fp16"):
-        asked = bool(getattr(args, key))
+        is_wanted = bool(getattr(args, key))
         block = config.get(key)
-        if block is None and asked:
+        if block is None and is_wanted:
             config[key] = {"enabled": True}
         elif isinstance(block, dict):
-            _settle(wrong, block, "enabled", asked, key, where=f"{key}.")
+            _settle(wrong, block, "enabled", is_wanted, key, where=f"{key}.")
     _settle_optimizer(wrong, config, args, max_steps)
     if wrong:
         raise ConfigError("\n".join([*wrong, 'set these keys to "auto", or make them equal']))
@@ -278,7 +279,7 @@ def check_known_ranks(args: Any) -> None:
     Raises:
         ConfigError: says both numbers.
     """
-    known = max(int(args.world_size), 1)  # of accelerate, which is asked first: it joins the ranks
+    known = max(int(args.world_size), 1)  # of accelerate, which comes first: it joins the ranks
     ranks = dist.get_world_size() if dist.is_initialized() else known
     if known != ranks:
         raise ConfigError(
@@ -307,13 +308,13 @@ def _settle_optimizer(wrong: list[str], config: dict[str, Any], args: Any, max_s
     """Fill in what an ``optimizer`` and a ``scheduler`` block leave to the arguments, and compare the rest of it."""
     # What a block does not name is DeepSpeed's default, as in Trainer; what it names is compared.
     if isinstance(config.get("optimizer"), dict):
-        told = {
+        sources = {
             "lr": (args.learning_rate, "learning_rate"),
             "betas": ([args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2"),
             "eps": (args.adam_epsilon, "adam_epsilon"),
             "weight_decay": (args.weight_decay, "weight_decay"),
         }
-        _settle_params(wrong, config, "optimizer", told)
+        _settle_params(wrong, config, "optimizer", sources)
     if isinstance(config.get("scheduler"), dict):
         params = config["scheduler"].setdefault("params", {})
         if params.get("warmup_min_lr") == AUTO:
@@ -323,7 +324,7 @@ def _settle_optimizer(wrong: list[str], config: dict[str, Any], args: Any, max_s
             "warmup_num_steps": (max(1, args.get_warmup_steps(max(max_steps, 1))), "warmup_steps"),
             "total_num_steps": (max(max_steps, 1), "max_steps, or epochs x steps"),
         }
-        if not max_steps:  # no schedule is stepped, and nobody knows how many steps there would be
+        if not max_steps:  # no schedule is stepped, and it is unknown how many steps there would be
             params.update({key: value for key, (value, _) in steps.items() if key in params})
         _settle_params(
             wrong, config, "scheduler", {"warmup_max_lr": (args.learning_rate, "learning_rate"), **steps}
@@ -331,10 +332,10 @@ def _settle_optimizer(wrong: list[str], config: dict[str, Any], args: Any, max_s
 
 
 def _settle_params(
-    wrong: list[str], config: dict[str, Any], block: str, told: Mapping[str, tuple[Any, str]]
+    wrong: list[str], config: dict[str, Any], block: str, sources: Mapping[str, tuple[Any, str]]
 ) -> None:
     params = config[block].setdefault("params", {})
-    for key, (value, name) in told.items():
+    for key, (value, name) in sources.items():
         if key in params:
             _settle(wrong, params, key, value, name, where=f"{block}.params.")
 

@@ -27,10 +27,10 @@ from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes, hel
 from gpp_plugin.report.units import format_bytes
 from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
 
-# Whether caches have room, and so where those of "auto" lie: a prompt too long is refused before anything runs.
+# Whether caches fit, and so where those of "auto" lie: a prompt too long is refused before anything runs.
 #
 #     every rank     what its caches take at their longest, cut along the sequence or not; what is free on it
-#     all            "data" where that has room on every rank, for it sends nothing; else "sequence", where it can be
+#     all            "data" where that fits on every rank, for it sends nothing; else "sequence", where it can be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +39,18 @@ class CacheNeed:
 
     Args:
         data: where it has whole sequences; ``cut``: where they are cut over the ranks of its stages.
-        room: what is free for them and, beside what is held already, for ``weights``: the whole of what tensor ranks
-            hold in parts.
+        free_bytes: what is free for them and, beside what is held already, for ``weights``: the whole of what tensor
+            ranks hold in parts.
     """
 
     data: int
     cut: int
-    room: int
+    free_bytes: int
     weights: int = 0
 
     def missing(self, *, cut: bool) -> int:
-        """Return how many bytes there are too few; none or fewer: they have room."""
-        return (self.cut if cut else self.data) + self.weights - self.room
+        """Return how many bytes there are too few; none or fewer: they fit."""
+        return (self.cut if cut else self.data) + self.weights - self.free_bytes
 
 
 def need_of(
@@ -64,7 +64,7 @@ def need_of(
     ranks: int,
     block: int,
     itemsize: int,
-    room: int,
+    free_bytes: int,
     weights: int,
 ) -> CacheNeed:
     """Return what the caches of this rank's layers take.
@@ -82,39 +82,41 @@ def need_of(
         common = {"length": length, "kv_width": width, "itemsize": itemsize}
         data += cache_bytes(rows=rows * longest.each, **common)
         cut += cut_cache_bytes(rows=prompts * longest.each, block=block, ranks=ranks, **common)
-    return CacheNeed(data=data, cut=cut, room=room, weights=weights)
+    return CacheNeed(data=data, cut=cut, free_bytes=free_bytes, weights=weights)
 
 
-def is_cut(asked: str, needs: Sequence[CacheNeed], *, why_not: str | None) -> bool:
+def is_cut(requested: str, needs: Sequence[CacheNeed], *, why_not: str | None) -> bool:
     """Return whether caches are cut along the sequence.
 
     Args:
-        asked: "data", "sequence" or "auto".
-        needs: of all ranks; none where nobody knows what is free.
+        requested: "data", "sequence" or "auto".
+        needs: of all ranks; none where it is unknown what is free.
         why_not: the reason for which they cannot be.
 
     Raises:
-        ConfigError: they have no room: names the rank and the bytes that are missing.
+        ConfigError: the caches do not fit: names the rank and the missing bytes.
 
-    >>> one = CacheNeed(data=100, cut=50, room=60)
+    >>> one = CacheNeed(data=100, cut=50, free_bytes=60)
     >>> is_cut("auto", [one], why_not=None), is_cut("auto", [], why_not=None)
     (True, False)
     """
     # With cut caches a rank holds a part of every prompt, in whole blocks: hardly less than whole ones of its own
     # prompts where all ranks have as many, and the more less the fewer prompts there are.
     fits_data = all(need.missing(cut=False) <= 0 for need in needs)
-    chosen = asked == "sequence" or (asked == "auto" and not fits_data and why_not is None)
+    chosen = requested == "sequence" or (requested == "auto" and not fits_data and why_not is None)
     rank, worst = max(enumerate(needs), key=lambda item: item[1].missing(cut=chosen), default=(0, None))
     missing = 0 if worst is None else worst.missing(cut=chosen)
     if worst is None or missing <= 0:
         return chosen
     takes = worst.cut if chosen else worst.data
     beside = f" and {format_bytes(worst.weights)} of weights that tensor ranks join" if worst.weights else ""
-    other = "" if chosen or why_not is not None or asked == "auto" else ', set generate.cache to "sequence"'
+    other = (
+        "" if chosen or why_not is not None or requested == "auto" else ', set generate.cache to "sequence"'
+    )
     raise ConfigError(
-        f"engine.generate: the caches take {format_bytes(takes)} on rank {rank}, which has {format_bytes(worst.room)} "
-        f"for them{beside}: {missing} bytes are missing; give fewer or shorter prompts, lower max_new_tokens or "
-        f"num_beams{other}"
+        f"engine.generate: the caches take {format_bytes(takes)} on rank {rank}, which has "
+        f"{format_bytes(worst.free_bytes)} for them{beside}: {missing} bytes are missing; give fewer or "
+        f"shorter prompts, lower max_new_tokens or num_beams{other}"
     )
 
 
@@ -179,7 +181,7 @@ class CachePeers:
         """Return where the rank that holds a position has it; every rank fills its places from the first on."""
         return positions // self.block // self.number * self.block + positions % self.block
 
-    def room(self, length: int) -> int:
+    def capacity(self, length: int) -> int:
         """Return the places that sequences of this length need on a rank."""
         return held_blocks(length, block=self.block, ranks=self.number) * self.block
 

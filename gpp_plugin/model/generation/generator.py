@@ -1,12 +1,12 @@
 """`engine.generate`: HuggingFace's `generate` on the plan's stages, by all ranks together.
 
     micro-batch   a part of the prompts; a rank generates from several in turns (`micro_batches`)
-    lane          one rank of each stage: together they have the whole model. Each lane generates from its part of a
-                  micro-batch; there are as many as the stage with the fewest ranks has.
+    replica       one rank of each stage: together they have the whole model. Each replica generates from its part of
+                  a micro-batch; there are as many as the stage with the fewest ranks has.
     rank          runs the whole of `generate`, really where its stages compute (`owned_modules`)
 
-Every rank of a lane chooses the next tokens itself, from the same logits and with rank 0's random state, so tokens are
-never sent.
+Every rank of a replica chooses the next tokens itself, from the same logits and with rank 0's random state. So
+tokens are never sent.
 
 Source: this project
 Tests: tests/integrations/test_generation.py
@@ -50,17 +50,17 @@ from gpp_plugin.ir.memory_report import CacheReport, RankCaches
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import even_ranges
 from gpp_plugin.model.generation.cache_peers import CacheNeed, CachePeers, is_cut, need_of
-from gpp_plugin.model.generation.micro_batches import LaneStopped, LaneWire, Turns, twin_of
+from gpp_plugin.model.generation.micro_batches import ReplicaLink, ReplicaStopped, Turns, copy_modules
 from gpp_plugin.model.generation.owned_modules import (
     DrawsOfAll,
-    LanePart,
+    ReplicaPart,
     Weights,
-    lanes_of,
     on_all_ranks,
+    replicas_of,
     rows_of,
 )
 from gpp_plugin.model.generation.shape_memory import ShapeMemory
-from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor
+from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
 from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import kept_streams, set_streams, streams_of
@@ -98,7 +98,7 @@ class Generator:
     Args:
         plan: of training.
         config: how caches lie.
-        room: returns what this rank has free for them, in bytes; None where nobody knows, on all ranks alike.
+        free_bytes: returns what this rank has free for them, in bytes; None where it is unknown, on all ranks alike.
         meeting: of all ranks.
     """
 
@@ -110,9 +110,9 @@ class Generator:
         config: GenerateConfig,
         setting: Setting,
         meeting: Meeting,
-        room: Callable[[], int | None],
+        free_bytes: Callable[[], int | None],
     ) -> None:
-        self._room = room
+        self._free_bytes = free_bytes
         self._config = config
         self._caches: RankCaches | None = None
         self._cache = "data"
@@ -120,12 +120,12 @@ class Generator:
         self._model = model
         self._setting = setting
         self._meeting = meeting
-        self._lanes = lanes_of(plan)
+        self._replicas = replicas_of(plan)
         self._plan = plan
-        # by micro-batch: a wire of each lane
-        self._wires: list[list[LaneWire]] = []
-        # of each lane, and, with caches that may be cut, of a position's ranks in all lanes; None: not with this rank
-        self._lane_groups: list[dist.ProcessGroup | None] = []
+        # by micro-batch: a link of each replica
+        self._links: list[list[ReplicaLink]] = []
+        # of each replica, and, with caches that may be cut, of a position's ranks in all replicas; None elsewhere
+        self._replica_groups: list[dist.ProcessGroup | None] = []
         self._peer_groups: list[dist.ProcessGroup | None] = []
         # what modules of other ranks return, by their path; as long as the model is called the same way
         self._memories: dict[str, ShapeMemory] = {}
@@ -137,15 +137,15 @@ class Generator:
         """Return what the model's own `generate` returns, the same on every rank.
 
         Raises:
-            ConfigError: the model cannot generate, ranks were given different arguments, or one is not supported.
+            ConfigError: the model cannot generate, the ranks' arguments differ, or one is not supported.
             CommTimeout: a rank did not come, or is gone.
         """
         # Three meetings before anything runs, so that all ranks refuse what any of them would, and one behind it:
         #
         #     can it be done     a model without `generate`, an argument that is not supported
         #     the same?          digests of prompts and arguments; where they differ, the facts themselves
-        #     is there room?     bytes of caches, where it is known what is free
-        #     what came          tokens of each lane, or what a module of some rank raised
+        #     is there memory?     bytes of caches, where it is known what is free
+        #     what came          tokens of each replica, or what a module of some rank raised
         group = self._setting.group
 
         def check() -> bool:
@@ -158,23 +158,23 @@ class Generator:
             {**arguments, "model.generation_config": model.generation_config}, describe_tensor
         )
         agree(facts, what="a look at what each rank generates from", group=group)
-        if any(streams):  # a streamer is rank 0's, whoever was given one; the others take part silently
+        if any(streams):  # a streamer is rank 0's, whichever rank has one; the others print nothing
             own_streamer = arguments.get("streamer") if self._setting.rank == 0 else None
             arguments = {**arguments, "streamer": own_streamer or SilentStreamer()}
         samples = samples_of(model, arguments)
         are_cut = self._are_cut(model, arguments, samples)
         parts = self._parts(samples, is_cut=are_cut)
-        number = parts[0].lanes
-        self._make_wires(len(parts))
+        number = parts[0].replicas
+        self._make_links(len(parts))
         self._cache, self._micro_batches = "sequence" if are_cut else "data", len(parts)
         way = f"{self._cache} {model.config.to_dict()}"
         if way != self._remembers:
             self._memories, self._remembers = {}, way
-        own = self._own_lane(number)
+        own = self._own_replica(number)
         outcomes = self._attempt_all(self._models(model, len(parts)), arguments, own, parts)
-        # In one lane of all ranks everybody has the tokens; else the first rank of each lane brings them.
-        is_everyone = number == 1 and len(self._lanes[0]) == self._setting.num_ranks
-        is_first = own is not None and self._setting.rank == self._lanes[own][0]
+        # In one replica of all ranks everybody has the tokens; else the first rank of each replica brings them.
+        is_everyone = number == 1 and len(self._replicas[0]) == self._setting.num_ranks
+        is_first = own is not None and self._setting.rank == self._replicas[own][0]
 
         def bring() -> list[Any]:
             for outcome in outcomes:
@@ -182,46 +182,50 @@ class Generator:
                     raise outcome.error
             return [_on_host(each.value) for each in outcomes] if is_first and not is_everyone else []
 
-        told = exchange(bring, what="what was generated", group=group)
+        gathered = exchange(bring, what="what was generated", group=group)
         if is_everyone:
             found = [[outcome.value] for outcome in outcomes]
         else:
-            found = [[told[lane[0]][m] for lane in self._lanes[:number]] for m in range(len(parts))]
+            found = [
+                [gathered[replica[0]][m] for replica in self._replicas[:number]] for m in range(len(parts))
+            ]
         if len(found) == number == 1:
             return _on_device(found[0][0], self._setting.device)
         whole = [
-            joined_tokens(model, arguments, tokens)[: part.kept_rows(tokens[0].shape[0])]
+            joined_tokens(model, arguments, tokens)[: part.real_rows(tokens[0].shape[0])]
             for part, tokens in zip(parts, found, strict=True)
         ]
         return _on_device(joined_tokens(model, arguments, whole), self._setting.device)
 
     def close(self) -> None:
-        """Let go of the lanes' groups."""
-        for group in (*self._lane_groups, *self._peer_groups):
+        """Release the replicas' groups."""
+        for group in (*self._replica_groups, *self._peer_groups):
             if group is not None:
                 dist.destroy_process_group(group)
-        self._wires, self._lane_groups, self._peer_groups = [], [], []
+        self._links, self._replica_groups, self._peer_groups = [], [], []
 
-    def _parts(self, samples: int | None, *, is_cut: bool) -> list[LanePart]:
-        """Return the micro-batches of the prompts, as the first lane has them."""
-        # One, where prompts go together, where a lane is one rank, which waits for nobody, and where caches are cut, as
-        # all lanes are in step then. Every lane has prompts of every micro-batch; where caches are cut, copies if need
-        # be.
-        stages = max(len(lane) for lane in self._lanes)
-        number, lanes = 1, min(len(self._lanes), samples or 1)
+    def _parts(self, samples: int | None, *, is_cut: bool) -> list[ReplicaPart]:
+        """Return the micro-batches of the prompts, as the first replica has them."""
+        # One, where prompts stay together, where a replica is one rank, which waits for nobody, and where caches are
+        # cut, as all replicas are in step then. Every replica has prompts of every micro-batch; where caches are cut,
+        # copies if need be.
+        stages = max(len(replica) for replica in self._replicas)
+        number, replicas = 1, min(len(self._replicas), samples or 1)
         if samples and stages > 1 and not is_cut:
-            asked = self._config.micro_batches
-            number = min(samples, asked) if asked != "auto" else max(1, min(stages, samples // lanes))
+            requested = self._config.micro_batches
+            number = (
+                min(samples, requested) if requested != "auto" else max(1, min(stages, samples // replicas))
+            )
         rows = even_ranges(samples or 1, number)
-        lanes = len(self._lanes) if is_cut else min(lanes, len(rows[-1]))
+        replicas = len(self._replicas) if is_cut else min(replicas, len(rows[-1]))
         return [
-            LanePart(
+            ReplicaPart(
                 number=at,
                 samples=len(each),
                 first=each.start,
                 whole=samples or 1,
-                lane=0,
-                lanes=lanes,
+                replica=0,
+                replicas=replicas,
                 is_cut=is_cut,
             )
             for at, each in enumerate(rows)
@@ -235,13 +239,13 @@ class Generator:
         """
         if number == 1:
             return [model]
-        twins: list[Any] = []
+        copies: list[Any] = []
 
         def copy_model() -> None:
-            twins.extend(twin_of(model) for _ in range(number))
+            copies.extend(copy_modules(model) for _ in range(number))
 
         exchange(copy_model, what="copies of a model for micro-batches", group=self._setting.group)
-        return twins
+        return copies
 
     # ---- one rank's part -----------------------------------------------------------------------
 
@@ -249,8 +253,8 @@ class Generator:
         self,
         models: Sequence[Any],
         arguments: Mapping[str, Any],
-        lane: int | None,
-        parts: Sequence[LanePart],
+        replica: int | None,
+        parts: Sequence[ReplicaPart],
     ) -> list[_Outcome]:
         """Return what this rank generated of each micro-batch, or its error; raise what others cannot know of.
 
@@ -261,26 +265,26 @@ class Generator:
         with self._same_streams():
             self.is_broken = True  # until it has come to an end that other ranks come to as well
             joined = self._model.join()  # by ranks that stand by too: the others need their parts
-            if lane is None:
+            if replica is None:
                 self.is_broken = False
                 return [_Outcome()]
-            weights = self._weights(generating_model(self._model.module), lane, joined)
+            weights = self._weights(generating_model(self._model.module), replica, joined)
             turns = Turns(self._setting.device) if len(parts) > 1 else None
             calls = []
             for model, part in zip(models, parts, strict=True):
-                self._wires[part.number][lane].turns = turns
-                own = dataclasses.replace(part, lane=lane)
+                self._links[part.number][replica].turns = turns
+                own = dataclasses.replace(part, replica=replica)
                 calls.append(functools.partial(self._attempt, model, arguments, own, weights))
             try:
                 if turns is None:
                     outcomes = [calls[0]()]
                 else:
                     outcomes, streams = turns.run(calls)
-                    # As one process that generates from all prompts: it draws for as long as the longest goes on.
+                    # As one process that generates from all prompts: it draws for as long as the longest continues.
                     longest = max(range(len(parts)), key=lambda number: outcomes[number].draws)
                     set_streams(self._setting.device, streams[longest])
             except BaseException:
-                self._wires[0][lane].hang_up()
+                self._links[0][replica].hang_up()
                 raise
             self.is_broken = False
             if all(outcome.caches is not None for outcome in outcomes):
@@ -288,37 +292,37 @@ class Generator:
             return outcomes
 
     def _attempt(
-        self, model: Any, arguments: Mapping[str, Any], part: LanePart, weights: Weights
+        self, model: Any, arguments: Mapping[str, Any], part: ReplicaPart, weights: Weights
     ) -> _Outcome:
         """Return what this rank generated of one micro-batch, or its error; raise what others cannot know of."""
         # What ends a generation, and what the job does then:
         #
-        #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which go on
-        #     a module of some rank      its next tensor says so, the lane's ranks stop there, and go on
-        #     anything else              this rank alone knows; the others wait for it, and the job ends
+        #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which continue
+        #     a module of some rank      its next tensor says so, the replica's ranks stop there, and continue
+        #     anything else              only this rank sees it; the others wait for it, and the job ends
         #
         # The first two stop the other micro-batches too: each rank says so with the next tensor that it sends in them.
-        # Where caches are cut the other lanes wait as well, in their next layer: any failure ends the job.
-        wire = self._wires[part.number][part.lane]
-        before = wire.messages
-        run = LaneRun(wire) if len(wire.ranks) > 1 else None
+        # Where caches are cut the other replicas wait as well, in their next layer: any failure ends the job.
+        link = self._links[part.number][part.replica]
+        before = link.messages
+        run = ReplicaRun(link) if len(link.ranks) > 1 else None
         try:
             outcome = self._run(model, self._as_taken(arguments, part), weights, run, part)
-            wire.finish()
+            link.finish()
             return outcome
-        except LaneStopped:
-            if part.is_cut:  # the other lanes wait for this one in their next layer
+        except ReplicaStopped:
+            if part.is_cut:  # the other replicas wait for this one in their next layer
                 raise (
                     _named(None if run is None else run.failure, self._setting.rank) or _stopped()
                 ) from None
-            wire.finish()
+            link.finish()
             return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
         except Exception as error:
-            is_shared = run is None or (wire.messages == before and not isinstance(error, CaptureError))
+            is_shared = run is None or (link.messages == before and not isinstance(error, CaptureError))
             if not is_shared or part.is_cut:
                 raise
-            if wire.turns is not None:
-                wire.turns.is_stopping = True
+            if link.turns is not None:
+                link.turns.is_stopping = True
             return _Outcome(error=error if isinstance(error, ConfigError) else _refused(error))
 
     @torch.no_grad()
@@ -327,8 +331,8 @@ class Generator:
         model: Any,
         arguments: Mapping[str, Any],
         weights: Weights,
-        run: LaneRun | None,
-        part: LanePart,
+        run: ReplicaRun | None,
+        part: ReplicaPart,
     ) -> _Outcome:
         with contextlib.ExitStack() as around:
             around.enter_context(on_all_ranks(model, weights, run, self._memories))
@@ -345,9 +349,9 @@ class Generator:
                 around.enter_context(shared_caches(model, self._peers_of(part)))
             result = model.generate(**arguments)
             counted = self._counted(model, weights, run, caches[0], part)
-            value = result if run is None else run.told(result)
+            value = result if run is None else run.full(result)
             if run is not None and run.failure is not None:  # of a module whose output nobody read
-                raise LaneStopped
+                raise ReplicaStopped
             return _Outcome(value=value, caches=counted, draws=draws.number)
 
     def cache_report(self) -> CacheReport:
@@ -359,15 +363,15 @@ class Generator:
         own = self._caches or RankCaches(
             rank=self._setting.rank, layers=0, rows=0, length=0, predicted_bytes=0, counted_bytes=0
         )
-        told = self._meeting.gather((own, self._caches is not None), "a report of caches")
-        if not any(is_there for _, is_there in told):
+        gathered = self._meeting.gather((own, self._caches is not None), "a report of caches")
+        if not any(is_there for _, is_there in gathered):
             raise ConfigError(NOTHING_GENERATED)
         return CacheReport(
-            cache=self._cache, micro_batches=self._micro_batches, ranks=tuple(each for each, _ in told)
+            cache=self._cache, micro_batches=self._micro_batches, ranks=tuple(each for each, _ in gathered)
         )
 
     def _counted(
-        self, model: Any, weights: Weights, run: LaneRun | None, cache: Any, part: LanePart
+        self, model: Any, weights: Weights, run: ReplicaRun | None, cache: Any, part: ReplicaPart
     ) -> RankCaches:
         """Return what this rank's caches take, and what they should by the model's configuration."""
         # A layer of the model's cache is this rank's where the weights of its attention are: elsewhere it has a length.
@@ -384,7 +388,7 @@ class Generator:
             counted += sum(t.nbytes for t in (layer.keys, layer.values) if not isinstance(t, StageTensor))
             common = {"rows": rows, "length": length, "kv_width": width, "itemsize": itemsize}
             if part.is_cut:
-                predicted += cut_cache_bytes(**common, block=self._config.block, ranks=part.lanes)
+                predicted += cut_cache_bytes(**common, block=self._config.block, ranks=part.replicas)
             else:
                 predicted += cache_bytes(**common)
         return RankCaches(
@@ -396,61 +400,63 @@ class Generator:
             counted_bytes=counted,
         )
 
-    def _own_lane(self, number: int) -> int | None:
-        """Return which of the first lanes this rank is in."""
-        return next((lane for lane in range(number) if self._setting.rank in self._lanes[lane]), None)
+    def _own_replica(self, number: int) -> int | None:
+        """Return which of the first replicas this rank is in."""
+        return next(
+            (replica for replica in range(number) if self._setting.rank in self._replicas[replica]), None
+        )
 
     def _are_cut(self, model: Any, arguments: Mapping[str, Any], samples: int | None) -> bool:
-        """Return whether caches are cut along the sequence; refuse what cannot be, and what has no room."""
+        """Return whether caches are cut along the sequence; refuse what cannot be, and what does not fit."""
         why_not = why_not_cut(model)
-        if len(self._lanes) == 1:
+        if len(self._replicas) == 1:
             why_not = "it is cut over the ranks of each stage, and a stage has one (data_parallel)"
         elif samples is None:
             why_not = (
-                "prompts are decoded by themselves: not with several tensors of unlike rows, and not with "
+                "prompts are decoded by themselves: not with several tensors of different rows, and not with "
                 "logits_processor, stopping_criteria, a streamer or return_dict_in_generate"
             )
-        asked = self._config.cache
-        if asked == "sequence" and why_not is not None:
+        requested = self._config.cache
+        if requested == "sequence" and why_not is not None:
             raise ConfigError(f'graph_pipeline.generate.cache: "sequence": {why_not}; use "data"')
-        longest, room = longest_caches(model, arguments), self._room()
+        longest, free_bytes = longest_caches(model, arguments), self._free_bytes()
         needs: list[CacheNeed] = []
-        if longest is not None and room is not None:  # alike on all ranks
-            # What would be this rank's with whole caches: all prompts in one lane, or its lane's part of them. With cut
+        if longest is not None and free_bytes is not None:  # alike on all ranks
+            # What would be this rank's with whole caches: all prompts in one replica, or the replica's part. With cut
             # ones it holds a part of each prompt.
             prompts = next(iter(tensor_arguments(arguments).values())).shape[0]
-            number = 1 if samples is None else min(len(self._lanes), samples)
-            lane = self._own_lane(number)
-            rows = prompts if number == 1 else len(rows_of(prompts, number, lane or 0, is_cut=False))
+            number = 1 if samples is None else min(len(self._replicas), samples)
+            replica = self._own_replica(number)
+            rows = prompts if number == 1 else len(rows_of(prompts, number, replica or 0, is_cut=False))
             need = need_of(
                 model,
                 longest,
                 held=self._model.live(),
                 names=self._names_in(model),
-                rows=0 if lane is None else rows,
+                rows=0 if replica is None else rows,
                 prompts=prompts,
-                ranks=len(self._lanes),
+                ranks=len(self._replicas),
                 block=self._config.block,
                 itemsize=self._setting.dtype.itemsize,
-                room=room,
+                free_bytes=free_bytes,
                 weights=self._model.joined_bytes,
             )
-            needs = self._meeting.gather(need, "a look at the room for caches")
-        return is_cut(asked, needs, why_not=why_not)
+            needs = self._meeting.gather(need, "a look at the memory for caches")
+        return is_cut(requested, needs, why_not=why_not)
 
-    def _peers_of(self, part: LanePart) -> CachePeers:
-        wire = self._wires[part.number][part.lane]
+    def _peers_of(self, part: ReplicaPart) -> CachePeers:
+        link = self._links[part.number][part.replica]
         return CachePeers(
-            position=part.lane,
-            number=part.lanes,
+            position=part.replica,
+            number=part.replicas,
             prompts=len(part.rows),
             samples=part.samples,
             block=self._config.block,
-            group=self._peer_groups[wire.position],
+            group=self._peer_groups[link.position],
             staging=self._setting.device
             if self._setting.placement.backend == "nccl"
             else torch.device("cpu"),
-            timeout_s=wire.timeout_s,
+            timeout_s=link.timeout_s,
         )
 
     def _names_in(self, model: nn.Module) -> dict[str, str]:
@@ -466,13 +472,13 @@ class Generator:
         )
         return {name: known.get(prefix + name, prefix + name) for name, _ in tensors}
 
-    def _weights(self, model: nn.Module, lane: int, joined: Mapping[str, Tensor]) -> Weights:
-        """Return the weights as they lie in a lane, those of this rank as they are now, whole."""
-        # Of stages 0 | 1 | 2 on ranks 0 | 1 | 0 the lane is (0, 1): position 0 holds what stages 0 and 2 hold. A tied
+    def _weights(self, model: nn.Module, replica: int, joined: Mapping[str, Tensor]) -> Weights:
+        """Return the weights as they lie in a replica, those of this rank as they are now, whole."""
+        # Of stages 0 | 1 | 2 on ranks 0 | 1 | 0 the replica is (0, 1): position 0 holds stages 0 and 2. A tied
         # parameter has several positions, and each of these a copy in training.
         holders: dict[str, set[int]] = {}
         for stage, names in zip(self._plan.stages, self._model.held, strict=True):
-            position = self._lanes[lane].index(stage.ranks[lane])
+            position = self._replicas[replica].index(stage.ranks[replica])
             for name in names:
                 holders.setdefault(name, set()).add(position)
         return Weights(
@@ -482,7 +488,7 @@ class Generator:
             names=self._names_in(model),
         )
 
-    def _as_taken(self, arguments: Mapping[str, Any], part: LanePart) -> dict[str, Any]:
+    def _as_taken(self, arguments: Mapping[str, Any], part: ReplicaPart) -> dict[str, Any]:
         """Return the arguments of a part of the prompts where and in the type that the model computes with."""
         taken = dict(arguments)
         for name, value in tensor_arguments(arguments).items():
@@ -495,18 +501,18 @@ class Generator:
     @contextlib.contextmanager
     def _same_streams(self) -> Iterator[None]:
         """Let all ranks draw what rank 0 would; the others draw on as if nothing had been drawn."""
-        # As one process with rank 0's seed would draw: rank 0's own generators go on from there, the others' come back.
+        # As one process with rank 0's seed would draw: rank 0's own generators continue, the others' come back.
         device = self._setting.device
-        told = self._meeting.tell(streams_of(device), source=0, what="the random state of a generation")
+        gathered = self._meeting.tell(streams_of(device), source=0, what="the random state of a generation")
         if self._setting.rank == 0:
             yield
             return
         with kept_streams(device):
-            set_streams(device, told)
+            set_streams(device, gathered)
             yield
 
-    def _make_wires(self, micro_batches: int) -> None:
-        """Make what joins the ranks of each lane, once: groups, by all ranks in one order, and wires over them."""
+    def _make_links(self, micro_batches: int) -> None:
+        """Create what joins the ranks of each replica, once: groups, by all ranks in one order, and links over them."""
         setting = self._setting
         limit_s = self._meeting.timeout_s
 
@@ -518,20 +524,20 @@ class Generator:
                 made = dist.new_group(list(ranks), timeout=limit, backend=backend)
             return made if setting.rank in ranks else None
 
-        # Ranks 0 1 | 2 3 of two stages: lanes (0, 2) and (1, 3), and with cut caches the pairs {0, 1} and {2, 3}, the
-        # ranks at one position of all lanes: together they have the caches of that position's stages.
-        if not self._wires:
-            self._lane_groups = [make_group(ranks, "gloo") for ranks in self._lanes]
-            for ranks, group in zip(self._lanes, self._lane_groups, strict=True):
+        # Ranks 0 1 | 2 3 of two stages: replicas (0, 2) and (1, 3). With cut caches also the pairs {0, 1} and {2, 3},
+        # the ranks at one position of all replicas: together they have the caches of that position's stages.
+        if not self._links:
+            self._replica_groups = [make_group(ranks, "gloo") for ranks in self._replicas]
+            for ranks, group in zip(self._replicas, self._replica_groups, strict=True):
                 if group is not None:
                     open_pairs([group], list(itertools.combinations(ranks, 2)), timeout_s=limit_s)
             if self._config.cache != "data":
-                peers = zip(*self._lanes, strict=True)
+                peers = zip(*self._replicas, strict=True)
                 self._peer_groups = [make_group(ranks, setting.placement.backend) for ranks in peers]
-        for number in range(len(self._wires), micro_batches):
-            self._wires.append(
+        for number in range(len(self._links), micro_batches):
+            self._links.append(
                 [
-                    LaneWire(
+                    ReplicaLink(
                         ranks=ranks,
                         position=ranks.index(setting.rank) if setting.rank in ranks else 0,
                         group=group,
@@ -539,7 +545,7 @@ class Generator:
                         timeout_s=limit_s,
                         micro_batch=number,
                     )
-                    for ranks, group in zip(self._lanes, self._lane_groups, strict=True)
+                    for ranks, group in zip(self._replicas, self._replica_groups, strict=True)
                 ]
             )
 
@@ -576,7 +582,7 @@ def _named(failure: Exception | None, rank: int) -> Exception | None:
 
 
 def _stopped() -> RuntimeFailure:
-    return RuntimeFailure("engine.generate: another rank of this one's lane failed; see its error")
+    return RuntimeFailure("engine.generate: another rank of this one's replica failed; see its error")
 
 
 def _refused(failure: Exception, *, where: str = "") -> ConfigError:

@@ -5,9 +5,9 @@
     stage 2   . . 0 1 2 3 0 1 2 ..
     stage 3   . . . 0 1 2 3 0 1 ..
 
-Each is a call of the model's own `generate` in a thread of its own, on a twin of the model (the modules' Python objects
-once more, over the same weights), and with wires of its own. One thread of a rank runs at a time: where it would wait
-for another rank, the one whose tensor came first goes on. Ranks need not take the same turns, for what is sent in one
+Each is a call of the model's own `generate` in a thread of its own, on a copy of the model (the modules' Python objects
+once more, over the same weights), and with links of its own. One thread of a rank runs at a time: where it would wait
+for another rank, the one whose tensor came first continues. Ranks need not take the same turns, for what is sent in one
 micro-batch is heard in no other.
 
 Source: this project
@@ -42,7 +42,7 @@ class _Abandoned(BaseException):
 
 
 class Turns:
-    """Runs several calls in threads, one at a time: in a wait for other ranks, the others go on.
+    """Runs several calls in threads, one at a time: in a wait for other ranks, the others continue.
 
     Each call draws random numbers of its own streams, which begin as the rank's are; what one of them draws is not
     noticed by the others.
@@ -54,13 +54,13 @@ class Turns:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._changed = threading.Condition()
-        # Those that could go on, in the order in which they became so; the first of them has the turn.
+        # Those that could continue, in the order in which they became so; the first of them has the turn.
         self._ready: deque[int] = deque()
         self._is_abandoned = False
         self._errors: list[BaseException] = []
         self._running = 0
         self.is_stopping = False
-        """Whether some micro-batch has failed: the others tell so with the next tensor that this rank sends."""
+        """Whether some micro-batch has failed: the next tensor that this rank sends carries that."""
 
     def run(self, calls: Sequence[Callable[[], T]]) -> tuple[list[T], list[Streams]]:
         """Return what each call returned, and its random streams at its end.
@@ -108,7 +108,7 @@ class Turns:
 
     @contextmanager
     def waiting(self, number: int) -> Iterator[None]:
-        """Let the others go on while a call waits for other ranks."""
+        """Let the others continue while a call waits for other ranks."""
         own = streams_of(self._device)
         with self._changed:
             self._ready.remove(number)
@@ -145,20 +145,20 @@ def in_micro_batch(turns: Turns | None, number: int) -> str:
     return "" if turns is None else f", micro-batch {number}"
 
 
-def twin_of(model: nn.Module) -> Any:
+def copy_modules(model: nn.Module) -> Any:
     """Return the modules of a model once more, over the same parameters and buffers.
 
     What a module notes of a generation (Qwen2.5-VL's offsets of positions) and what is put in its place meanwhile are
-    the twin's own.
+    the copy's own.
 
     Raises:
-        ConfigError: it has something that cannot be copied, or that would go on with the model instead of the twin.
+        ConfigError: it has something that cannot be copied, or that would run in the model instead of the copy.
     """
     bound = next((path for path, m in model.named_modules() if _is_plain_function(m)), None)
     if bound is not None:
         raise ConfigError(
             f"graph_pipeline.generate.micro_batches: the forward of {bound or type(model).__name__!r} was replaced by "
-            "a function, which knows one model alone; set it to 1"
+            "a function, which is bound to one model; set it to 1"
         )
     tensors = (
         *model.parameters(),
@@ -179,37 +179,37 @@ def _is_plain_function(module: nn.Module) -> bool:
     return callable(getattr(forward, "__code__", None) and forward) and not hasattr(forward, "__self__")
 
 
-# How the ranks of one lane tell each other a tensor: a message to each reader, that also says who failed.
+# How a rank of a replica sends a tensor to the others: a message to each reader, which also carries failures.
 #
-#     the bytes of the tensor | one byte: 0, or 1 where the sender has nothing to tell because a module of its failed
+#     the bytes of the tensor | one byte: 0, or 1 where the sender has no value because one of its modules failed
 #
-# All ranks of a lane run the same program, so each of them comes to the same messages in the same order, and knows who
-# tells what to whom and of what shape. A sender goes on at once, a rank that reads nothing has nothing to do, and a
-# message comes when its reader asks for it, whatever the others are busy with: over gloo, on CUDA devices through the
-# host, as what a token hands over is small.
+# All ranks of a replica run the same program. So each reaches the same messages in the same order, with the same
+# sender, readers and shape. A sender continues at once, a rank that reads nothing has nothing to do, and a
+# message comes when its reader requests it, whatever the others are busy with: over gloo, on CUDA devices through the
+# host, as what a token transfers is small.
 
-_SENDS_KEPT = 64
+_MAX_SENDS = 64
 """Messages under way: gloo says that one is taken only to who waits for it, and these many back all were."""
 
 _HANG_UP_TAG = 1 << 29
 """Of a message that nobody sends."""
 
 
-class LaneStopped(Exception):
-    """A module failed on some rank of the lane; the ranks that hear of it leave the generation together."""
+class ReplicaStopped(Exception):
+    """A module failed on some rank of the replica; the ranks that hear of it leave the generation together."""
 
 
 @dataclass(slots=True, kw_only=True)
-class LaneWire:
-    """What joins the ranks of a lane.
+class ReplicaLink:
+    """What joins the ranks of a replica.
 
     Args:
-        ranks: global ranks by their position in the lane; ``position`` is this rank's.
-        group: gloo's, of these ranks; None where this rank is not in the lane, or alone.
+        ranks: global ranks by their position in the replica; ``position`` is this rank's.
+        group: gloo's, of these ranks; None where this rank is not in the replica, or alone.
         device: where tensors live.
         timeout_s: how long a rank at work is waited for; one that is not, as long as the job says.
         micro_batch: whose tensors these are; ``turns``: with others on this rank, None where it is the only one.
-        messages, sent_bytes: how many tensors were told so far on the lane, and bytes of them by this rank.
+        messages, sent_bytes: how many tensors were sent so far in the replica, and bytes of them by this rank.
     """
 
     ranks: tuple[int, ...]
@@ -228,10 +228,12 @@ class LaneWire:
         """Return the other positions."""
         return tuple(position for position in range(len(self.ranks)) if position != self.position)
 
-    def tell(self, value: Tensor, *, source: int, readers: Sequence[int], has_failed: bool) -> Tensor | None:
-        """Return the tensor of the rank at position ``source``, there and at ``readers``; elsewhere what was given.
+    def broadcast(
+        self, value: Tensor, *, source: int, readers: Sequence[int], has_failed: bool
+    ) -> Tensor | None:
+        """Return the tensor of the rank at position ``source``, there and at ``readers``; elsewhere the argument.
 
-        Every rank of the lane calls it.
+        Every rank of the replica calls it.
 
         Args:
             value: the tensor at the source; elsewhere one on the meta device with its shape.
@@ -250,7 +252,7 @@ class LaneWire:
         return self._receive(value, source) if self.position in readers else value
 
     def finish(self) -> None:
-        """Wait until everything that was told is taken.
+        """Wait until everything that was sent is taken.
 
         Raises:
             CommTimeout: a rank did not come in time, or is gone.
@@ -259,7 +261,7 @@ class LaneWire:
             self._wait(self._sends.popleft()[0])
 
     def hang_up(self) -> None:
-        """End every wait of this lane, here and on the other ranks: this rank gives up."""
+        """End every wait of this replica, here and on the other ranks: this rank gives up."""
         # gloo closes the connections of a group in which a receive is late, and nothing else does while one is waited
         # for.
         if self.group is None:
@@ -271,7 +273,7 @@ class LaneWire:
             work.wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
 
     def _send(self, value: Tensor, readers: Sequence[int], has_failed: bool) -> None:
-        size = _bytes_of(value)
+        size = value.nbytes
         sent = torch.empty(size + 1, dtype=torch.uint8)
         sent[size] = int(has_failed)
         if not has_failed:
@@ -280,11 +282,11 @@ class LaneWire:
             work = dist.isend(sent, self.ranks[reader], group=self.group, tag=self.micro_batch)
             self._sends.append((work, sent))
             self.sent_bytes += size
-        while len(self._sends) > _SENDS_KEPT:
+        while len(self._sends) > _MAX_SENDS:
             self._wait(self._sends.popleft()[0])
 
     def _receive(self, value: Tensor, source: int) -> Tensor | None:
-        size = _bytes_of(value)
+        size = value.nbytes
         came = torch.empty(size + 1, dtype=torch.uint8)
         self._wait(dist.irecv(came, self.ranks[source], group=self.group, tag=self.micro_batch))
         if int(came[size]):
@@ -303,7 +305,3 @@ class LaneWire:
                 most_s=self.timeout_s,
                 hang_up=self.hang_up,
             )
-
-
-def _bytes_of(value: Tensor) -> int:
-    return value.numel() * value.element_size()

@@ -1,6 +1,6 @@
-"""Which rank of a lane runs which module of a model, and what the others do in its place.
+"""Which rank of a replica runs which module of a model, and what the others do in its place.
 
-A module is owned where one rank of the lane holds all its parameters. The largest such modules run really there, on the
+A module is owned where one rank of the replica holds all its parameters. The largest such modules run there, on the
 weights in training, with ordinary tensors inside; on the other ranks the same Python runs on shapes, so that caches
 have their lengths and outputs their shapes everywhere. What lies between them (a model's own forward, a sum of two
 branches) runs on all ranks, on `StageTensor`s.
@@ -11,7 +11,7 @@ branches) runs on all ranks, on `StageTensor`s.
         layers.0 .. layers.3      rank 0      its caches lie there
         layers.4 .. layers.7      rank 1
         norm                      rank 1
-      lm_head                     rank 1      the logits are told to all ranks
+      lm_head                     rank 1      the logits are broadcast to all ranks
 
 Source: this project
 Tests: tests/integrations/test_generation.py, tests/model/test_generator.py
@@ -32,84 +32,86 @@ from torch.overrides import TorchFunctionMode
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import even_ranges
-from gpp_plugin.model.generation.micro_batches import LaneStopped
+from gpp_plugin.model.generation.micro_batches import ReplicaStopped
 from gpp_plugin.model.generation.shape_memory import ShapeMemory
-from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, real_values
+from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor, real_values
 
-# Which ranks generate together, from which prompts, and what they draw: lanes, and their parts of the prompts.
+# Which ranks generate together, from which prompts, and what they draw: replicas, and their parts of the prompts.
 
 
-def lanes_of(plan: PipelinePlan) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each lane: one rank of every stage, each rank once.
+def replicas_of(plan: PipelinePlan) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each replica: one rank of every stage, each rank once.
 
-    Stages of two ranks each make two lanes, ranks ``0 1 | 2 3`` the lanes ``(0, 2)`` and ``(1, 3)``; of stages with two
-    and one ranks there is one lane, and a rank stands by. Where stages share ranks so that two lanes would meet on one,
-    or be of unlike ranks, there is one lane. Tensor ranks, which have their stage's weights whole meanwhile, are like
-    data-parallel ones.
+    Stages of two ranks each make two replicas: ranks ``0 1 | 2 3`` become ``(0, 2)`` and ``(1, 3)``. Of stages with
+    two and one ranks there is one replica, and a rank is idle. Where stages share ranks so that two replicas would
+    overlap, or be of different ranks, there is one replica. Tensor ranks have their stage's weights whole meanwhile,
+    and are like data-parallel ones.
     """
-    # A rank that were in two lanes would have to run two generations at once; and ranks at one position of all lanes
+    # A rank in two replicas would have to run two generations at once. Ranks at one position of all replicas
     # must hold the same stages, for they share these stages' caches where caches are cut.
     number = min(len(stage.ranks) for stage in plan.stages)
-    lanes = tuple(tuple(dict.fromkeys(stage.ranks[lane] for stage in plan.stages)) for lane in range(number))
-    used = [rank for lane in lanes for rank in lane]
-    are_alike = len({len(lane) for lane in lanes}) == 1
-    return lanes if are_alike and len(used) == len(set(used)) else lanes[:1]
+    replicas = tuple(
+        tuple(dict.fromkeys(stage.ranks[replica] for stage in plan.stages)) for replica in range(number)
+    )
+    used = [rank for replica in replicas for rank in replica]
+    are_alike = len({len(replica) for replica in replicas}) == 1
+    return replicas if are_alike and len(used) == len(set(used)) else replicas[:1]
 
 
-def rows_of(samples: int, lanes: int, lane: int, *, is_cut: bool) -> list[int]:
-    """Return the prompts of a lane: neighbours, the first lanes one more.
+def rows_of(samples: int, replicas: int, replica: int, *, is_cut: bool) -> list[int]:
+    """Return the prompts of a replica: neighbours, the first replicas one more.
 
-    Lanes whose caches are cut have equally many, the last ones copies of the first prompt.
+    Replicas whose caches are cut have equally many, the last ones copies of the first prompt.
 
-    >>> [rows_of(5, 2, lane, is_cut=False) for lane in (0, 1)], [rows_of(5, 2, lane, is_cut=True) for lane in (0, 1)]
+    >>> [rows_of(5, 2, each, is_cut=False) for each in (0, 1)], [rows_of(5, 2, each, is_cut=True) for each in (0, 1)]
     ([[0, 1, 2], [3, 4]], [[0, 1, 2], [3, 4, 0]])
     """
     if is_cut:
-        each = -(-samples // lanes)
-        return [row if row < samples else 0 for row in range(lane * each, (lane + 1) * each)]
-    return list(even_ranges(samples, lanes)[lane])
+        each = -(-samples // replicas)
+        return [row if row < samples else 0 for row in range(replica * each, (replica + 1) * each)]
+    return list(even_ranges(samples, replicas)[replica])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanePart:
-    """What a lane generates from: its part of a micro-batch of the prompts.
+class ReplicaPart:
+    """What a replica generates from: its part of a micro-batch of the prompts.
 
     Args:
         number: of the micro-batch, whose ``samples`` prompts begin at ``first`` of all ``whole``.
-        lane: of ``lanes``.
-        is_cut: the lanes' caches are cut along the sequence, so that they go in step.
+        replica: of ``replicas``.
+        is_cut: the replicas' caches are cut along the sequence, so that they go in step.
     """
 
     number: int
     samples: int
     first: int
     whole: int
-    lane: int
-    lanes: int
+    replica: int
+    replicas: int
     is_cut: bool
 
     @property
     def is_whole(self) -> bool:
         """Return whether it is all there is; then prompts need not be numbered."""
-        return self.lanes == 1 and self.samples == self.whole
+        return self.replicas == 1 and self.samples == self.whole
 
     @property
     def rows(self) -> list[int]:
         """Return the numbers of its prompts in the micro-batch."""
-        return rows_of(self.samples, self.lanes, self.lane, is_cut=self.is_cut)
+        return rows_of(self.samples, self.replicas, self.replica, is_cut=self.is_cut)
 
     @property
     def drawn_rows(self) -> list[int]:
         """Return the numbers of its prompts in all."""
         return [self.first + row for row in self.rows]
 
-    def kept_rows(self, rows: int) -> int:
-        """Return how many sequences of a micro-batch are no copies, where this part's lane made so many."""
+    def real_rows(self, rows: int) -> int:
+        """Return how many sequences of a micro-batch are no copies, where this part's replica made so many."""
         return rows // len(self.rows) * self.samples
 
 
 class DrawsOfAll(TorchFunctionMode):
-    """Lets a part sample as one process with all prompts would: it draws for all of them, and uses its own rows.
+    """Makes a part sample as one process with all prompts would: it draws for all of them, and uses its own rows.
 
     Args:
         rows: of the part, of ``samples``.
@@ -126,7 +128,7 @@ class DrawsOfAll(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Draw; everything else goes on as it is."""
+        """Draw; everything else continues as it is."""
         kwargs = kwargs or {}
         if func is not torch.multinomial:
             return func(*args, **kwargs)
@@ -134,7 +136,7 @@ class DrawsOfAll(TorchFunctionMode):
 
     def _draw(self, probabilities: Tensor, num_samples: int) -> Tensor:
         # As torch draws without replacement: the most probable of p / q, q exponential. A prompt may have several rows
-        # (beams, several sequences): as many in the lane as in the whole.
+        # (beams, several sequences): as many in the replica as in the whole.
         each = probabilities.shape[0] // len(self._rows)
         self.number += 1
         whole = probabilities.new_empty(self._samples * each, probabilities.shape[1]).exponential_(1)
@@ -148,10 +150,10 @@ _Slot = tuple[dict[str, Any], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The model's parameters and buffers as a lane holds them.
+    """The model's parameters and buffers as a replica holds them.
 
     Args:
-        holders: name of a parameter -> the positions in the lane that hold it.
+        holders: name of a parameter -> the positions in the replica that hold it.
         live: what this rank holds in training, by name.
         buffers: all buffers, by name; those that are not in ``live`` are the same on all ranks.
         names: every name that a tensor has in the module that generates -> the one that it has here.
@@ -165,12 +167,12 @@ class Weights:
 
 @contextmanager
 def on_all_ranks(
-    model: nn.Module, weights: Weights, run: LaneRun | None, memories: MutableMapping[str, ShapeMemory]
+    model: nn.Module, weights: Weights, run: ReplicaRun | None, memories: MutableMapping[str, ShapeMemory]
 ) -> Iterator[None]:
-    """Let the model run on the lane's weights, in evaluation; afterwards it is as it was.
+    """Let the model run on the replica's weights, in evaluation; afterwards it is as it was.
 
     Args:
-        run: of the lane; None where this rank holds all there is.
+        run: of the replica; None where this rank holds all there is.
         memories: by a module's path, what is known of it on ranks that do not run it; grows.
 
     Raises:
@@ -185,7 +187,7 @@ def on_all_ranks(
                 chooses_rows = isinstance(module, nn.Embedding)
                 memory = memories.setdefault(path, ShapeMemory(chooses_rows=chooses_rows))
                 _intercept(module, _Owned(module, holders, run, slots, memory), undo)
-            hook = model.register_forward_hook(functools.partial(_tell_logits, run))
+            hook = model.register_forward_hook(functools.partial(_broadcast_logits, run))
             undo.callback(hook.remove)
         yield
 
@@ -195,12 +197,12 @@ def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
         module.training = training
 
 
-def _tell_logits(run: LaneRun, module: nn.Module, args: Any, output: Any) -> Any:
+def _broadcast_logits(run: ReplicaRun, module: nn.Module, args: Any, output: Any) -> Any:
     """Give every rank the logits: each of them chooses the next tokens, by the same bits."""
     if isinstance(getattr(output, "logits", None), StageTensor):
-        output.logits = run.told(output.logits)
+        output.logits = run.full(output.logits)
     elif isinstance(output, tuple):
-        output = run.told(output)
+        output = run.full(output)
     return output
 
 
@@ -208,14 +210,14 @@ def _tell_logits(run: LaneRun, module: nn.Module, args: Any, output: Any) -> Any
 
 
 def _set_tensors(
-    model: nn.Module, weights: Weights, run: LaneRun | None, undo: ExitStack
+    model: nn.Module, weights: Weights, run: ReplicaRun | None, undo: ExitStack
 ) -> dict[int, list[tuple[_Slot, Tensor, Tensor]]]:
-    """Put the lane's weights in the model's places; return by module what its rank puts there while it runs.
+    """Put the replica's weights in the model's places; return by module what its rank puts there while it runs.
 
     A parameter stands in all places as a `StageTensor`, on its own rank too: what reads it beside its module (a shared
     embedding, a table of positions) finds the same on all ranks.
     """
-    # Three kinds of places, on a rank that holds `a` and not `b`, of a lane of several:
+    # Three kinds of places, on a rank that holds `a` and not `b`, of a replica of several:
     #
     #     parameter a    a StageTensor over the live weight; the weight itself while its module runs really
     #     parameter b    a StageTensor over its shape
@@ -270,7 +272,7 @@ def _set(undo: ExitStack, table: dict[str, Any], leaf: str, tensor: Tensor) -> N
 def _owned(model: nn.Module, weights: Weights) -> list[tuple[str, nn.Module, tuple[int, ...]]]:
     """Return the largest modules whose parameters lie on one rank, with paths, and positions that hold them all."""
     # From the model's children on: the model itself is never owned, as its logits are for all. A module without
-    # parameters of its own runs wherever it is called, on whatever it is given.
+    # parameters of its own runs wherever it is called, on whatever it receives.
     found: dict[int, tuple[str, nn.Module, tuple[int, ...]]] = {}
 
     def descend(module: nn.Module, path: str) -> None:
@@ -299,7 +301,7 @@ class _Owned:
         self,
         module: nn.Module,
         holders: tuple[int, ...],
-        run: LaneRun,
+        run: ReplicaRun,
         slots: Mapping[int, list[tuple[_Slot, Tensor, Tensor]]],
         memory: ShapeMemory,
     ) -> None:
@@ -311,18 +313,18 @@ class _Owned:
         self._name = type(module).__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # All ranks come here at the same place of the model's Python, and choose the same owner: what is told below is
-        # told by a rank that all others wait for. Inside, the owner tells nothing, as it has ordinary tensors only.
+        # All ranks come here at the same place of the model's Python, and choose the same owner. What is broadcast
+        # below comes from a rank that all others wait for. Inside, the owner has ordinary tensors, and sends nothing.
         run = self._run
         owner = run.owner_of((args, kwargs), self._holders)
         args, kwargs = run.bring((args, kwargs), (owner,))
         if run.computes((owner,)):
             try:
                 made = self._really(*real_values(args), **real_values(kwargs))
-            except LaneStopped:
+            except ReplicaStopped:
                 raise
             except Exception as error:
-                # The others learn of it with the next tensor of this rank; until then it knows shapes, as they do.
+                # The next tensor of this rank carries the failure to the others; until then it has shapes only.
                 run.failure = error
             else:
                 return run.as_made_on(made, owner)

@@ -1,6 +1,6 @@
 """What modules of other ranks return, by the shapes of what they are called with: so that they run on shapes seldom.
 
-A module that another rank runs returns shapes here and lets caches grow. Both were the same at the last two tokens, or
+A module that another rank runs returns shapes here and grows its caches. Both were the same at the last two tokens, or
 they depend on how long the sequences are; so a call is looked up:
 
     key      shapes of the stage tensors, and what else is no number        decides about the result
@@ -10,7 +10,7 @@ they depend on how long the sequences are; so a call is looked up:
 
     known    the same key and state; or two states of the same key that gave the same, with caches as full or empty
 
-Where there are no stage tensors (a tower is given pixels, and the sizes of its images), the state belongs to the key.
+Where there are no stage tensors (a tower's inputs are pixels and sizes of images), the state belongs to the key.
 It is remembered beyond a generation, and for all its micro-batches: to run forty layers of other ranks on shapes three
 times takes as long as many tokens. Where a module keeps notes in a cache of which lengths say nothing (sliding windows,
 linear attention), another cache is met anew.
@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.integrations.huggingface.generate_calls import cache_layers
-from gpp_plugin.model.generation.stage_tensors import LaneRun, StageTensor, map_leaves, map_tensors
+from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor, map_leaves, map_tensors
 
 _Place = tuple[int, int]
 
-_KEYS_KEPT = 64
+_MAX_KEYS = 64
 """Kinds of calls of a module that are remembered, the last ones."""
 
-_VALUES_KEPT = 256
+_MAX_VALUES = 256
 """Elements up to which a tensor of integers (sizes of images, lengths) may decide about the shape of a result."""
 
 
@@ -71,7 +71,7 @@ class ShapeMemory:
     """Remembers one module.
 
     Args:
-        chooses_rows: the module returns a row for each number that it is given (an embedding), whatever the number.
+        chooses_rows: the module returns a row for each number that it receives (an embedding), whatever the number.
     """
 
     def __init__(self, *, chooses_rows: bool = False) -> None:
@@ -84,7 +84,7 @@ class ShapeMemory:
 
     def call(
         self,
-        run: LaneRun,
+        run: ReplicaRun,
         forward: Callable[..., Any],
         owner: int,
         args: tuple[Any, ...],
@@ -93,7 +93,7 @@ class ShapeMemory:
         """Return what the module returns on shapes, as tensors of the rank that runs it; caches have grown.
 
         Args:
-            run: of this rank's lane, which the returned tensors are of.
+            run: of this rank's replica, which the returned tensors are of.
             owner: the position that runs the module really.
         """
         key: list[Any] = []
@@ -113,7 +113,7 @@ class ShapeMemory:
         now = (*state, *lengths.values())
         were_empty = tuple(length == 0 for length in lengths.values())
         seen = self._seen.setdefault(tuple(key), [])
-        if len(self._seen) > _KEYS_KEPT:
+        if len(self._seen) > _MAX_KEYS:
             del self._seen[next(iter(self._seen))]
         known = _find(seen, now, were_empty)
         if known is None:
@@ -123,7 +123,11 @@ class ShapeMemory:
             made = known.result
             for growth in known.growth:
                 _grow(caches, layers.get(growth.place), growth, owner, run)
-        return _rebuilt(made, owner, run)
+        return map_leaves(
+            made,
+            _Shape,
+            lambda s: StageTensor(torch.empty(s.shape, dtype=s.dtype, device="meta"), (owner,), run),
+        )
 
     def _number_of(self, cache: Any) -> int:
         if cache not in self._numbers:
@@ -186,7 +190,7 @@ def _find(seen: list[_Seen], now: tuple[Any, ...], were_empty: tuple[bool, ...])
 
 def _may_be_sizes(tensor: Tensor) -> bool:
     is_whole = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-    return is_whole and not tensor.is_meta and tensor.numel() <= _VALUES_KEPT
+    return is_whole and not tensor.is_meta and tensor.numel() <= _MAX_VALUES
 
 
 def _describe(values: Any, key: list[Any], state: list[Any], caches: list[Any], plain: list[Tensor]) -> None:
@@ -222,12 +226,12 @@ def _growth(place: _Place, layer: Any, more: int) -> _Growth:
     return _Growth(place, (*keys[:2], more, keys[3]), (*values[:2], more, values[3]), layer.keys.dtype)
 
 
-def _as_shape(tensor: StageTensor, owner: int, run: LaneRun) -> StageTensor:
-    """Return an argument as the owner's alone: of what was handed over, copies lie on several ranks."""
+def _as_shape(tensor: StageTensor, owner: int, run: ReplicaRun) -> StageTensor:
+    """Return an argument as the owner's alone: of what was transferred, copies lie on several ranks."""
     return StageTensor(tensor.value.to("meta"), (owner,), run)
 
 
-def _grow(caches: list[Any], layer: Any, growth: _Growth, owner: int, run: LaneRun) -> None:
+def _grow(caches: list[Any], layer: Any, growth: _Growth, owner: int, run: ReplicaRun) -> None:
     """Let a layer of a cache take up new positions, as shapes.
 
     Args:
@@ -254,12 +258,3 @@ def _grow(caches: list[Any], layer: Any, growth: _Growth, owner: int, run: LaneR
         )
     else:
         layer.update(*new)
-
-
-def _rebuilt(values: Any, owner: int, run: LaneRun) -> Any:
-    """Return a structure with new tensors in the place of remembered shapes."""
-    return map_leaves(
-        values,
-        _Shape,
-        lambda s: StageTensor(torch.empty(s.shape, dtype=s.dtype, device="meta"), (owner,), run),
-    )

@@ -37,6 +37,7 @@ from gpp_plugin.ir.block_graph import Block, BlockGraph, OpGraph, Parameter, Sav
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.graph.graph_shapes import Shapes
+from gpp_plugin.model.graph.module_trial import IDLE, loss_node, named_outputs
 from gpp_plugin.model.graph.part_lengths import (
     CodeForLengths,
     Lengths,
@@ -46,7 +47,6 @@ from gpp_plugin.model.graph.part_lengths import (
     shapes_of,
 )
 from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
-from gpp_plugin.model.graph.stage_call import IDLE, loss_node, named_outputs
 from gpp_plugin.model.graph.stage_graph import LOSS
 from gpp_plugin.model.graph.user_module import describe_tensors
 from gpp_plugin.runtime.batches import Batch, shape_key
@@ -57,7 +57,7 @@ from gpp_plugin.runtime.tensor_parallel.shard_graph import shard_graph
 from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorLinks
 
 MAX_READINGS = 64
-"""Shapes, and readings of a shape, whose guards are kept."""
+"""Shapes, and readings of a shape, whose guards are stored."""
 ARGUMENT = "argument_"
 """In front of received arguments' names while tracing: torch.fx renames those that are Python's own (``input``)."""
 
@@ -68,7 +68,7 @@ def owner_of_block(block: str) -> str:
 
 
 def _arguments(stage: GraphStage) -> dict[str, str]:
-    """Return keyword -> what is traced for it; each tensor once, however many keywords it is given for.
+    """Return keyword -> what is traced for it; each tensor once, however many keywords it receives for.
 
     An entry of the batch is traced under its key. What other stages make has the name of the first keyword for it:
     ``left=vision.hidden, right=vision.hidden, mask=mask`` is
@@ -141,7 +141,7 @@ class _OpenRecording:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class PartContext:
     """What a part of a larger graph must know to make code: what tracing it found out, and the graph's tensors."""
 
     analysis: Analysis
@@ -151,7 +151,7 @@ class Surroundings:
 class CapturedPart:
     """Traces a stage's module; nothing of it runs but what its generated code does.
 
-    One that is alone is a `StageSource`: of itself it knows all there is.
+    One that is alone is a `StageSource` and needs no context.
 
     Args:
         dtype: what floating parameters become before tracing; None leaves them.
@@ -182,7 +182,7 @@ class CapturedPart:
         self._eager = tuple(eager)
         self._links = links
         self._carried: tuple[CarriedState, ...] = ()
-        self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
+        self._capture: tuple[tuple[object, ...], CapturedGraph] | None = None
         self._trials: dict[tuple[object, ...], Exported] = {}
         self._recordings: OrderedDict[tuple[object, ...], list[Recording]] = OrderedDict()
         self._open_recordings: OrderedDict[tuple[object, ...], list[_OpenRecording]] = OrderedDict()
@@ -196,9 +196,9 @@ class CapturedPart:
         """Return where its code will run."""
         return self._device
 
-    def apart(self) -> CapturedPart:
+    def clone(self) -> CapturedPart:
         """Return the part with what it has captured, to try stages of it, which leaves nothing behind in this one."""
-        twin = CapturedPart(
+        copied = CapturedPart(
             self.stage,
             dtype=self._dtype,
             device=self._device,
@@ -207,8 +207,8 @@ class CapturedPart:
             eager=self._eager,
             links=self._links,
         )
-        twin._kept, twin._trials = self._kept, dict(self._trials)
-        return twin
+        copied._capture, copied._trials = self._capture, dict(self._trials)
+        return copied
 
     @property
     def called(self) -> dict[str, str]:
@@ -269,16 +269,16 @@ class CapturedPart:
             )
         if is_training:
             self._carried = captured.analysis.carried
-            self._kept = (_shapes(arguments), captured)
+            self._capture = (_shapes(arguments), captured)
             # what other stages make was traced as rows of one tensor there, and is a tensor of its own here
             trials = list(captured.trials.items()) if not self.stage.received else []
             self._trials = {_shapes(resize_batch(arguments, count)): trial for count, trial in trials}
             captured.trials.clear()  # they go with their use
-        self._outputs_at.meet(arguments, count_samples(arguments), (captured.analysis,))
+        self._outputs_at.learn(arguments, count_samples(arguments), (captured.analysis,))
         return captured
 
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
-        """Return the module traced at another shape; what is kept, where it is that."""
+        """Return the module traced at another shape; the stored capture, where it is of that shape."""
         return self._known(analysis, arguments) or recapture(
             self.model,
             analysis,
@@ -291,20 +291,20 @@ class CapturedPart:
 
     def _trial(self, analysis: Analysis, arguments: Batch) -> Exported | None:
         """Return the export of these shapes that the analysis was made of, if there is one; no second time."""
-        if self._kept is None or self._kept[1].analysis != analysis:
+        if self._capture is None or self._capture[1].analysis != analysis:
             return None
         return self._trials.pop(_shapes(arguments), None)
 
     def _known(self, analysis: Analysis, arguments: Batch) -> CapturedGraph | None:
-        kept = self._kept
-        if kept is None or kept[0] != _shapes(arguments) or kept[1].analysis != analysis:
+        capture = self._capture
+        if capture is None or capture[0] != _shapes(arguments) or capture[1].analysis != analysis:
             return None
-        recording = kept[1].recording
+        recording = capture[1].recording
         if recording is None:
-            return kept[1]
+            return capture[1]
         readings = arguments.readings if isinstance(arguments, WholeUnit) else None
         is_same = recording.matches(arguments) if readings is None else recording.values == readings
-        return kept[1] if is_same else None
+        return capture[1] if is_same else None
 
     def readings(self, analysis: Analysis, unit: WholeUnit) -> tuple[Any, ...] | None:
         """Return what the module's Python reads of a loss unit; None where it reads nothing.
@@ -334,22 +334,22 @@ class CapturedPart:
             of_kind.append(_OpenRecording(recording=found, shapes=shapes))
         else:
             alike.open(shapes)
-        for kept in (known, of_kind):
-            del kept[:-MAX_READINGS]
+        for readings in (known, of_kind):
+            del readings[:-MAX_READINGS]
         while len(self._recordings) > MAX_READINGS:
             self._recordings.popitem(last=False)
         return found.values
 
     def _outputs(self) -> list[str]:
-        """Return what is traced beside the loss: what others may read, or, with no others, what is asked for."""
+        """Return what is traced beside the loss: what others may read, or, with no others, what is requested."""
         if self.stage.is_alone:
-            return list(self.stage.asked)
+            return list(self.stage.requested)
         return [node for _, node in self.stage.nodes if (node,) != self.stage.losses]
 
-    def call(self, module: nn.Module, given: Mapping[str, Any]) -> Any:
+    def call(self, module: nn.Module, by_name: Mapping[str, Any]) -> Any:
         """Call the module with what is traced, and return its loss and its outputs by their names in the graph."""
-        arguments = {keyword: given[name] for keyword, name in _arguments(self.stage).items()}
-        arguments |= {keyword: given[keyword] for keyword, _ in self.stage.constants}
+        arguments = {keyword: by_name[name] for keyword, name in _arguments(self.stage).items()}
+        arguments |= {keyword: by_name[keyword] for keyword, _ in self.stage.constants}
         returned: Any = module(**with_records(arguments))
         if not self.stage.nodes:
             return returned
@@ -443,7 +443,7 @@ class CapturedPart:
             assert spec is not None, "outputs are tensors"
             outputs[names[node]] = renamed(spec)
         # what it keeps for backward has no maker here where it was received: the whole graph then finds one storage
-        # kept on both sides of an edge, which counts once (`describe._saved`)
+        # saved on both sides of an edge, which counts once (`describe._saved`)
         saved = [_renamed_saved(tensor, called, names) for tensor in local.saved]
         blocks = BlockGraph(
             model=self.stage.name,
@@ -522,7 +522,7 @@ class CapturedPart:
         batch: Batch,
         num_samples: int,
         *,
-        within: Surroundings | None = None,
+        within: PartContext | None = None,
         keeps_capture: bool = False,
     ) -> StageCode:
         """Trace the module at ``num_samples`` samples and return the code of a stage of its blocks.
@@ -556,7 +556,7 @@ class CapturedPart:
             if len(self._analyses) > MAX_READINGS:
                 self._analyses.popitem(last=False)
         # the last stage that runs here has its code now
-        self._kept = (_shapes(arguments), captured) if keeps_capture else None
+        self._capture = (_shapes(arguments), captured) if keeps_capture else None
         if not keeps_capture:
             self._trials.clear()
         if plan.stages[stage].memory is not None and captured.analysis.nodes != analysis.nodes:
@@ -596,7 +596,7 @@ class CapturedPart:
         stage = plan.stages[index]
         if stage.tensor == 1:
             return captured, blocks
-        assert self._links is not None, "a rank of a job knows its place"
+        assert self._links is not None, "a rank of a job has its place"
         regions = regions_of_stage(reference.block_graph, captured.analysis.sharding.regions, plan, index)
         own = [node for of_block in blocks.values() for node in of_block]
         sharded = shard_graph(captured, regions, self._links.of(stage), own)
@@ -617,7 +617,7 @@ class CapturedPart:
         """Return what a stage of a plan computes, of a capture at any shapes."""
         nodes = self._nodes_of(plan, stage, view, captured)
         # graph's name -> the capture's, of all that this stage computes; its outputs are among them, in the order
-        # in which the runtime hands them on: what edges carry, the loss, what an evaluation asks for
+        # in which the runtime hands them on: what edges carry, the loss, what an evaluation requests
         made = {view.names[node]: node for of_block in nodes.values() for node in of_block}
         sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
         named = {n: node for n, node in reference.analysis.op_graph.outputs.items() if node in made}
@@ -641,7 +641,7 @@ class CapturedPart:
         captured, own = self._shared_out(capture.captured, cut.nodes, reference, plan, stage)
         capture = dataclasses.replace(capture, captured=captured)
         op_graph = analysis.op_graph
-        # at every new length those tensors are told anew that pass this stage's boundary, and no others
+        # at every new length the tensors that pass this stage's boundary are described anew, and no others
         carried = (
             n for e in plan.edges if stage in (e.src, e.dst) for n in (*e.batch_tensors, *e.whole_tensors)
         )
@@ -696,7 +696,7 @@ class CapturedPart:
     def capture_for_lengths(self, analysis: Analysis, arguments: Batch, lengths: Lengths) -> LengthCapture:
         """Trace the module for batches of many lengths; what was traced last, where it is that.
 
-        Of a graph the rank that tells others what the part makes runs a stage of it too.
+        The rank that broadcasts what the part makes runs a stage of it too.
         """
         key = (analysis, _shapes(arguments), {key: tuple(axes) for key, axes in lengths.items()})
         if self._for_lengths is None or self._for_lengths[0] != key:
@@ -752,7 +752,7 @@ def whole_part(model: nn.Module, batch: Batch, *, granularity: str = "layer") ->
 
 
 def _shapes(batch: Batch) -> tuple[object, ...]:
-    # readings apart: two units of one shape may be of several
+    # separate readings: two units of one shape may be of several
     plain = WholeUnit(batch, num_samples=batch.num_samples) if isinstance(batch, WholeUnit) else batch
     count = count_samples(plain)
     return (count, *shape_key(plain, count))

@@ -14,8 +14,8 @@ from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, OpGraph, OpNode, Parameter, SavedTensor
 from gpp_plugin.model.graph.captured_part import ARGUMENT, PartView
 from gpp_plugin.model.graph.graph_shapes import Shapes
+from gpp_plugin.model.graph.module_trial import loss_node
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
-from gpp_plugin.model.graph.stage_call import loss_node
 from gpp_plugin.runtime.stage_source import Reference
 
 Tensors = Mapping[str, Sequence[Parameter]]
@@ -33,13 +33,13 @@ def describe_graph(
     is_training: bool,
     outputs: Sequence[str] = (),
 ) -> Reference:
-    """Return what the engine goes by: one block a stage, and the blocks of captured parts.
+    """Return the engine's view: one block a stage, and the blocks of captured parts.
 
     Args:
         called: "stage.parameter" of a tied parameter -> what it is called on every stage.
         coupled: stages that compute on whole loss units.
         views: captured parts.
-        outputs: names asked for in evaluation; those that the graph lacks are left out.
+        outputs: names requested in evaluation; those that the graph lacks are left out.
     """
     # Example: "vision" captured and cut by layers, "end" a user's module that reads vision.hidden and yields the loss.
     #   operators  vision.hidden, end.loss           one a stage's output: what evaluation and edges speak of
@@ -224,14 +224,14 @@ def _edges(graph: ResolvedGraph, views: Mapping[str, PartView]) -> tuple[BlockEd
     """Return an edge for each pair of blocks and way in which their tensor ranks hold what passes between them."""
     between: dict[tuple[str, str, int | None, int | None], dict[str, None]] = {}
     for stage in graph.stages:
-        kept = dict(stage.spec.sharded_inputs)
+        sharded = dict(stage.spec.sharded_inputs)
         for keyword, node in stage.received:
             stage_name, _, output = node.rpartition(".")
             maker = graph.stage(stage_name)
             made = dict(maker.spec.sharded_outputs)
             src = _maker(views[maker.name], node) if maker.is_captured else maker.name
             for dst in _readers(views[stage.name], ARGUMENT + keyword) if stage.is_captured else [stage.name]:
-                between.setdefault((src, dst, made.get(output), kept.get(keyword)), {})[node] = None
+                between.setdefault((src, dst, made.get(output), sharded.get(keyword)), {})[node] = None
     return tuple(
         BlockEdge(src=src, dst=dst, tensors=tuple(nodes), src_shard_axis=src_axis, dst_shard_axis=dst_axis)
         for (src, dst, src_axis, dst_axis), nodes in between.items()

@@ -33,35 +33,34 @@ from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import OpGraph, Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.size_formulas import LengthCosts
-from gpp_plugin.model.graph.captured_part import CapturedPart, PartView, Surroundings, owner_of_block
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, PartView, owner_of_block
 from gpp_plugin.model.graph.describe_graph import describe_graph, merged_parameters
 from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.module_trial import Place
+from gpp_plugin.model.graph.module_trial import IDLE, Place, loss_node, stage_function
 from gpp_plugin.model.graph.probe import Prober, Survey
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph, resolve, resolve_module
-from gpp_plugin.model.graph.stage_call import IDLE, loss_node, stage_function
 from gpp_plugin.model.graph.stage_context import StageContext, make_contexts
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.graph.user_module import (
-    GivenModule,
+    UserModule,
     check_replicas,
     check_ties,
     describe_tensors,
     make_module,
     tied_names,
 )
-from gpp_plugin.model.measure_lengths import LengthsAsked, measure_lengths
+from gpp_plugin.model.measure_lengths import LengthsToMeasure, measure_lengths
 from gpp_plugin.model.verify.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
-from gpp_plugin.runtime.ranks.agree import exchange, tell
+from gpp_plugin.runtime.ranks.agree import broadcast_result, exchange
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
 from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorLinks
 
 logger = logging.getLogger(__name__)
 
 MAX_MET = 64
-"""Shapes of batches whose tensors are kept."""
+"""Shapes of batches whose tensors are stored."""
 
 _Pairs = tuple[tuple[str, str], ...]
 _PartKey = tuple[str, _Pairs, _Pairs, tuple[str, ...], str]
@@ -80,12 +79,12 @@ class _Met:
 
 
 class GraphJob:
-    """Builds and looks over a model on all ranks together; a `StageSource` for this rank's lanes.
+    """Builds and checks a model on all ranks together; a `StageSource` for this rank's runners.
 
     Construction and every method but `stage_code` are collective over all ranks.
 
-    A plain model is a graph of one captured part, which is traced on rank 0 alone and told to the others; nothing
-    is built, nothing runs, and new shapes need no meeting, as no rank waits for what another makes of them.
+    A plain model is a graph of one captured part, which is traced on rank 0 alone and broadcast to the others; nothing
+    is built, nothing runs, and new shapes need no collective, as no rank waits for what another makes of them.
 
     Args:
         graph: stages that the user made, or a plain model.
@@ -115,7 +114,7 @@ class GraphJob:
         eager: Sequence[str] = (),
     ) -> None:
         began = time.monotonic()
-        self._given = graph
+        self._model = graph
         self._num_ranks = num_ranks
         self._loss_unit = loss_unit
         # flattened patches of all images beside a row of tokens a sample: the batch is a unit, whatever it holds
@@ -139,7 +138,7 @@ class GraphJob:
         self._contexts: dict[str, StageContext] = {}
         self._parts: dict[_PartKey, CapturedPart] = {}
         self._tensors: dict[str, tuple[Parameter, ...]] = {}
-        self.owns: dict[str, GivenModule | CapturedPart] = (
+        self.owns: dict[str, UserModule | CapturedPart] = (
             self._build(seed, timeout_s) if self.whole is None else {self.whole.name: self._part(self.whole)}
         )
         """This rank's stages by name: their modules, or the captured parts that it runs some of."""
@@ -147,11 +146,11 @@ class GraphJob:
         tracing = time.monotonic()
         self._survey: Survey = Prober(self.resolved, self.owns, place).survey(sample_batch, loss_unit)
         self._start_up = StartUp(began=began, tracing_s=time.monotonic() - tracing, num_samples=loss_unit)
-        # what a module registers later (a cache of masks) is none of what lanes bind
+        # what a module registers later (a cache of masks) is not bound by runners
         self._names = {
             name: frozenset(own.named_tensors())
             for name, own in self.owns.items()
-            if isinstance(own, GivenModule)
+            if isinstance(own, UserModule)
         }
         for name, analysis in self._survey.analyses.items():
             self._tensors[name] = self._part(self.resolved.stage(name)).parameters(analysis.op_graph)
@@ -164,27 +163,29 @@ class GraphJob:
             self.resolved, sample_batch, self._survey.shapes, self._survey.analyses, is_training=True
         )
 
-    def _resolve(self, batch: Batch, *, needs_loss: bool = True, asked: Sequence[str] = ()) -> ResolvedGraph:
+    def _resolve(
+        self, batch: Batch, *, needs_loss: bool = True, requested: Sequence[str] = ()
+    ) -> ResolvedGraph:
         """Return the graph for batches of these keys.
 
         Args:
-            asked: outputs that an evaluation asks for.
+            requested: outputs that an evaluation requests.
         """
-        if isinstance(self._given, nn.Module):
+        if isinstance(self._model, nn.Module):
             # units that lack inputs: one part, whatever the order of theirs
             if batch.keys() < self._sample.keys():
                 batch = {key: batch[key] for key in self._sample if key in batch}
-            return resolve_module(self._given, batch, num_ranks=self._num_ranks, asked=asked)
+            return resolve_module(self._model, batch, num_ranks=self._num_ranks, requested=requested)
         return resolve(
-            self._given,
+            self._model,
             batch_keys=[key for key, value in batch.items() if isinstance(value, Tensor)],
             num_ranks=self._num_ranks,
             needs_loss=needs_loss,
             constants={key: value for key, value in batch.items() if not isinstance(value, Tensor)},
-            asked=asked,
+            requested=requested,
         )
 
-    def _build(self, seed: int, timeout_s: float) -> dict[str, GivenModule | CapturedPart]:
+    def _build(self, seed: int, timeout_s: float) -> dict[str, UserModule | CapturedPart]:
         """Make this rank's stages of a graph, and see that what all ranks made fits together."""
         place = self._place
         self._contexts = contexts = make_contexts(
@@ -214,7 +215,7 @@ class GraphJob:
         return {
             stage.name: self._part(stage)
             if stage.is_captured
-            else GivenModule(
+            else UserModule(
                 stage.name,
                 made[stage.name],
                 tied={n: c for n, c in self._called.items() if n.partition(".")[0] == stage.name},
@@ -237,7 +238,7 @@ class GraphJob:
             context.set_timeout(timeout_s)
 
     def close(self) -> None:
-        """Let go of the groups that factories were given; no stage runs any more."""
+        """Release the groups that factories received; no stage runs any more."""
         for context in self._contexts.values():
             context.close()
 
@@ -272,7 +273,7 @@ class GraphJob:
         )
 
     def measure_lengths(
-        self, costs: StageCosts, asked: LengthsAsked, *, cache_dir: str | None
+        self, costs: StageCosts, requested: LengthsToMeasure, *, cache_dir: str | None
     ) -> LengthCosts | None:
         """Return what a plain model costs at any lengths, on every rank; None where it is not known.
 
@@ -290,9 +291,11 @@ class GraphJob:
             analysis = self._survey.analyses[whole.name]
             graph = make_reference(analysis, self._granularity).block_graph
             profile = costs.profile(graph, device="")
-            return measure_lengths(part, analysis, self._sample, profile, asked, cache_dir=cache_dir)
+            return measure_lengths(part, analysis, self._sample, profile, requested, cache_dir=cache_dir)
 
-        return tell(measure, source=source, what="costs at other lengths", group=self._place.group)
+        return broadcast_result(
+            measure, source=source, what="costs at other lengths", group=self._place.group
+        )
 
     def verify(self, costs: StageCosts) -> None:
         """Hold every capture against its module, each on its part's first rank; collective over all ranks.
@@ -341,7 +344,7 @@ class GraphJob:
 
     def evaluation(self, batch: Batch, outputs: Sequence[str]) -> Reference:
         """Return the graph in evaluation, without the stages that lack an input and what reads them."""
-        resolved = self._resolve(batch, needs_loss=False, asked=outputs)
+        resolved = self._resolve(batch, needs_loss=False, requested=outputs)
         if resolved.whole is not None:
             # of what takes whole units, rows can be left out only where each tensor has one a sample
             takes_whole = self._survey.analyses[resolved.whole.name].takes_whole_units
@@ -351,7 +354,7 @@ class GraphJob:
                 resolved, {resolved.whole.name: self._part(resolved.whole)}, self._place
             ).shapes_at(batch, self._loss_unit, {}, is_training=False, analyses={})
             return make_reference(analyses[resolved.whole.name], self._granularity)
-        self._meet(resolved, batch, is_training=False)
+        self._learn_shapes(resolved, batch, is_training=False)
         return describe_graph(
             resolved,
             self._current[False].shapes,
@@ -367,14 +370,14 @@ class GraphJob:
         """Return a plain model as it is for loss units of these keys only; collective over all ranks.
 
         Args:
-            reference: of the model with all its inputs, in the mode that is asked for.
+            reference: of the model with all its inputs, in the mode that is requested.
             unit: of a model whose Python reads values, with what it reads: rank 0 need not have the values.
 
         Raises:
             CaptureError: it cannot do without the others; the same on every rank.
         """
         is_training, known = reference.analysis.is_training, reference.analysis.op_graph
-        resolved = self._resolve(unit, asked=() if is_training else tuple(known.outputs))
+        resolved = self._resolve(unit, requested=() if is_training else tuple(known.outputs))
         whole = resolved.whole
         assert whole is not None, "units of their own shapes are of plain models"
         key = (is_training, _key(whole))
@@ -396,7 +399,7 @@ class GraphJob:
         return self._lacking[key]
 
     def takes_whole_units(self, stage: str) -> bool:
-        """Return whether a captured part computes on loss units as they are given."""
+        """Return whether a captured part computes on loss units as they receive."""
         return self._survey.analyses[stage].takes_whole_units
 
     def unit_rule(self, reference: Reference) -> UnitRule | None:
@@ -407,7 +410,7 @@ class GraphJob:
 
         def read(unit: WholeUnit) -> tuple[Any, ...] | None:
             # Of units that lack inputs the model reads other things, perhaps nothing: what was met so is a part of its
-            # own. All ranks that read inputs find out the same, before any of them knows what the capture is.
+            # own. All ranks that read inputs find out the same, before the capture exists on any of them.
             try:
                 return self._part(self._called_with(reference, unit)).readings(analysis, unit)
             except CaptureError as error:
@@ -421,9 +424,9 @@ class GraphJob:
         """Learn the shapes that come of a batch like this one, unless they are known."""
         if self.whole is None:
             resolved = self.resolved if is_training else self._resolve(batch, needs_loss=False)
-            self._meet(resolved, batch, is_training=is_training)
+            self._learn_shapes(resolved, batch, is_training=is_training)
 
-    def _meet(self, resolved: ResolvedGraph, batch: Batch, *, is_training: bool) -> None:
+    def _learn_shapes(self, resolved: ResolvedGraph, batch: Batch, *, is_training: bool) -> None:
         key = (is_training, *shape_key(batch, count_samples(batch)))
         if key not in self._known:
             captured = [stage for stage in resolved.stages if stage.is_captured]
@@ -443,7 +446,7 @@ class GraphJob:
                 analyses={name: analysis for name, analysis in known.items() if analysis is not None},
             )
             self._remember(resolved, batch, shapes, analyses, is_training=is_training)
-        # every rank meets the same batches in the same order: all let go of the same shape
+        # every rank sees the same batches in the same order: all release the same shape
         self._known.move_to_end(key)
         while len(self._known) > MAX_MET:
             self._known.popitem(last=False)
@@ -496,8 +499,8 @@ class GraphJob:
 
     def _evaluated(self, reference: Reference, batch: Batch) -> GraphStage:
         """Return the whole model as evaluation traced it for batches of these keys."""
-        asked = tuple(reference.analysis.op_graph.outputs)
-        stage = self._resolve(batch, needs_loss=False, asked=asked).whole
+        requested = tuple(reference.analysis.op_graph.outputs)
+        stage = self._resolve(batch, needs_loss=False, requested=requested).whole
         assert stage is not None, "it has blocks"
         return stage
 
@@ -532,11 +535,11 @@ class GraphJob:
         own_stage = self.owns[name]
         if isinstance(own_stage, CapturedPart):
             part, analysis = met.parts[name]
-            around = Surroundings(analysis=analysis, shapes=shapes)
+            around = PartContext(analysis=analysis, shapes=shapes)
             return part.stage_code(
                 reference, plan, stage, batch, num_samples, within=around, keeps_capture=keeps
             )
-        # a user's module: its code is a call of it, and it returns what edges carry, the loss, what is asked for
+        # a user's module: its code is a call of it, and it returns what edges carry, the loss, what is requested
         sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
         op_graph = reference.analysis.op_graph
         named = {n: node for n, node in op_graph.outputs.items() if node.rpartition(".")[0] == name}
@@ -589,8 +592,8 @@ def _cannot_do_without(known: OpGraph, unit: Batch, error: CaptureError) -> Capt
 
 
 def _key(stage: GraphStage) -> _PartKey:
-    """Return what a captured part is traced for: evaluation may lack labels, and ask for outputs."""
-    return stage.name, stage.batch_inputs, stage.nodes, stage.asked, repr(stage.constants)
+    """Return what a captured part is traced for: evaluation may lack labels, and request outputs."""
+    return stage.name, stage.batch_inputs, stage.nodes, stage.requested, repr(stage.constants)
 
 
 def _seed(seed: int, name: str) -> int:

@@ -57,22 +57,22 @@ def layout_of(
     #     [7, 64]     and [7, 64]        uniform: the same for every sample (positions, say); a unit if coupled
     #     [2, 2]      and [4, 4]         two such axes, a similarity of all pairs: a unit, and only where it is coupled
     #
-    # Two counts are needed, as [2, 7] alone may have two samples or two of something else. What the user says goes
+    # Two counts are needed, as [2, 7] alone may have two samples or two of something else. The user's word comes
     # before what is seen, and must not contradict it.
-    given = dict(stage.spec.layouts).get(node.rpartition(".")[2])
+    declared = dict(stage.spec.layouts).get(node.rpartition(".")[2])
     shapes = f"{list(small.shape)} of {counts[0]} samples and {list(large.shape)} of {counts[1]}"
-    if given == "uniform":
+    if declared == "uniform":
         if small.shape != large.shape:
             raise ConfigError(f"stage {stage.name!r}: output {node!r} is said to be uniform and is {shapes}")
         return UNIFORM
     axes = _scaling_axes(small.shape, large.shape, counts)
-    if isinstance(given, int):
-        if given not in axes:
+    if isinstance(declared, int):
+        if declared not in axes:
             raise ConfigError(
-                f"stage {stage.name!r}: output {node!r} is said to have its samples along axis {given} and is "
+                f"stage {stage.name!r}: output {node!r} is said to have its samples along axis {declared} and is "
                 f"{shapes}; axes that grow with the samples: {axes or 'none'}"
             )
-        axes = [given]
+        axes = [declared]
     same = [(a, b) for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=False)) if i not in axes]
     others = [a for a, b in same if a != b]
     if len(axes) == 1 and not others:

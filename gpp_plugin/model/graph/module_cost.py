@@ -1,9 +1,9 @@
 """What a stage that is the user's own module costs: timed on its ranks, all in step.
 
-The number of runs is fixed: ranks that compute one stage together meet in its collectives.
+The number of runs is fixed: ranks that compute one stage together synchronise in its collectives.
 
-Whether its backward can be made in two parts nothing says: an operator may let go of what it saved, or write to it, or
-add to something as it goes. So both are done and compared: a module whose gradients are not the same is never split.
+Whether its backward can be made in two parts is unknown: an operator may release what it saved, or write to it, or
+add to something on the way. So both are done and compared: a module whose gradients are not the same is never split.
 
 Source: this project
 Tests: tests/stage_graph/test_module_cost.py, tests/integrations/test_preparation.py
@@ -34,7 +34,7 @@ from gpp_plugin.model.graph.captured_part import CapturedPart, PartView
 from gpp_plugin.model.graph.module_trial import ModuleTrial, Place, stage_arguments
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage
-from gpp_plugin.model.graph.user_module import GivenModule
+from gpp_plugin.model.graph.user_module import UserModule
 from gpp_plugin.profile.block_survey import CANNOT_SPLIT, NOT_MEASURED, SplitCost
 from gpp_plugin.profile.held_bytes import LiveBytes
 from gpp_plugin.profile.measure import BLOCK_REPEATS, NODE_REPEATS, profile_blocks
@@ -50,7 +50,7 @@ from gpp_plugin.runtime.split import BackwardSplitter
 
 
 class _Captures:
-    """A part at the numbers of samples to profile; traced when a profile that is not stored asks for one.
+    """A part at the numbers of samples to profile; traced when a profile that is not stored requests one.
 
     A model may not allow the smallest ones (BatchNorm trains on no single sample): `impossible` has them then.
     """
@@ -119,7 +119,7 @@ def profile_part(
     state: dict[str, Any] = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def profile_at(counts: Sequence[int]) -> Profile:
-        with step("profile blocks") as tell:
+        with step("profile blocks") as shown:
             return profile_blocks(
                 captures.base,
                 graph,
@@ -132,7 +132,7 @@ def profile_part(
                 optimizer_bytes_per_parameter=optimizer_bytes,
                 cache_dir=cache_dir,
                 with_split=with_split,
-                progress=lambda done, total, name: _tell_progress(tell, done, total, name),
+                progress=lambda done, total, name: _show_progress(shown, done, total, name),
             )
 
     try:
@@ -174,8 +174,8 @@ def _renamed(profile: Profile, view: PartView) -> Profile:
     )
 
 
-def _tell_progress(tell: Step, done: int, total: int, name: str) -> None:
-    tell.update(done, total)
+def _show_progress(shown: Step, done: int, total: int, name: str) -> None:
+    shown.update(done, total)
     logger.info("profiling: %d of %d blocks, %s", done, total, name)
 
 
@@ -185,11 +185,11 @@ RELEASE_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
-class Kept:
+class StorageUse:
     """One storage at one number of samples.
 
     Args:
-        last_use: share of the forward's time after which it is kept for the last time.
+        last_use: share of the forward's time after which it is saved for the last time.
         is_made: whether the module made it.
         is_movable: plain bytes that nobody but autograd holds.
     """
@@ -200,9 +200,9 @@ class Kept:
     is_movable: bool = True
 
 
-def record_kept(
+def record_saved(
     forward: Callable[[], Any], *, fixed: Iterable[Tensor], received: Iterable[Tensor], device: torch.device
-) -> list[Kept]:
+) -> list[StorageUse]:
     """Run a forward and return what autograd keeps of it, by number (`StorageNumbers`).
 
     Args:
@@ -210,7 +210,7 @@ def record_kept(
         fixed: what is there anyway and does not count.
         received: what other stages made; it counts, and the module did not make it.
     """
-    given = {storage_id(tensor) for tensor in received if tensor.layout is torch.strided}
+    inputs = {storage_id(tensor) for tensor in received if tensor.layout is torch.strided}
     numbers, watch = StorageNumbers(fixed), Stopwatch(device)
     saved: list[tuple[int | None, Tensor]] = []
 
@@ -223,23 +223,23 @@ def record_kept(
         result = forward()
     watch.mark()
     until = list(itertools.accumulate(watch.laps_us()))
-    kept: dict[int, Kept] = {}
+    uses: dict[int, StorageUse] = {}
     while saved:
         number, tensor = saved.pop()
         now = until[len(saved)]
         if number is not None:
-            first = Kept(
+            first = StorageUse(
                 num_bytes=tensor.untyped_storage().nbytes(), last_use=now / until[-1] if now > 0 else 1.0
             )
-            found = kept.setdefault(number, first)
-            found.is_made = storage_id(tensor) not in given
+            found = uses.setdefault(number, first)
+            found.is_made = storage_id(tensor) not in inputs
             found.is_movable &= is_movable(tensor)
         del tensor
     del result
-    _await_release(numbers, [number for number, found in kept.items() if found.is_made])
-    for number, found in kept.items():  # what somebody still holds (a cache) would free nothing
+    _await_release(numbers, [number for number, found in uses.items() if found.is_made])
+    for number, found in uses.items():  # what somebody still holds (a cache) would free nothing
         found.is_movable &= not found.is_made or numbers.is_free(number)
-    return [kept[number] for number in sorted(kept)]
+    return [uses[number] for number in sorted(uses)]
 
 
 def _await_release(numbers: StorageNumbers, made: Sequence[int]) -> None:
@@ -255,20 +255,22 @@ def _await_release(numbers: StorageNumbers, made: Sequence[int]) -> None:
         time.sleep(0.002)
 
 
-def module_memory(block: str, kept: Mapping[int, list[Kept]], given_bytes: Mapping[int, int]) -> ModuleMemory:
+def module_memory(
+    block: str, uses: Mapping[int, list[StorageUse]], input_bytes: Mapping[int, int]
+) -> ModuleMemory:
     """Return what a module keeps at any number of samples.
 
     Args:
-        kept: number of samples -> what it keeps then.
-        given_bytes: number of samples -> bytes of all it receives, and of its buffers.
+        uses: number of samples -> what it keeps then.
+        input_bytes: number of samples -> bytes of all it receives, and of its buffers.
     """
-    counts = sorted(kept)
-    dropped = line([(n, sum(k.num_bytes for k in kept[n] if k.is_made)) for n in counts])
-    held = line([(n, given_bytes[n] - sum(k.num_bytes for k in kept[n] if not k.is_made)) for n in counts])
-    forms = {tuple(k.is_made for k in kept[n]) for n in counts}
+    counts = sorted(uses)
+    dropped = line([(n, sum(k.num_bytes for k in uses[n] if k.is_made)) for n in counts])
+    held = line([(n, input_bytes[n] - sum(k.num_bytes for k in uses[n] if not k.is_made)) for n in counts])
+    forms = {tuple(k.is_made for k in uses[n]) for n in counts}
     storages = []
-    for number, most in enumerate(kept[counts[-1]] if len(forms) == 1 else ()):
-        per_sample, fixed = line([(n, kept[n][number].num_bytes) for n in counts])
+    for number, most in enumerate(uses[counts[-1]] if len(forms) == 1 else ()):
+        per_sample, fixed = line([(n, uses[n][number].num_bytes) for n in counts])
         storages.append(
             KeptStorage(
                 bytes_per_sample=per_sample,
@@ -276,7 +278,7 @@ def module_memory(block: str, kept: Mapping[int, list[Kept]], given_bytes: Mappi
                 last_use=most.last_use,
                 is_made=most.is_made,
                 # once is enough: what a module holds on to it holds on to always
-                is_movable=any(kept[n][number].is_movable for n in counts),
+                is_movable=any(uses[n][number].is_movable for n in counts),
             )
         )
     return ModuleMemory(
@@ -305,22 +307,22 @@ WARM_UPS, REPEATS = 1, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """One number of samples: median times, what is kept for backward, the peak above it.
+    """One number of samples: median times, what is saved for backward, the peak above it.
 
     Args:
-        given_bytes: of all received tensors and buffers.
+        input_bytes: of all received tensors and buffers.
     """
 
     forward_us: float
     backward_us: float
-    kept: list[Kept]
-    given_bytes: int
+    uses: list[StorageUse]
+    input_bytes: int
     transient_bytes: int
 
 
 def measure_module(
     stage: GraphStage,
-    own: GivenModule,
+    own: UserModule,
     place: Place,
     batch: Batch,
     survey: Survey,
@@ -346,15 +348,15 @@ def measure_module(
         )
         return ModuleTrial(stage=stage, module=own.given, device=place.device, arguments=arguments)
 
-    # Times stay one a count, as a forward of 4 samples is rarely four forwards of one; kept bytes become a line. With
-    # 4 KiB of hidden states a sample and a mask of 1 KiB that is kept once: 5, 17 and 33 KiB at 1, 4 and 8 samples,
+    # Times stay one a count, as a forward of 4 samples is rarely four forwards of one; saved bytes become a line. With
+    # 4 KiB of hidden states a sample and a mask of 1 KiB that is saved once: 5, 17 and 33 KiB at 1, 4 and 8 samples,
     # so saved_bytes_per_sample is 4 KiB and saved_bytes_fixed 1 KiB.
     runs = _time_all(trial, counts)
     split = measure_split(trial(counts[-1])) if with_split else NOT_MEASURED
     done = sorted(runs)
     parameters = list(own.given.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    per_sample, fixed = line([(n, sum(k.num_bytes for k in runs[n].kept)) for n in done])
+    per_sample, fixed = line([(n, sum(k.num_bytes for k in runs[n].uses)) for n in done])
     cost = BlockCost(
         block=stage.name,
         samples=tuple(done),
@@ -362,15 +364,15 @@ def measure_module(
         backward_us=tuple(runs[n].backward_us for n in done),
         saved_bytes_per_sample=per_sample,
         saved_bytes_fixed=fixed,
-        parameter_bytes=sum(_bytes(p) for p in parameters) + sum(_bytes(b) for b in own.given.buffers()),
-        gradient_bytes=sum(_bytes(p) for p in trained),
+        parameter_bytes=sum(p.nbytes for p in parameters) + sum(b.nbytes for b in own.given.buffers()),
+        gradient_bytes=sum(p.nbytes for p in trained),
         optimizer_bytes=round(sum(p.numel() for p in trained) * optimizer_bytes),
         transient_bytes_per_sample=runs[done[-1]].transient_bytes / done[-1],
         split_factor=split.factor,
         input_share=split.input_share,
     )
     memory = module_memory(
-        stage.name, {n: runs[n].kept for n in done}, {n: runs[n].given_bytes for n in done}
+        stage.name, {n: runs[n].uses for n in done}, {n: runs[n].input_bytes for n in done}
     )
     return Profile(graph="", device="", source="measured", costs=(cost,), modules=(memory,))
 
@@ -391,10 +393,6 @@ def _time_all(trial: Callable[[int], ModuleTrial], counts: Sequence[int]) -> dic
                 raise
             logger.info("%d samples at a time are not possible: %s", count, error)
     return runs
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _run_backward(roots: Sequence[Tensor]) -> None:
@@ -421,7 +419,7 @@ def _time(trial: ModuleTrial) -> _Run:
         backward_us = backward.us if roots else 0.0
         del roots
         rows = [arguments[keyword] for keyword, _ in stage.batch_inputs]
-        kept = record_kept(
+        uses = record_saved(
             trial.forward,
             fixed=(*module.parameters(), *module.buffers(), *rows),
             received=received,
@@ -432,15 +430,15 @@ def _time(trial: ModuleTrial) -> _Run:
     return _Run(
         forward_us=forward.us,
         backward_us=backward_us,
-        kept=kept,
-        given_bytes=sum(own_storages.values()) + sum(_bytes(buffer) for buffer in module.buffers()),
+        uses=uses,
+        input_bytes=sum(own_storages.values()) + sum(buffer.nbytes for buffer in module.buffers()),
         transient_bytes=transient,
     )
 
 
 def _head_start(stage: GraphStage) -> HeadStart | None:
-    """Return what lets the host get ahead of the device; None where ranks compute the stage together."""
-    # Ranks that were held for unlike times would wait for each other in the module's collectives, and count that.
+    """Return what gives the host a lead over the device; None where ranks compute the stage together."""
+    # Ranks that were held for different times would wait for each other in the module's collectives, and count that.
     return HeadStart() if len(stage.spec.ranks) == 1 else None
 
 
@@ -482,11 +480,11 @@ def measure_split(trial: ModuleTrial) -> SplitCost:
     """
     splitter = BackwardSplitter()
     laps: list[list[Lap]] = []
-    ahead_of_whole, ahead_of_parts = _head_start(trial.stage), _head_start(trial.stage)
+    lead_of_whole, lead_of_parts = _head_start(trial.stage), _head_start(trial.stage)
     for attempt in range(WARM_UPS + REPEATS):
-        wanted, whole = _run(trial, None, ahead_of_whole)
+        wanted, whole = _run(trial, None, lead_of_whole)
         try:
-            found, parts = _run(trial, splitter, ahead_of_parts)
+            found, parts = _run(trial, splitter, lead_of_parts)
         except Exception as error:  # whatever its operators say to being run twice
             refuse_lost_device(error)
             logger.info("stage %s: its backward cannot be split: %s", trial.stage.name, error)

@@ -1,4 +1,4 @@
-"""A trial run of a stage's module: what it is called with where nothing is real yet, and what is undone after.
+"""Calls of a stage's module: names to arguments, results to named outputs, and trial runs that are undone.
 
 Source: this project
 Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
@@ -7,22 +7,24 @@ Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import set_modes
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.model.graph.resolve import GraphStage
-from gpp_plugin.model.graph.stage_call import named_outputs
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.stage_module import StageFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ def call_stage(stage: GraphStage, module: nn.Module, arguments: dict[str, Tensor
     """Call a stage's module and return its outputs by "stage.output".
 
     Raises:
-        ConfigError: it fails, or returns something else; names the stage, what it was given, and the edges.
+        ConfigError: it fails, or returns something else; names the stage, what it received, and the edges.
     """
     try:
         returned = module(**arguments)
@@ -60,13 +62,13 @@ def call_stage(stage: GraphStage, module: nn.Module, arguments: dict[str, Tensor
         raise
     except Exception as error:  # whatever it is: every rank must hear of it
         edges = dict(stage.received)
-        given = ", ".join(
+        shapes = ", ".join(
             f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
             + (f" (edge {edges[name]} -> {stage.name})" if name in edges else "")
             for name, t in arguments.items()
         )
         raise ConfigError(
-            f"stage {stage.name!r}: its module fails on {given or 'no inputs'}: {type(error).__name__}: "
+            f"stage {stage.name!r}: its module fails on {shapes or 'no inputs'}: {type(error).__name__}: "
             f"{first_line(error)}"
         ) from error
     return named_outputs(stage.name, stage.nodes, returned)
@@ -191,3 +193,118 @@ class ModuleTrial:
     def undisturbed(self) -> AbstractContextManager[None]:
         """Train within and leave the module as it is."""
         return undisturbed(self.module, is_training=True, device=self.device)
+
+
+def named_outputs(stage: str, nodes: Sequence[tuple[str, str]], returned: Any) -> dict[str, Tensor]:
+    """Return what a stage's module returned as "stage.output" -> tensor.
+
+    Args:
+        nodes: (field of what the module returns, "stage.output").
+
+    Raises:
+        ConfigError: it is not what the stage's outputs say.
+    """
+    # By key where it returns a dict, which may have more than is requested; by position otherwise, where the number
+    # must be right. With nodes (("h", "tower.hidden"), ("loss", "tower.loss")):
+    #
+    #     {"h": x, "loss": y, "aux": z}   {"tower.hidden": x, "tower.loss": y}
+    #     (x, y)                          the same: fields are only names then
+    #     x                               refused: "returned one tensor"
+    #
+    # It is checked at every call: a module may return something else for another batch.
+    fields = [field for field, _ in nodes]
+    listed = ", ".join(map(repr, fields))
+    if isinstance(returned, Tensor):
+        values: list[Any] = [returned]
+    elif isinstance(returned, Mapping):
+        missing = [field for field in fields if field not in returned]
+        if missing:
+            raise ConfigError(
+                f"stage {stage!r}: its module returned no {missing[0]!r}, only {', '.join(map(str, returned))}; "
+                f"its outputs are {listed}"
+            )
+        values = [returned[field] for field in fields]
+    elif isinstance(returned, (tuple, list)):
+        values = list(returned)
+    else:
+        raise ConfigError(
+            f"stage {stage!r}: its module returned a {type(returned).__name__}; return a tensor, a tuple or a "
+            f"dict of its outputs {listed}"
+        )
+    if len(values) != len(fields):
+        raise ConfigError(f"stage {stage!r}: its module returned {_count(values)}; its outputs are {listed}")
+    for field, value in zip(fields, values, strict=True):
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"stage {stage!r}: output {field!r} is a {type(value).__name__}; outputs are tensors"
+            )
+    return {node: value for (_, node), value in zip(nodes, values, strict=True)}
+
+
+def _count(values: Sequence[Any]) -> str:
+    return "one tensor" if len(values) == 1 else f"{len(values)} values"
+
+
+def loss_node(stage: GraphStage) -> str | None:
+    """Return what a stage's loss is called: an output, or the sum of several."""
+    if not stage.losses:
+        return None
+    return stage.losses[0] if len(stage.losses) == 1 else " + ".join(stage.losses)
+
+
+def stage_function(
+    stage: GraphStage, module: nn.Module, outputs: Sequence[str], *, tensors: Mapping[str, Tensor]
+) -> StageFunction:
+    """Return the module as the code of a stage, which computes with the tensors it receives, as captured code does.
+
+    Those are the module's own, but for older versions of its weights (asynchronous mode).
+
+    Args:
+        tensors: its parameters and buffers, by what they are called in the graph.
+        outputs: which of its outputs, and its `loss_node`, the code returns.
+    """
+    batch_inputs = tuple(dict.fromkeys(key for _, key in stage.batch_inputs))
+    received = tuple(dict.fromkeys(node for _, node in stage.received))
+    order = {("batch", key): i for i, key in enumerate(batch_inputs)}
+    order |= {("node", node): len(batch_inputs) + i for i, node in enumerate(received)}
+    places = [(keyword, order["batch", key]) for keyword, key in stage.batch_inputs]
+    places += [(keyword, order["node", node]) for keyword, node in stage.received]
+    total = loss_node(stage)
+    wanted, count = tuple(outputs), len(tensors)
+    local = {id(t): name for name, t in module.named_parameters()}
+    # buffers are the module's own, which it may bind anew, whatever version of its weights it computes with
+    names = [local.get(id(tensor)) for tensor in tensors.values()]
+    # versions replace trained parameters: one of them marks that
+    trained = [
+        (i, t) for i, t in enumerate(tensors.values()) if isinstance(t, nn.Parameter) and t.requires_grad
+    ]
+    marker, own = trained[0] if trained else (0, None)
+
+    def call(*operands: Tensor) -> tuple[Tensor, ...]:
+        arguments = {keyword: operands[count + place] for keyword, place in places}
+        if own is None or operands[marker] is own:
+            returned = module(**arguments)
+        else:
+            weights = {name: t for name, t in zip(names, operands[:count], strict=True) if name is not None}
+            returned = functional_call(module, weights, kwargs=arguments)
+        found = named_outputs(stage.name, stage.nodes, returned)
+        if total is not None and total not in found:
+            found[total] = sum(found[node] for node in stage.losses)  # type: ignore[assignment]
+        return tuple(found[name] for name in wanted)
+
+    return StageFunction(
+        call=call,
+        tensors=tuple(tensors),
+        constants=(),
+        batch_inputs=batch_inputs,
+        received=received,
+        outputs=wanted,
+        code=f"{type(module).__name__}({', '.join(keyword for keyword, _ in places)})",
+        given=module,
+    )
+
+
+IDLE = StageFunction(
+    call=lambda: (), tensors=(), constants=(), batch_inputs=(), received=(), outputs=(), code=""
+)
+"""The code of a stage that has nothing to do."""

@@ -10,7 +10,7 @@ captured once more with symbols for those, and from then on a length not seen be
 Numbers of samples are symbols as lengths are, as soon as a batch has a third one: units of 2, 3, 5 .. samples share one
 capture. Not so a single sample: torch takes a size of one for another matter, and it is captured by itself.
 
-Where a model's Python asks for sizes, what it answered is a condition of the capture (``s0 <= 16``). A batch that it
+Where a model's Python reads sizes, what it answered is a condition of the capture (``s0 <= 16``). A batch that it
 does not hold for is captured by itself, and a warning says so once. Where Python takes the number of images as one (a
 list of them), a capture holds for texts of any length beside so many, and each number has its own, up to a bound.
 
@@ -60,7 +60,7 @@ MAX_EXPORTS = 8
 MAX_EXPORTS_AT_ANY_COUNT = 2
 """The same, for any number of samples."""
 MAX_STAGES = 64
-"""Exports with symbols that are kept for one kind of batches."""
+"""Exports with symbols that are stored for one kind of batches."""
 MANY_COUNTS = 3
 """Numbers of samples from which on there may be any: whole and half micro-batches, or a rest at the end, are two."""
 
@@ -150,7 +150,7 @@ class _Kind:
     """What is known of batches that differ in lengths, and in their number of samples, only.
 
     Args:
-        about: what code was asked for; held, as it is told apart by identity.
+        about: what code was requested; held, as it is distinguished by identity.
         firsts: number of samples -> shapes of the first batch of so many.
         stages: captured with symbols, the newest first, each with the number of samples that it is for; None: for any.
         tried: the axes that were left open, and the example's shapes.
@@ -196,7 +196,7 @@ class _Attempt(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return its number of samples, and what else tells it apart."""
+        """Return its number of samples, and what else distinguishes it."""
         return self.num_samples, tuple(sorted(self.lengths.items())), tuple(sorted(self.example.items()))
 
 
@@ -226,7 +226,7 @@ class CodeForLengths:
             about: the objects that the code is of; those of one stage in one mode.
             capture: returns the stage, captured for arguments with some lengths open.
         """
-        kind = self.meet(arguments, num_samples, about)
+        kind = self.learn(arguments, num_samples, about)
         wanted = _Wanted(arguments, num_samples, shapes_of(arguments))
         found = self._found(kind, wanted)
         if found is not None:
@@ -235,7 +235,7 @@ class CodeForLengths:
             return None
         return self._capture(kind, wanted, capture)
 
-    def meet(self, arguments: Batch, num_samples: int, about: tuple[object, ...]) -> _Kind:
+    def learn(self, arguments: Batch, num_samples: int, about: tuple[object, ...]) -> _Kind:
         """Return what is known of batches like these arguments; of the first, that these are captured as they are."""
         key = (*(id(part) for part in about), *kind_of(arguments))
         kind = self._kinds.get(key)
@@ -305,7 +305,7 @@ class CodeForLengths:
             return fixed[0] if fixed else str(found)
         has_open_samples = all(stage.is_open(key, 0) for key, axes in attempt.lengths.items() if 0 in axes)
         kind.keep(stage, attempt.num_samples if has_open_samples else num_samples)
-        # an export leaves garbage and a larger heap behind: looked through now, in a step that takes seconds anyway,
+        # an export leaves dead objects and a larger heap behind: collected now, in a step that takes seconds anyway,
         # and not in one of a length that costs a millisecond
         gc.collect()
         return found
@@ -349,12 +349,12 @@ def differing_axes(first: Shapes, new: Shapes) -> dict[str, tuple[int, ...]]:
 def _attempts(kind: _Kind, wanted: _Wanted) -> Iterator[_Attempt]:
     """Yield from which shapes, and with which axes open, to capture: the likeliest first.
 
-    First for any number of samples, from the batch at hand: what its Python asks of sizes is answered as this batch
+    First for any number of samples, from the batch at hand: sizes that its Python reads are answered as this batch
     needs it. Not so for one sample, as torch specialises sizes of one.
 
     Token ids, masks and labels are of many lengths even where only some of them have changed so far: all axes behind
     the samples are left open in whole numbers, and elsewhere those that differ, which may be the first, where samples
-    have unlike numbers of images. Sizes of the larger batch are the better example: torch
+    have different numbers of images. Sizes of the larger batch are the better example: torch
     specialises sizes of one.
     """
     arguments, num_samples, new = wanted
@@ -376,7 +376,7 @@ def _attempts(kind: _Kind, wanted: _Wanted) -> Iterator[_Attempt]:
 
 
 def _unpadded_differing(first: Shapes, new: Shapes, arguments: Batch) -> Lengths:
-    # Lists of dicts are read by what runs as it is, which knows no symbols: they keep the sizes they are padded to.
+    # Lists of dicts are read by code that runs eagerly, without symbols: they keep the sizes they are padded to.
     return {k: axes for k, axes in differing_axes(first, new).items() if not is_padded(k, arguments)}
 
 

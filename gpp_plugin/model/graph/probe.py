@@ -32,9 +32,9 @@ from gpp_plugin.model.graph.module_trial import (
     undisturbed,
 )
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
-from gpp_plugin.model.graph.user_module import GivenModule
+from gpp_plugin.model.graph.user_module import UserModule
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.ranks.agree import tell
+from gpp_plugin.runtime.ranks.agree import broadcast_result
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ COARSE_TOLERANCE = 5e-2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a stage's first rank tells of its runs.
+    """What a stage's first rank reports of its runs.
 
     Args:
         seen: for each number of samples, its outputs.
@@ -83,15 +83,15 @@ class Prober:
     """
 
     def __init__(
-        self, graph: ResolvedGraph, own: Mapping[str, GivenModule | CapturedPart], place: Place
+        self, graph: ResolvedGraph, own: Mapping[str, UserModule | CapturedPart], place: Place
     ) -> None:
         self._graph = graph
         self._own = own
         self._place = place
 
-    def _given(self, stage: GraphStage) -> nn.Module:
+    def _module_of(self, stage: GraphStage) -> nn.Module:
         own = self._own[stage.name]
-        assert isinstance(own, GivenModule), "a captured part is not run"
+        assert isinstance(own, UserModule), "a captured part is not run"
         return own.given
 
     def survey(self, batch: Batch, num_samples: int) -> Survey:
@@ -100,7 +100,7 @@ class Prober:
         Raises:
             ConfigError: a module fails, or its outputs are not what the graph says.
         """
-        # Two numbers of samples tell how every output depends on them: (2, 5, 8) at 2 samples and (4, 5, 8) at 4 has
+        # Two numbers of samples show how every output depends on them: (2, 5, 8) at 2 samples and (4, 5, 8) at 4 has
         # its samples along axis 0; (10, 8) and (20, 8) has five rows a sample; (5, 8) twice is the same for all.
         counts = num_samples, 2 * num_samples
         inputs = input_specs(batch, num_samples)
@@ -109,7 +109,7 @@ class Prober:
         values: Values = {}
         analyses: dict[str, Analysis] = {}
         for stage in self._graph.stages:
-            report = self._tell(
+            report = self._broadcast(
                 stage,
                 lambda s=stage: self._try(s, batch, counts, tensors, values),  # type: ignore[misc]
             )
@@ -165,7 +165,7 @@ class Prober:
             return self._run_at(stage, batch, (num_samples,), tensors, values, is_training)
 
         for stage in self._graph.stages:
-            report = self._tell(stage, lambda s=stage: run(s))  # type: ignore[misc]
+            report = self._broadcast(stage, lambda s=stage: run(s))  # type: ignore[misc]
             if report.traced is not None:
                 found[stage.name], specs = report.traced
                 tensors.update(specs)
@@ -176,14 +176,14 @@ class Prober:
         shapes = Shapes(num_samples=num_samples, tensors=tensors, inputs=input_specs(batch, num_samples))
         return shapes, found
 
-    def _tell(self, stage: GraphStage, run: Callable[[], _Report]) -> _Report:
+    def _broadcast(self, stage: GraphStage, run: Callable[[], _Report]) -> _Report:
         """Run a stage on its ranks and return what its first rank reports, on every rank."""
         # a module's ranks run it together, as it may have collectives inside; a captured one is only traced, by one
-        # rank, and everyone builds the same names on what that rank tells
+        # rank, and every rank builds the same names from what that rank broadcasts
         first = stage.spec.ranks[0]
         is_mine = self._place.rank == first if stage.is_captured else self._place.rank in stage.spec.ranks
 
-        report = tell(
+        report = broadcast_result(
             lambda: run() if is_mine else None,
             source=first,
             what="capture" if stage.is_alone else f"trial of stage {stage.name!r}",
@@ -209,7 +209,7 @@ class Prober:
         return _Report(
             seen=report.seen,
             values=report.values,
-            mixes=_has_batch_statistics(self._given(stage))
+            mixes=_has_batch_statistics(self._module_of(stage))
             or self._mixes_rows(stage, batch, counts, tensors, values),
         )
 
@@ -256,8 +256,8 @@ class Prober:
     ) -> _Report:
         """Run the stage at some numbers of samples; at the first one with a graph, to see what takes a gradient."""
         seen: list[dict[str, Seen]] = []
-        kept: Values = {}
-        with undisturbed(self._given(stage), is_training=is_training, device=self._place.device):
+        produced: Values = {}
+        with undisturbed(self._module_of(stage), is_training=is_training, device=self._place.device):
             for count in counts:
                 arguments = stage_arguments(
                     stage, batch, count, self._place, tensors=tensors, values=values, largest=counts[-1]
@@ -266,12 +266,12 @@ class Prober:
                     outputs = self._call(stage, arguments)
                 seen.append({node: _seen(stage, node, tensor) for node, tensor in outputs.items()})
                 shards = {f"{stage.name}.{name}" for name, _ in stage.spec.sharded_outputs}
-                kept.update(
+                produced.update(
                     ((node, count), tensor.cpu())
                     for node, tensor in outputs.items()
                     if not tensor.is_floating_point() and not tensor.is_complex() and node not in shards
                 )
-        return _Report(seen=tuple(seen), values=kept)
+        return _Report(seen=tuple(seen), values=produced)
 
     @torch.no_grad()
     def _mixes_rows(
@@ -286,7 +286,7 @@ class Prober:
         # In evaluation mode, where dropout cannot make rows differ: rows 0..n-1 of a run on n samples against the same
         # rows of one on 2n, which has others beside them. Attention over the batch, a norm over it, a mean: all differ.
         found = []
-        with undisturbed(self._given(stage), is_training=False, device=self._place.device):
+        with undisturbed(self._module_of(stage), is_training=False, device=self._place.device):
             for count in counts:
                 arguments = stage_arguments(
                     stage, batch, count, self._place, tensors=tensors, values=values, largest=counts[-1]
@@ -296,7 +296,7 @@ class Prober:
         return any(not _begins_with(together[node], tensor) for node, tensor in alone.items())
 
     def _call(self, stage: GraphStage, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
-        return call_stage(stage, self._given(stage), arguments)
+        return call_stage(stage, self._module_of(stage), arguments)
 
 
 def _seen(stage: GraphStage, node: str, tensor: Tensor) -> Seen:

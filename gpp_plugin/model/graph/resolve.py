@@ -35,9 +35,9 @@ class GraphStage:
         losses: which of those nodes are losses.
         constants: (keyword, value) of arguments that are no tensors; of captured stages only.
         is_alone: it is a captured module and the whole model: what it has is called as the module calls it. Its nodes
-            are "output" then, and there are none where the module was given by itself and its output says which
+            are "output" then, and there are none where the module was passed alone and its output says which
             field is the loss.
-        asked: of a stage that is alone, the outputs that an evaluation asks for.
+        requested: of a stage that is alone, the outputs that an evaluation requests.
     """
 
     spec: StageSpec
@@ -47,7 +47,7 @@ class GraphStage:
     losses: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...] = ()
     is_alone: bool = False
-    asked: tuple[str, ...] = ()
+    requested: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ def resolve(
     num_ranks: int,
     needs_loss: bool = True,
     constants: Mapping[str, Any] = MappingProxyType({}),
-    asked: Sequence[str] = (),
+    requested: Sequence[str] = (),
 ) -> ResolvedGraph:
     """Return the graph with every input resolved.
 
@@ -123,7 +123,7 @@ def resolve(
         needs_loss: False drops the stages that lack an input, and what reads them: evaluation without labels. A
             captured stage whose module can do without it only lacks its losses.
         constants: the batch's other entries.
-        asked: outputs that an evaluation asks for.
+        requested: outputs that an evaluation requests.
 
     Raises:
         ConfigError: an input is unknown or ambiguous, the stages form a cycle, ranks are left out, an output is
@@ -137,7 +137,7 @@ def resolve(
     stages = []
     for position, spec in enumerate(specs):
         sources = [(keyword, _source(specs, position, text, batch_keys)) for keyword, text in spec.inputs]
-        outputs = _with_asked(spec, asked) if graph.is_one_capture else spec.outputs
+        outputs = _with_requested(spec, requested) if graph.is_one_capture else spec.outputs
         stages.append(_connected(spec, sources, outputs, constants, needs_loss=needs_loss))
     # 2. what of it runs: in evaluation a stage without its labels falls away, and then whatever reads it
     losses = _losses(graph, stages, is_required=needs_loss)
@@ -155,7 +155,7 @@ def resolve(
     if needs_loss:
         _refuse_unused(resolved)
     if graph.is_one_capture:
-        alone = tuple(_alone(stage, batch_keys, asked) for stage in ordered)
+        alone = tuple(_alone(stage, batch_keys, requested) for stage in ordered)
         return dataclasses.replace(resolved, stages=alone)
     return resolved
 
@@ -178,7 +178,7 @@ def _connected(
     # a user's module is called with tensors only: its code is compiled for their shapes, not for values
     known = constants if spec.num_pieces is not None else {}
     held = {keyword: known[text] for keyword, text in read if text in known}
-    if spec.asks_for_loss and (needs_loss or RETURN_LOSS in known):
+    if spec.needs_loss_flag and (needs_loss or RETURN_LOSS in known):
         held[RETURN_LOSS] = known.get(RETURN_LOSS, True)
     return GraphStage(
         spec=spec,
@@ -191,13 +191,13 @@ def _connected(
 
 
 def resolve_module(
-    model: nn.Module, batch: Mapping[str, Any], *, num_ranks: int, asked: Sequence[str] = ()
+    model: nn.Module, batch: Mapping[str, Any], *, num_ranks: int, requested: Sequence[str] = ()
 ) -> ResolvedGraph:
     """Return a plain model as a graph of one captured stage, which is called with the whole batch.
 
     Args:
         batch: as the model is called with it.
-        asked: outputs that an evaluation asks for.
+        requested: outputs that an evaluation requests.
     """
     # Its nodes are left empty: the module is called with the batch and its output read as it is, `.loss` and all.
     # A graph of one capture says which field is what (`_alone`), and is the same from there on.
@@ -218,22 +218,22 @@ def resolve_module(
         losses=(),
         constants=tuple((key, value) for key, value in batch.items() if not isinstance(value, Tensor)),
         is_alone=True,
-        asked=tuple(asked),
+        requested=tuple(requested),
     )
     return ResolvedGraph(name=name, stages=(stage,), ties=())
 
 
-def _with_asked(spec: StageSpec, asked: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the outputs of a stage that is the whole model, with those that an evaluation asks for by the names that
+def _with_requested(spec: StageSpec, requested: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the outputs of a stage that is the whole model, with those that an evaluation requests by the names that
     the module has for them: nothing else can be meant.
     """
-    names = [name.removeprefix(f"{spec.name}.") for name in asked]
+    names = [name.removeprefix(f"{spec.name}.") for name in requested]
     return (*spec.outputs, *((name, name) for name in names if name not in spec.output_names))
 
 
-def _alone(stage: GraphStage, batch_keys: Collection[str], asked: Sequence[str]) -> GraphStage:
+def _alone(stage: GraphStage, batch_keys: Collection[str], requested: Sequence[str]) -> GraphStage:
     """Return a stage that is the whole model: its outputs by their own names, its inputs as the batch has them."""
-    # a capture numbers what it is called with; by the batch's order, as of a module given by itself, both spellings
+    # a capture numbers its arguments; by the batch's order, as of a module that is passed alone, both spellings
     # have one graph, and so one stored profile
     place = {key: i for i, key in enumerate(batch_keys)}
     own = stage.prefix
@@ -243,7 +243,7 @@ def _alone(stage: GraphStage, batch_keys: Collection[str], asked: Sequence[str])
         nodes=tuple((field, node.removeprefix(own)) for field, node in stage.nodes),
         losses=tuple(node.removeprefix(own) for node in stage.losses),
         is_alone=True,
-        asked=tuple(name.removeprefix(own) for name in asked),
+        requested=tuple(name.removeprefix(own) for name in requested),
     )
 
 
@@ -251,7 +251,7 @@ def check_ranks(specs: Iterable[StageSpec], num_ranks: int) -> None:
     """Refuse stages that do not use exactly the ranks there are.
 
     Raises:
-        ConfigError: names a rank that is left out, or a stage that asks for one there is not.
+        ConfigError: names a rank that is left out, or a stage that names one there is not.
     """
     used: dict[int, str] = {rank: spec.name for spec in specs for rank in spec.ranks}
     beyond = sorted(rank for rank in used if rank >= num_ranks)
@@ -321,20 +321,20 @@ def _runnable(
 ) -> list[GraphStage]:
     """Return the stages that have all their inputs, or can do without."""
     # a stage that falls away takes its readers with it, and they theirs, until nothing changes
-    kept = [known for stage in stages if (known := _with_known(stage, batch_keys, losses)) is not None]
+    remaining = [known for stage in stages if (known := _with_known(stage, batch_keys, losses)) is not None]
     while True:
-        made = {node for stage in kept for _, node in stage.nodes}
-        left = [stage for stage in kept if all(source in made for _, source in stage.received)]
-        if len(left) == len(kept):
+        made = {node for stage in remaining for _, node in stage.nodes}
+        left = [stage for stage in remaining if all(source in made for _, source in stage.received)]
+        if len(left) == len(remaining):
             return left
-        kept = left
+        remaining = left
 
 
 def _with_known(stage: GraphStage, batch_keys: Collection[str], losses: Collection[str]) -> GraphStage | None:
     """Return a stage without arguments that the batch lacks and without its losses, or None where it cannot run so."""
     missing = {keyword for keyword, key in stage.batch_inputs if key not in batch_keys}
-    is_asked = not stage.spec.asks_for_loss or dict(stage.constants).get(RETURN_LOSS)
-    if not missing and is_asked:
+    yields_loss = not stage.spec.needs_loss_flag or dict(stage.constants).get(RETURN_LOSS)
+    if not missing and yields_loss:
         return stage
     nodes = tuple((field, node) for field, node in stage.nodes if node not in losses)
     if not stage.is_captured or not nodes or not missing <= _optional_arguments(stage):
@@ -395,7 +395,7 @@ def _losses(graph: StageGraph, stages: list[GraphStage], *, is_required: bool) -
 
 
 def _ordered(stages: list[GraphStage]) -> list[GraphStage]:
-    """Return the stages with producers first, otherwise as they were given."""
+    """Return the stages with producers first, otherwise in the user's order."""
     place = {stage.name: i for i, stage in enumerate(stages)}
     edges = nx.DiGraph()
     edges.add_nodes_from(place)
@@ -451,7 +451,10 @@ def _joined(ties: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Return the groups with those joined that share a parameter."""
     joined: list[list[str]] = []
     for tie in ties:
-        apart = [group for group in joined if not set(group) & set(tie)]
+        separate = [group for group in joined if not set(group) & set(tie)]
         together = [group for group in joined if set(group) & set(tie)]
-        joined = [*apart, list(dict.fromkeys([name for group in [*together, list(tie)] for name in group]))]
+        joined = [
+            *separate,
+            list(dict.fromkeys([name for group in [*together, list(tie)] for name in group])),
+        ]
     return tuple(map(tuple, joined))

@@ -1,4 +1,4 @@
-"""What a stage's factory is told of the place it builds for."""
+"""What a stage's factory receives about the place it builds for."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StageContext:
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
     def close(self) -> None:
-        """Let go of the groups; nothing may be under way in them."""
+        """Release the groups; nothing may be under way in them."""
         for group in self.groups:
             dist.destroy_process_group(group)
 
@@ -128,7 +128,7 @@ def _own_group(
     found = None
     for ranks in members:
         if len(ranks) == 1 and rank not in ranks:
-            continue  # a rank's own is its own affair: of many ranks nobody goes through all of them
+            continue  # a rank's own is its own affair: of many ranks nobody passes through all of them
         group = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=len(ranks) == 1
         )

@@ -31,14 +31,14 @@ from gpp_plugin.model.graph.module_cost import measure_module, profile_part
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
-from gpp_plugin.model.graph.user_module import GivenModule
+from gpp_plugin.model.graph.user_module import UserModule
 from gpp_plugin.profile.cost_store import CostStore
 from gpp_plugin.profile.machine import describe_device, processor_name
 from gpp_plugin.profile.timing import clock_of
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.ranks.agree import exchange, tell
+from gpp_plugin.runtime.ranks.agree import broadcast_result, exchange
 
-# Profiles of users' modules on disk: looked up before a stage is timed, kept after, under what the module is.
+# Profiles of users' modules on disk: looked up before a stage is timed, stored after, under what the module is.
 #
 # What a module is is described as JSON types (`describe_module`): whoever has the same description computes the same
 # operators. A module is described by its classes, their parameters' shapes and all attributes down to plain values,
@@ -61,7 +61,7 @@ class StoredProfile:
     def __init__(
         self,
         stage: GraphStage,
-        own: GivenModule,
+        own: UserModule,
         place: Place,
         survey: Survey,
         *,
@@ -75,7 +75,7 @@ class StoredProfile:
         #
         #     inputs {"x": float32 [8, 64], batch axis 0}   grid [4 ranks, tensor 2]   counts [1, 4, 8]   torch 2.6 ...
         #
-        # None stands for a module that cannot be told from others: then nothing is looked up or kept.
+        # None stands for a module that cannot be identified: then nothing is looked up or stored.
         self._stage = stage.name
         self._store = CostStore(cache_dir)
         self._key: dict[str, Any] | None = None
@@ -83,8 +83,8 @@ class StoredProfile:
             description = describe_module(own.given)
         except (NotDescribed, OSError) as error:
             logger.info(
-                "stage %s: its profile is not stored, but measured each time: nothing tells one such module from "
-                "another, as %s",
+                "stage %s: its profile is not stored, but measured each time: nothing distinguishes one such module "
+                "from another, as %s",
                 stage.name,
                 error,
             )
@@ -244,7 +244,7 @@ class _Description:
 
 
 def _code_digest(code: types.CodeType) -> str:
-    """Return what tells functions of one name apart: two lambdas of a line."""
+    """Return what distinguishes functions of one name: two lambdas of a line."""
     constants = [
         _code_digest(c)
         if isinstance(c, types.CodeType)
@@ -302,7 +302,7 @@ class Measuring:
 
     Args:
         optimizer_bytes: optimizer state for each trained parameter.
-        cache_dir: where profiles are kept; None for the default.
+        cache_dir: where profiles are stored; None for the default.
         with_split: time backwards in two parts too, for zero-bubble schedules.
     """
 
@@ -349,7 +349,7 @@ class StageCosts:
 
 def measure_stages(
     graph: ResolvedGraph,
-    own: Mapping[str, GivenModule | CapturedPart],
+    own: Mapping[str, UserModule | CapturedPart],
     place: Place,
     batch: Batch,
     survey: Survey,
@@ -409,8 +409,8 @@ def _agreed(
     stage: GraphStage, place: Place, time_own: Callable[[], Profile], stored: Profile | None
 ) -> Profile:
     """Return a stage's profile on every rank: the stored one, or what its ranks measure now; collective over all."""
-    # A captured part is looked up where it is profiled, by its operators; a user's module has none to tell it from
-    # others, so that its first rank has looked by a description of it, and spares all its ranks the runs.
+    # A captured part is looked up where it is profiled, by its operators; a user's module has none.
+    # So its first rank has looked by a description of it, and spares all its ranks the runs.
     ranks = stage.spec.ranks[:1] if stage.is_captured else stage.spec.ranks
 
     def take_turn() -> Profile | None:
@@ -418,18 +418,20 @@ def _agreed(
 
     what = "profile" if stage.is_alone else f"profile of stage {stage.name!r}"
     if stage.is_captured:
-        profile = tell(take_turn, source=ranks[0], what=what, group=place.group, stages=place.stages)
+        profile = broadcast_result(
+            take_turn, source=ranks[0], what=what, group=place.group, stages=place.stages
+        )
         assert profile is not None, "its first rank has measured it"
         return profile
     if stored is not None:
         return stored
-    told = exchange(take_turn, what=f"the {what}", group=place.group, stages=place.stages)
-    return _of_all([answer for answer in told if answer is not None])
+    gathered = exchange(take_turn, what=f"the {what}", group=place.group, stages=place.stages)
+    return _of_all([answer for answer in gathered if answer is not None])
 
 
 def _time_own(
     stage: GraphStage,
-    own: GivenModule | CapturedPart,
+    own: UserModule | CapturedPart,
     place: Place,
     batch: Batch,
     survey: Survey,
@@ -463,7 +465,7 @@ def _time_own(
 
 def _own_stored(
     graph: ResolvedGraph,
-    own: Mapping[str, GivenModule | CapturedPart],
+    own: Mapping[str, UserModule | CapturedPart],
     place: Place,
     survey: Survey,
     counts: Mapping[str, Sequence[int]],
@@ -475,7 +477,7 @@ def _own_stored(
     stored = {}
     for name, module in own.items():
         stage = graph.stage(name)
-        if isinstance(module, GivenModule) and place.rank == stage.spec.ranks[0]:
+        if isinstance(module, UserModule) and place.rank == stage.spec.ranks[0]:
             stored[name] = StoredProfile(
                 stage,
                 module,
@@ -488,10 +490,10 @@ def _own_stored(
     return stored
 
 
-def _of_all(told: Sequence[Profile]) -> Profile:
-    """Return what a stage's first rank tells; no backward is split that one of its ranks cannot split."""
-    first = told[0]
-    dearest = max(told, key=lambda profile: profile.costs[0].split_factor)
+def _of_all(gathered: Sequence[Profile]) -> Profile:
+    """Return what a stage's first rank reports; no backward is split that one of its ranks cannot split."""
+    first = gathered[0]
+    dearest = max(gathered, key=lambda profile: profile.costs[0].split_factor)
     if len(first.costs) > 1 or dearest is first:
         return first
     return dataclasses.replace(first, costs=(dataclasses.replace(

@@ -151,12 +151,12 @@ def read_layouts(stage: str, layouts: Any) -> tuple[tuple[str, int | str], ...]:
     return pairs
 
 
-def _items(stage: str, what: str, given: Any) -> tuple[tuple[str, Any], ...]:
-    if given is None:
+def _items(stage: str, what: str, axes_by_name: Any) -> tuple[tuple[str, Any], ...]:
+    if axes_by_name is None:
         return ()
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"stage {stage!r}: {what} is {given!r}; give a dict from names to axes")
-    return tuple(given.items())
+    if not isinstance(axes_by_name, Mapping):
+        raise ConfigError(f"stage {stage!r}: {what} is {axes_by_name!r}; give a dict from names to axes")
+    return tuple(axes_by_name.items())
 
 
 def _is_whole(value: Any) -> bool:
@@ -165,7 +165,7 @@ def _is_whole(value: Any) -> bool:
 
 LOSS = "loss"
 RETURN_LOSS = "return_loss"
-"""Argument of HuggingFace's contrastive models, which compute a loss only when asked to."""
+"""Argument of HuggingFace's contrastive models, which compute a loss only on request."""
 
 Maker: TypeAlias = nn.Module | Callable[[StageContext], nn.Module] | Callable[[], nn.Module]
 """A stage's module, or what builds it on the stage's ranks only."""
@@ -201,16 +201,16 @@ class StageSpec:
     num_pieces: int | Literal["auto"] | None = None
 
     @property
-    def asks_for_loss(self) -> bool:
-        """Return whether it is captured and computes its loss, one of its outputs, only when asked to.
+    def needs_loss_flag(self) -> bool:
+        """Return whether it is captured and computes its loss, one of its outputs, only on request.
 
-        It is asked with ``return_loss=True``, unless its inputs name that themselves.
+        It is called with ``return_loss=True``, unless its inputs name that themselves.
         """
         if self.num_pieces is None or not isinstance(self.make, nn.Module):
             return False
-        is_given = any(keyword == RETURN_LOSS for keyword, _ in self.inputs)
+        is_explicit = any(keyword == RETURN_LOSS for keyword, _ in self.inputs)
         yields = any(field == LOSS for field, _ in self.outputs)
-        return yields and not is_given and takes_return_loss(self.make)
+        return yields and not is_explicit and takes_return_loss(self.make)
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -219,30 +219,30 @@ class StageSpec:
 
 
 def takes_return_loss(module: nn.Module) -> bool:
-    """Return whether a module is told whether to compute its loss."""
+    """Return whether a module has an argument that says whether to compute its loss."""
     return RETURN_LOSS in inspect.signature(module.forward).parameters
 
 
 def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
     """Return the batch as the model is called with it; a graph's stages say themselves what they read of it.
 
-    Contrastive models compute a loss only when asked to: ``return_loss=True`` is added where the
+    Contrastive models compute a loss only on request: ``return_loss=True`` is added where the
     model's forward takes it and the batch does not say, as HuggingFace's Trainer does. Lists of dicts of tensors
-    (a detector's labels) become padded tensors. What a model would make of the batch in Python, and can be given, is
+    (a detector's labels) become padded tensors. What a model would make of the batch in Python, and can take, is
     made here (`prepared_inputs`).
     """
     prepared = pad_records(check_batch(batch))
     if isinstance(model, StageGraph):
-        asks = any(stage.asks_for_loss for stage in model.stages)
+        takes_flag = any(stage.needs_loss_flag for stage in model.stages)
     else:
-        asks = takes_return_loss(model)
-    if asks and RETURN_LOSS not in prepared:
+        takes_flag = takes_return_loss(model)
+    if takes_flag and RETURN_LOSS not in prepared:
         prepared[RETURN_LOSS] = True
     return prepared if isinstance(model, StageGraph) else prepared | prepared_inputs(model, prepared)
 
 
 class StageGraph:
-    """A model given as a graph of stages, passed to `deepspeed.initialize` in place of a module.
+    """A model as a graph of stages, passed to `deepspeed.initialize` in place of a module.
 
     Args:
         name: for plans and reports.
@@ -268,7 +268,7 @@ class StageGraph:
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
-        """Return the stages in the order they were given."""
+        """Return the stages in the user's order."""
         return tuple(self._stages.values())
 
     @property
@@ -285,7 +285,7 @@ class StageGraph:
         return len(self._stages) == 1 and not self._ties and self.stages[0].num_pieces is not None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of stages that were given as modules, as the graph calls them, for optimizer groups.
+        """Yield the parameters of stages that are modules, as the graph calls them, for optimizer groups.
 
         That is "stage.parameter"; or what the module calls it, where it is the whole model.
         """
@@ -336,7 +336,7 @@ class StageGraph:
             ConfigError: names repeat, ranks are taken or do not form a grid, or an option names no output.
         """
         # Long by its arguments and what is said of them, each of which is one line of a user's call.
-        # Each reader refuses its own mistakes in one line that names the stage. Names given as a list stand for both
+        # Each reader refuses its own mistakes in one line that names the stage. Names in a list stand for both
         # sides: inputs=["ids"] is {"ids": "ids"}; outputs likewise.
         arguments = read_pairs(read_name(name), "inputs", inputs, is_input=True)
         made = read_pairs(name, "outputs", outputs, is_input=False)
@@ -381,7 +381,7 @@ class StageGraph:
         Args:
             module: a (HuggingFace) module; it may be on the meta device.
             inputs: as for `stage`; entries of the batch that are no tensors are constants of the capture
-                (``return_loss=True``, which a contrastive model is given anyway where its loss is an output).
+                (``return_loss=True``, which a contrastive model gets anyway where its loss is an output).
             outputs: fields of its output, such as ``{"last_hidden_state": "image_hidden"}``, or names as they are; a
                 loss may be among them. `eval_batch` without labels needs none that its ``forward`` has defaults for.
             stages: exactly that many stages, or as many as are quickest.

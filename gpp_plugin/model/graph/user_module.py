@@ -16,7 +16,7 @@ from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 from gpp_plugin.runtime.stage_module import StageModule, owner_of
 
 
-class GivenModule(StageModule):
+class UserModule(StageModule):
     """The user's module as a stage: its parameters are called "<stage>.<parameter>".
 
     A parameter that is tied to another stage's is called as the first of them, on every stage that has it.
@@ -134,7 +134,7 @@ def describe_tensors(stage: str, module: nn.Module) -> tuple[Parameter, ...]:
             name=f"{stage}.{names[key][0]}",
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            bytes=tensor.numel() * tensor.element_size(),
+            bytes=tensor.nbytes,
             requires_grad=tensor.requires_grad,
             aliases=tuple(f"{stage}.{name}" for name in names[key][1:]),
             is_buffer=not isinstance(tensor, nn.Parameter),
@@ -145,7 +145,7 @@ def describe_tensors(stage: str, module: nn.Module) -> tuple[Parameter, ...]:
 
 
 def check_replicas(graph: ResolvedGraph, held: Sequence[Mapping[str, Sequence[Parameter]]]) -> None:
-    """Refuse a stage whose data positions hold unlike parameters: their gradients are summed.
+    """Refuse a stage whose data positions hold different parameters: their gradients are summed.
 
     Args:
         held: by rank, by stage.

@@ -98,16 +98,16 @@ class _Outcome:
 
     Args:
         left: what the forward left behind: all buffers, parameters that it wrote, what attributes carry.
-        kept: attributes that it read before it wrote them, and left otherwise, which the graph does not carry.
+        changed: attributes that it read before it wrote them, and left otherwise, which the graph does not carry.
     """
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     left: dict[str, Tensor]
-    kept: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
-def make_twin(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+def copy_model(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of a module that can be run without harm: parameters share memory, buffers do not.
 
     What is on the meta device gets random values, its buffers what the constructor gives them.
@@ -133,13 +133,13 @@ def make_twin(model: nn.Module, *, device: torch.device, dtype: torch.dtype | No
     absent = [name for name, buffer in buffers.items() if buffer.is_meta]
     made = materialize_parameters(model, absent, device=device) if absent else {}
     for name, buffer in buffers.items():
-        kept = torch.float32 if dtype is not None and buffer.dtype in HALF else buffer.dtype
-        memo[id(buffer)] = made.get(name, buffer).detach().to(device, kept).clone()
-    twin = copy.deepcopy(model, memo)
-    rebind_hooks(twin, memo)
+        changed = torch.float32 if dtype is not None and buffer.dtype in HALF else buffer.dtype
+        memo[id(buffer)] = made.get(name, buffer).detach().to(device, changed).clone()
+    clone = copy.deepcopy(model, memo)
+    rebind_hooks(clone, memo)
     # as for tracing: with a cache, which no training reads, transformers' masks would mix samples that lie in one row
-    switch_off_caches(twin)
-    return twin
+    switch_off_caches(clone)
+    return clone
 
 
 def _random(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -173,14 +173,14 @@ def in_float32(captured: CapturedGraph) -> CapturedGraph:
 
 
 def compare_capture(
-    captured: CapturedGraph, twin: nn.Module, arguments: Mapping[str, Any], *, call: Call
+    captured: CapturedGraph, clone: nn.Module, arguments: Mapping[str, Any], *, call: Call
 ) -> Comparison:
     """Run a capture and the module it was made of, and compare.
 
     Args:
         captured: in float32 or wider.
-        twin: as of `make_twin`; it stays as it is, and so do the parameters that it shares with the user's module.
-        arguments: what was traced, with values, on the twin's device: tensors that take a gradient are other stages'.
+        clone: as of `copy_model`; it stays as it is, and so do the parameters that it shares with the user's module.
+        arguments: what was traced, with values, on the clone's device: tensors that take a gradient are other stages'.
         call: how the module is called with them.
     """
     has_draws = any(node.is_random for node in captured.op_graph.nodes)
@@ -189,29 +189,29 @@ def compare_capture(
     def alike() -> Iterator[None]:
         with ExitStack() as around:
             around.enter_context(hidden_process_group())
-            around.enter_context(watched_generators(twin))
+            around.enter_context(watched_generators(clone))
             around.enter_context(kept_streams(captured.device))
             if has_draws:
                 around.enter_context(_SameDraws(captured.device))
             yield
 
-    state = {name: buffer.detach().clone() for name, buffer in twin.named_buffers()}
+    state = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
     carried = [p for p in captured.op_graph.parameters if is_carried(p.name)]
-    state |= {name: value.to(captured.device) for name, value in initial_values(twin, carried).items()}
+    state |= {name: value.to(captured.device) for name, value in initial_values(clone, carried).items()}
 
     def run_graph(rows: Mapping[str, Any]) -> _Outcome:
-        with alike(), undone_writes(dict(twin.named_parameters())) as writes, torch.enable_grad():
-            return _run_graph(captured, twin, rows, state, writes)
+        with alike(), undone_writes(dict(clone.named_parameters())) as writes, torch.enable_grad():
+            return _run_graph(captured, clone, rows, state, writes)
 
     def run_module(copied: nn.Module, rows: Mapping[str, Any]) -> _Outcome:
-        with alike(), undone_writes(dict(twin.named_parameters())) as writes, torch.enable_grad():
+        with alike(), undone_writes(dict(clone.named_parameters())) as writes, torch.enable_grad():
             return _run_module(captured, copied, rows, call, writes)
 
-    own = make_twin(twin, device=captured.device)
+    own = copy_model(clone, device=captured.device)
     graph, module = run_graph(arguments), run_module(own, arguments)
     found = _compare(graph, module, {})
-    if module.kept or any(each.structure and each.tensors for each in captured.analysis.carried):
-        # What is kept for the next forward shows in the next one, on other values. What the graph does not carry is
+    if module.changed or any(each.structure and each.tensors for each in captured.analysis.carried):
+        # What is saved for the next forward shows in the next one, on other values. What the graph does not carry is
         # a cache where that forward leaves it alone.
         rows = _other_rows(arguments)
         graph, module = run_graph(rows), run_module(own, rows)
@@ -221,7 +221,7 @@ def compare_capture(
         ]
         second += [
             Difference(what=f"{_STATE}{name}", graph=math.nan, module=math.nan, error=math.inf)
-            for name in module.kept
+            for name in module.changed
         ]
         differences = [*found.differences, *second]
         differences.sort(key=lambda difference: not difference.what.startswith(_STATE))
@@ -230,13 +230,13 @@ def compare_capture(
         return found
     # Sums on a GPU come in any order, and a model may be far from well conditioned: what the module is off from itself
     # when it runs again is no difference of the graph.
-    again = run_module(make_twin(twin, device=captured.device), arguments)
+    again = run_module(copy_model(clone, device=captured.device), arguments)
     return _compare(graph, module, _compare(again, module, {}).errors)
 
 
 def _run_graph(
     captured: CapturedGraph,
-    twin: nn.Module,
+    clone: nn.Module,
     arguments: Mapping[str, Any],
     state: dict[str, Tensor],
     writes: NotedWrites,
@@ -248,73 +248,73 @@ def _run_graph(
     function = build_stage_function(captured, [n.name for n in op_graph.nodes], list(names.values()))
     if function.choice is not None:
         function.choice.use(inputs_of_ones(arguments))
-    own = {**dict(twin.named_parameters()), **state}
+    own = {**dict(clone.named_parameters()), **state}
     leaves = {name: _leaf(own[name]) for name in function.tensors}
-    given = {key: _leaf(arguments[key]) for key in (*function.batch_inputs, *function.received)}
+    leaves_of = {key: _leaf(arguments[key]) for key in (*function.batch_inputs, *function.received)}
     with writes:
         results = function.call(
-            *leaves.values(), *(given[key] for key in (*function.batch_inputs, *function.received))
+            *leaves.values(), *(leaves_of[key] for key in (*function.batch_inputs, *function.received))
         )
     state.update({name: leaf.detach() for name, leaf in leaves.items() if name in state})
     left = {name: value.clone() for name, value in state.items()} | writes.values()
     trained = {
-        name: leaves.get(name) for name, parameter in twin.named_parameters() if parameter.requires_grad
+        name: leaves.get(name) for name, parameter in clone.named_parameters() if parameter.requires_grad
     }
-    received = {key: given.get(key) for key in op_graph.received if arguments[key].requires_grad}
+    received = {key: leaves_of.get(key) for key in op_graph.received if arguments[key].requires_grad}
     return _outcome(dict(zip(names, results, strict=True)), trained | received, left)
 
 
 def _run_module(
     captured: CapturedGraph,
-    twin: nn.Module,
+    clone: nn.Module,
     arguments: Mapping[str, Any],
     call: Call,
     writes: NotedWrites,
 ) -> _Outcome:
     op_graph = captured.op_graph
     keys, constants = split_batch(arguments)
-    wrapper = LossWrapper(twin, constants, tuple(op_graph.outputs), needs_loss=False, call=call)
-    set_modes(twin, training=captured.is_training)
-    given = {key: _leaf(arguments[key]) for key in keys}
-    for parameter in twin.parameters():
+    wrapper = LossWrapper(clone, constants, tuple(op_graph.outputs), needs_loss=False, call=call)
+    set_modes(clone, training=captured.is_training)
+    leaves_of = {key: _leaf(arguments[key]) for key in keys}
+    for parameter in clone.parameters():
         parameter.grad = None
-    flags = {name: p.requires_grad for name, p in twin.named_parameters()}
-    at = {name: p.data for name, p in twin.named_parameters()}
-    before = held_by(twin, keep=_cloned)
+    flags = {name: p.requires_grad for name, p in clone.named_parameters()}
+    at = {name: p.data for name, p in clone.named_parameters()}
+    before = held_by(clone, keep=_cloned)
     with writes:
-        with noted_accesses(twin) as first:
-            result = call(twin, {**given, **constants})
-        results = wrapper.results(result, given)
-    after = held_by(twin, keep=_cloned)
+        with noted_accesses(clone) as first:
+            result = call(clone, {**leaves_of, **constants})
+        results = wrapper.results(result, leaves_of)
+    after = held_by(clone, keep=_cloned)
     carried = {state.name: state for state in captured.analysis.carried if state.structure and state.tensors}
-    kept = dict.fromkeys(n for n, p in twin.named_parameters() if p.requires_grad != flags.get(n))
+    changed = dict.fromkeys(n for n, p in clone.named_parameters() if p.requires_grad != flags.get(n))
     for name in changed_attributes(before, after, by_value=True):
-        module, path, leaf = attribute_of(twin, name)
+        module, path, leaf = attribute_of(clone, name)
         attribute = f"{path}.{leaf}" if path else leaf
         if attribute not in carried and first.get((id(vars(module)), leaf), True):
-            kept[attribute] = None
+            changed[attribute] = None
     names = [_LOSS] if wrapper.seen.has_loss else []
     names += [f"output {name}" for name in op_graph.outputs]
-    trained: dict[str, Tensor | None] = {n: p for n, p in twin.named_parameters() if p.requires_grad}
+    trained: dict[str, Tensor | None] = {n: p for n, p in clone.named_parameters() if p.requires_grad}
     received: dict[str, Tensor | None] = {
-        key: given[key] for key in op_graph.received if given[key].requires_grad
+        key: leaves_of[key] for key in op_graph.received if leaves_of[key].requires_grad
     }
-    left = {name: _cloned(buffer) for name, buffer in twin.named_buffers()} | writes.values()
-    for name, parameter in twin.named_parameters():
+    left = {name: _cloned(buffer) for name, buffer in clone.named_buffers()} | writes.values()
+    for name, parameter in clone.named_parameters():
         if name in at and parameter.data_ptr() != at[name].data_ptr():  # ``self.weight.data = ...``
             left[name] = _cloned(parameter)
             parameter.data = at[name]
     for state in carried.values():
         path, _, leaf = state.name.rpartition(".")
-        leaves = pytree.tree_leaves(vars(twin.get_submodule(path)).get(leaf))
+        leaves = pytree.tree_leaves(vars(clone.get_submodule(path)).get(leaf))
         for tensor, value in zip(state.tensors, leaves, strict=False):
             dtype = getattr(torch, tensor.dtype)
             left[tensor.name] = torch.as_tensor(value, dtype=dtype, device=captured.device).detach().clone()
-    versions = {name: buffer._version for name, buffer in twin.named_buffers()}
+    versions = {name: buffer._version for name, buffer in clone.named_buffers()}
     found = _outcome(dict(zip(names, results, strict=True)), trained | received, left)
     # a hook, or a custom function, that writes when the backward comes: in a pipeline another forward may come before
-    kept.update(dict.fromkeys(n for n, b in twin.named_buffers() if b._version != versions.get(n)))
-    return dataclasses.replace(found, kept=tuple(kept))
+    changed.update(dict.fromkeys(n for n, b in clone.named_buffers() if b._version != versions.get(n)))
+    return dataclasses.replace(found, changed=tuple(changed))
 
 
 def _cloned(tensor: Tensor) -> Tensor:
@@ -402,12 +402,12 @@ def _error(found: Tensor | None, wanted: Tensor | None, least: float) -> float:
         return 0.0 if only is None or _norm(only) == 0.0 else math.inf
     if found.shape != wanted.shape:
         return math.inf
-    apart = float(torch.linalg.vector_norm(_apart(found, wanted)))
-    error = apart / max(_norm(wanted), least, 1e-30)
+    distance = float(torch.linalg.vector_norm(_elementwise(found, wanted)))
+    error = distance / max(_norm(wanted), least, 1e-30)
     return error if math.isfinite(error) else math.inf
 
 
-def _apart(found: Tensor, wanted: Tensor) -> Tensor:
+def _elementwise(found: Tensor, wanted: Tensor) -> Tensor:
     """Return the difference; none where both are infinite, or no numbers, at the same place."""
     found, wanted = (t.to_dense() if t.is_sparse else t for t in (found, wanted))
     same = (found == wanted) | (found.isnan() & wanted.isnan())
@@ -422,11 +422,11 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _difference(what: str, found: Tensor | None, wanted: Tensor | None, error: float) -> Difference:
-    """Return what differs with its two values: where they are furthest apart, nan where there is none."""
+    """Return what differs with its two values: where they are most different, nan where there is none."""
     if found is None or wanted is None or found.shape != wanted.shape:
         norms = [math.nan if tensor is None else _norm(tensor) for tensor in (found, wanted)]
         return Difference(what=f"norm of the {what}", graph=norms[0], module=norms[1], error=error)
-    furthest = int(_apart(found, wanted).abs().nan_to_num(math.inf, math.inf).argmax())
+    furthest = int(_elementwise(found, wanted).abs().nan_to_num(math.inf, math.inf).argmax())
     place = [int(index) for index in torch.unravel_index(torch.tensor(furthest), found.shape)]
     values = [float((t.to_dense() if t.is_sparse else t).reshape(-1)[furthest]) for t in (found, wanted)]
     return Difference(what=f"{what}{place if place else ''}", graph=values[0], module=values[1], error=error)

@@ -37,16 +37,16 @@ from gpp_plugin.model.verify.compare_capture import (
     Comparison,
     Difference,
     compare_capture,
+    copy_model,
     in_float32,
-    make_twin,
 )
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.random_streams import kept_streams
 
-# Does a model keep samples apart that lie in one row? Found out by running the last of them alone.
+# Does a model separate samples that lie in one row? Found out by running the last of them alone.
 #
-# Samples are told apart by ``position_ids`` that begin anew (`gpp_plugin.data.flatten`). A model that makes nothing of
-# that attends from each sample to those before it, without a word: the loss falls, and is that of another model.
+# Samples are distinguished by ``position_ids`` that restart (`gpp_plugin.data.flatten`). A model that ignores them
+# simply attends from each sample to those before it, without a word: the loss falls, and is that of another model.
 #
 #     row      a b c d e     positions 0 1 2 0 1
 #     alone          d e     positions       0 1        the same outputs for d and e, if the model takes such rows
@@ -76,7 +76,7 @@ def mixes_packed_rows(module: nn.Module, arguments: Mapping[str, Any], *, call: 
     None where rows hold one sample each, or nothing can be compared.
 
     Args:
-        module: that may be run without harm (`make_twin`).
+        module: that may be run without harm (`copy_model`).
         call: how it is called.
     """
     begin = last_sample(arguments)
@@ -91,7 +91,7 @@ def mixes_packed_rows(module: nn.Module, arguments: Mapping[str, Any], *, call: 
     module.eval()  # no dropout
     try:
         with torch.no_grad(), hidden_process_group(), kept_streams(arguments[POSITIONS].device):
-            packed, single = (_compared(call(module, given)) for given in (row, alone))
+            packed, single = (_compared(call(module, inputs)) for inputs in (row, alone))
     finally:
         module.train(was_training)
     if packed is None or single is None:
@@ -131,7 +131,7 @@ RUNS = 3.0
 """Forwards and backwards that a comparison takes, with the copies around them: graph and module, and some more."""
 SECONDS_A_NUMBER = 1e-8
 """To draw one weight."""
-LAYERS_KEPT = 2
+LAYERS_COMPARED = 2
 """Layers of each list that are compared where all of them are too many: the second one follows another layer."""
 
 
@@ -164,7 +164,7 @@ class _Size:
 
     def __str__(self) -> str:
         return f"{self.num_samples} samples" + (
-            "" if self.is_whole else f", {LAYERS_KEPT} layers of each list"
+            "" if self.is_whole else f", {LAYERS_COMPARED} layers of each list"
         )
 
 
@@ -179,7 +179,7 @@ def verify_part(
     """Compare a part's capture with its module on this rank; return whether that was possible, and what to log.
 
     Raises:
-        CaptureError: the capture is not the module; names what differs first, the two values, and how to go on.
+        CaptureError: the capture is not the module; names what differs first, the two values, and how to continue.
     """
     # Three sizes at most are looked at, in this order; of a part at 64 samples with 32 layers:
     #
@@ -246,11 +246,11 @@ def _sizes(unit: int, part: CapturedPart, layer_lists: Sequence[str]) -> list[_S
 def _removed(model: nn.Module, layer_lists: Sequence[str]) -> list[nn.Module]:
     """Return the repeated layers that are left out of a small comparison."""
     lists = [model.get_submodule(path) for path in _outer(layer_lists)]
-    return [layer for layers in lists for layer in list(layers.children())[LAYERS_KEPT:]]
+    return [layer for layers in lists for layer in list(layers.children())[LAYERS_COMPARED:]]
 
 
 def _outer(layer_lists: Sequence[str]) -> list[str]:
-    """Return the lists that are in no other one: a T5 layer is a list of unlike parts, and stays whole."""
+    """Return the lists that are in no other one: a T5 layer is a list of different parts, and stays whole."""
     return [path for path in layer_lists if not any(path.startswith(f"{other}.") for other in layer_lists)]
 
 
@@ -275,14 +275,14 @@ def _bytes(size: _Size, part: CapturedPart, costs: Sequence[BlockCost]) -> float
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return what may be taken now: half of what a host has free, which others may ask for too; most of a GPU's."""
+    """Return what may be taken now: half of what a host has free, which others may request too; most of a GPU's."""
     if device.type == "cuda":
         return 0.9 * float(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             known = dict(line.split(":", 1) for line in lines)
         return 0.5 * 1024 * float(known["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):  # no Linux: nobody knows
+    except (OSError, KeyError, ValueError):  # no Linux: it is unknown
         return float("inf")
 
 
@@ -296,10 +296,10 @@ def _compare_at(size: _Size, part: CapturedPart, place: Place, batch: Batch, sur
         used.capture_again(analysis, traced) if size.is_whole else used.capture(traced, is_training=True)
     )
     arguments = _arguments(used, place, batch, survey, size.num_samples)
-    twin = make_twin(used.model, device=place.device, dtype=_comparing_dtype(place.dtype))
+    clone = copy_model(used.model, device=place.device, dtype=_comparing_dtype(place.dtype))
 
     def compare(graph: CapturedGraph) -> Comparison:
-        return compare_capture(graph, twin, arguments, call=used.call)
+        return compare_capture(graph, clone, arguments, call=used.call)
 
     found = compare(in_float32(captured))
     if not found.differences or place.dtype not in HALF:
@@ -321,8 +321,8 @@ def _check_packed_rows(part: CapturedPart, place: Place, batch: Batch, survey: S
     used = part
     if not size.is_whole:
         used = _with_few_layers(part, place, survey.analyses[part.stage.name].layer_lists)
-    twin = make_twin(used.model, device=place.device, dtype=_comparing_dtype(place.dtype))
-    error = mixes_packed_rows(twin, _arguments(used, place, batch, survey, size.num_samples), call=used.call)
+    clone = copy_model(used.model, device=place.device, dtype=_comparing_dtype(place.dtype))
+    error = mixes_packed_rows(clone, _arguments(used, place, batch, survey, size.num_samples), call=used.call)
     if error is not None and not error <= LARGEST_ERROR:
         raise CaptureError(
             f"{type(part.model).__name__} mixes samples that lie in one row: the last one of the sample has other "
@@ -335,7 +335,7 @@ def _arguments(
     part: CapturedPart, place: Place, batch: Batch, survey: Survey, num_samples: int
 ) -> dict[str, Any]:
     """Return what is traced, with values: rows of the batch, constants, random numbers for what other stages make."""
-    given = part.arguments(batch, survey.shapes.tensors, num_samples)
+    arguments = part.arguments(batch, survey.shapes.tensors, num_samples)
     wide = dataclasses.replace(place, dtype=_comparing_dtype(place.dtype))
     rows = part.as_traced(
         stage_arguments(
@@ -343,7 +343,7 @@ def _arguments(
             largest=num_samples,
         )
     )  # fmt: skip
-    constants = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
+    constants = {key: value for key, value in arguments.items() if not isinstance(value, Tensor)}
     found = {}
     for name, value in rows.items():
         is_half = value.dtype in HALF
@@ -362,14 +362,14 @@ def _with_few_layers(part: CapturedPart, place: Place, layer_lists: Sequence[str
     for path in _outer(layer_lists):
         layers = model.get_submodule(path)
         names = list(layers._modules)
-        for name in names[LAYERS_KEPT:]:
+        for name in names[LAYERS_COMPARED:]:
             del layers._modules[name]
         # HuggingFace counts layers from the end by its configuration (LLaVA reads the last but one of its tower)
         owners = [model.get_submodule(path[:end]) for end in range(len(path)) if end == 0 or path[end] == "."]
         for owner in reversed(owners):
             config: Any = getattr(owner, "config", None)
             if getattr(config, "num_hidden_layers", None) == len(names):
-                config.num_hidden_layers = min(len(names), LAYERS_KEPT)
+                config.num_hidden_layers = min(len(names), LAYERS_COMPARED)
                 break
     return _like(part, place, model)
 
@@ -391,7 +391,7 @@ def _refusal(part: CapturedPart, found: Comparison, size: _Size) -> str:
         "let it begin with a tensor or number in place of None, keep a registered buffer (a module in a list as "
         "nn.ModuleList), or write it in every forward"
         if first.what.startswith("state ")
-        else "look there for a custom autograd.Function, values read in Python, or code that asks whether it is traced"
+        else "look there for a custom autograd.Function, values read in Python, or code that checks if it is traced"
     )
     where = "" if part.stage.is_alone else f"stage {part.stage.name!r}: "
     gradient = next((d for d in found.differences if "gradient" in d.what), first)

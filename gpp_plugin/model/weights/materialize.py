@@ -51,9 +51,9 @@ def materialize_parameters(
     weights: str | Path | None = None,
     cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Return real tensors for the given parameters and buffers.
+    """Return real tensors for these parameters and buffers.
 
-    A tensor asked for under several tied names is made once and returned under each of them. The model is left as
+    A tensor requested under several tied names is made once and returned under each of them. The model is left as
     it was; its own tensors are returned without a copy where they are real and already of that device and dtype.
 
     Args:
@@ -73,7 +73,7 @@ def materialize_parameters(
     #   groups   wte.weight: [wte.weight, lm_head.weight]   ln_f.bias: [ln_f.bias]
     #   made     wte.weight, ln_f.bias                      each from the first source that has it:
     #
-    # files, where given, for what a state dict has; then initialisers; then the model's own tensors. A group
+    # files, if any, for what a state dict has; then initialisers; then the model's own tensors. A group
     # is on meta only if all its names are: one real tensor among tied ones is the value of all.
     wanted = list(names)
     first, groups = _homes(model, wanted)
@@ -127,15 +127,15 @@ def _homes(model: nn.Module, wanted: Iterable[str]) -> tuple[Mapping[str, str], 
 def release_parameters(model: nn.Module, keep: Iterable[str] = ()) -> int:
     """Replace parameters and buffers outside ``keep`` by tensors on the meta device and return the bytes let go.
 
-    A tied tensor stays where any of its names is kept; ties, ``requires_grad`` and attributes of parameters stay.
+    A tied tensor stays where any of its names is in ``keep``; so do ties, ``requires_grad`` and attributes.
     Memory is freed when nothing else refers to the old tensors (an optimizer made before, a list of parameters).
     """
     first = tied_names(model)
-    kept = {first.get(name, name) for name in keep}
+    keeping = {first.get(name, name) for name in keep}
     replaced: dict[int, Tensor] = {}
     released: dict[int, int] = {}
     for owner, leaf, tensor, name in _slots(model):
-        if first[name] in kept or tensor.is_meta:
+        if first[name] in keeping or tensor.is_meta:
             continue
         released[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         # One meta tensor for one real one, wherever it is used: ties stay ties.
@@ -217,7 +217,7 @@ def _initialise(
 
 
 class _Constants:
-    """The model rebuilt with the values its constructor sets, when first asked for."""
+    """The model rebuilt with the values its constructor sets, when first requested."""
 
     def __init__(self, model: nn.Module, draw: _Draw) -> None:
         self._model, self._draw = model, draw

@@ -125,7 +125,7 @@ class ModuleHolder:
     ) -> tuple[StageModule, ...]:
         """Return stages of these parameters and buffers; the user's module keeps those only, and its buffers.
 
-        A stage trains the user's own parameters, so that what is written to them, or asked of them, holds; where two
+        A stage trains the user's own parameters, so that what is written to them, or read of them, holds; where two
         stages hold one, the first has it, and the other one its memory. Of what a stage's tensor ranks share out it
         has this rank's part.
 
@@ -147,7 +147,7 @@ class ModuleHolder:
         taken: dict[str, nn.Parameter] = {}
         for name, tensor in tensors.items():
             parameter = theirs.get(self._local(name))
-            # what no block reads trains nothing, whatever its owner asks for: the stage has a parameter of its own
+            # what no block reads trains nothing, whatever its owner requests: the stage has a parameter of its own
             if parameter is None or (name not in used and parameter.requires_grad):
                 continue
             if not parameter.is_meta and torch._has_compatible_shallow_copy_type(parameter, tensor):

@@ -1,1 +1,1 @@
-"""What a stage keeps from forward to backward: kept, swapped, made again, counted."""
+"""What a stage holds from forward to backward: saved, swapped, recomputed, counted."""

@@ -1,8 +1,8 @@
 """Counts what autograd really keeps from forward to backward, for the `MemoryCounts` of a mini-batch.
 
-Storages are told apart by identity, which is safe because what is counted is also kept: nothing takes the place
+Storages are distinguished by identity, which is safe because what is counted is also held: nothing takes the place
 of a storage while its micro-batch is in flight. What a user's module keeps has no names: its storages are numbered
-in the order in which they are first kept (`StorageNumbers`).
+in the order in which they are first saved (`StorageNumbers`).
 
 Source: Chen et al. 2016 (arXiv 1604.06174); Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505)
 Tests: tests/runtime/test_keeper.py, tests/runtime/test_memory_ranks.py, tests/plan/test_module_memory.py,
@@ -22,7 +22,7 @@ from gpp_plugin.ir.memory_report import MemoryCounts
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return what tells the storage of a strided tensor from all others alive."""
+    """Return what distinguishes the storage of a strided tensor from all others alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -32,7 +32,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class HeldTogether:
-    """Adds up what the stages of one rank hold: a storage that one handed to another counts once.
+    """Adds up what the stages of one rank hold: a storage that one passed to another counts once.
 
     Of a storage of 4 MB that its maker and its reader keep, the first to keep it adds 4 MB and the last to let go takes
     them off.
@@ -64,7 +64,7 @@ class MemoryCounter:
 
     Args:
         fixed: tensors that are there anyway (parameters, buffers, constants); their storages do not count.
-        together: told as well, where the rank holds other stages.
+        together: updated as well, where the rank holds other stages.
     """
 
     def __init__(self, fixed: Iterable[Tensor], together: HeldTogether | None = None) -> None:
@@ -72,7 +72,7 @@ class MemoryCounter:
         self._together = together
         self._outer: dict[int, set[int]] = {}
         self._views: dict[int, defaultdict[int, int]] = {}
-        self._kept: dict[int, dict[int, int]] = {}
+        self._held_by: dict[int, dict[int, int]] = {}
         self._swapped: defaultdict[int, int] = defaultdict(int)
         self._made_again: defaultdict[int, int] = defaultdict(int)
         self._held = self._most_of_one = self._peak = 0
@@ -86,7 +86,7 @@ class MemoryCounter:
                 are this stage's part.
         """
         self._outer.setdefault(micro_batch, set()).update(storage_id(tensor) for tensor in inputs)
-        self._kept.setdefault(micro_batch, {})
+        self._held_by.setdefault(micro_batch, {})
         views = self._views[micro_batch] = defaultdict(int)
         for tensor in received:
             if tensor.layout is torch.strided and tensor.nbytes < tensor.untyped_storage().nbytes():
@@ -97,12 +97,12 @@ class MemoryCounter:
         if tensor.layout is not torch.strided:
             return
         key = storage_id(tensor)
-        kept = self._kept[micro_batch]
-        if key in kept or key in self._fixed or key in self._outer[micro_batch]:
+        held_now = self._held_by[micro_batch]
+        if key in held_now or key in self._fixed or key in self._outer[micro_batch]:
             return
         whole = tensor.untyped_storage().nbytes()
-        kept[key] = self._views[micro_batch].get(key, whole)
-        self._held += kept[key]
+        held_now[key] = self._views[micro_batch].get(key, whole)
+        self._held += held_now[key]
         self._peak = max(self._peak, self._held)
         if self._together is not None:
             self._together.keep(key, whole)
@@ -122,10 +122,10 @@ class MemoryCounter:
 
     def end(self, micro_batch: int) -> None:
         """Note the end of a micro-batch's backward."""
-        kept = self._kept.pop(micro_batch, {})
-        held = sum(kept.values())
+        held_now = self._held_by.pop(micro_batch, {})
+        held = sum(held_now.values())
         if self._together is not None:
-            for key in kept:
+            for key in held_now:
                 self._together.let_go(key)
         self._outer.pop(micro_batch, None)
         self._views.pop(micro_batch, None)
@@ -134,8 +134,8 @@ class MemoryCounter:
 
     def counts(self) -> MemoryCounts:
         """Return what was counted."""
-        for micro_batch in list(self._kept):  # not a sum: still in flight
-            self._most_of_one = max(self._most_of_one, sum(self._kept[micro_batch].values()))
+        for micro_batch in list(self._held_by):  # not a sum: still in flight
+            self._most_of_one = max(self._most_of_one, sum(self._held_by[micro_batch].values()))
         return MemoryCounts(
             held_bytes=self._most_of_one,
             swapped_bytes=max(self._swapped.values(), default=0),

@@ -4,17 +4,17 @@
                                           │ each tensor that autograd saves
                                           ▼
                                         pack: keep it  │  move it to the host  │  drop it, to be made again
-    backward   prefetch ──► autograd asks for each tensor: unpack ──► end
+    backward   prefetch ──► autograd requests each tensor: unpack ──► end
 
-The shell knows micro-batches, their halves, what comes next and the counter. What happens to a saved tensor is decided
-by a `Pass`, one a forward, that the `SavePolicy` of the stage's code makes:
+The shell handles micro-batches, their halves, what comes next and the counter. What happens to a saved tensor is
+decided by a `Pass`, one a forward, that the `SavePolicy` of the stage's code makes:
 
-    everything is kept (and counted)      `KeepAll`            here
+    everything stays (and is counted)     `KeepAll`            here
     captured code                         `CapturedPolicy`     by name in its first pass, by position in all others
     a user's module that swaps            `SwapByNumber`       by the number of the tensor's storage
     a user's module that runs again       `RunAgain`           dropped, but for what is there anyway
 
-A stage without a memory plan that is not counted has no keeper, and pays one comparison a task for that.
+A stage without a memory plan that is not counted has none of this, and pays one comparison a task for that.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MemoryPolicy:
     Args:
         segments: operators of each recomputed segment; ``dropped``: the tensors it makes again.
         operators: all operators of the stage's blocks.
-        stand_ins: tensor -> those that are kept in its place where attention has no mask, or has one: a plan that
+        stand_ins: tensor -> those that are saved in its place where attention has no mask, or has one: a plan that
             names either means both.
     """
 
@@ -147,7 +147,7 @@ NextBackward = Callable[[Turn], int | None]
 
 # ---- what autograd holds in place of a saved tensor ------------------------------------------------
 
-Kept = tuple[Tensor, int]
+Versioned = tuple[Tensor, int]
 """A saved tensor and its version, which autograd does not check where there are hooks."""
 
 
@@ -158,10 +158,10 @@ class Handle(Protocol):
         """Return the tensor: back from the host, or made again."""
 
 
-Packed = Kept | Handle
+Packed = Versioned | Handle
 
 
-def pack_kept(tensor: Tensor) -> Kept:
+def pack_versioned(tensor: Tensor) -> Versioned:
     """Return what stands for a saved tensor that stays where it is: not itself, or it would hold its own graph."""
     return tensor.detach(), tensor._version
 
@@ -188,15 +188,19 @@ def unpack(packed: Packed) -> Tensor:
 
 
 class Pass:
-    """One forward of a stage's code, of a micro-batch or half of one, and what is kept of it until its backward.
+    """One forward of a stage's code, of a micro-batch or half of one, and what is saved of it until its backward.
 
-    It holds nothing that autograd or a plan could let go of earlier: arguments and outputs pass through.
+    It holds nothing that autograd or a plan could release earlier: arguments and outputs pass through.
 
     Args:
+        call: the code.
         counter: None where nothing is counted.
     """
 
-    def __init__(self, *, micro_batch: int, counter: MemoryCounter | None) -> None:
+    def __init__(
+        self, call: Callable[..., tuple[Tensor, ...]], *, micro_batch: int, counter: MemoryCounter | None
+    ) -> None:
+        self._call = call
         self._micro_batch = micro_batch
         self._counter = counter
 
@@ -206,12 +210,12 @@ class Pass:
 
     def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the code on parameters and the model's inputs, and on what other stages sent; return its outputs."""
-        raise NotImplementedError
+        return self._call(*fixed, *received)
 
     def keep(self, tensor: Tensor) -> Packed:
         """Leave a saved tensor where it is."""
         self.count(tensor)
-        return pack_kept(tensor)
+        return pack_versioned(tensor)
 
     def count(self, tensor: Tensor) -> None:
         """Count a tensor that stays on the device."""
@@ -269,21 +273,7 @@ class KeepAll:
         counter: MemoryCounter | None,
     ) -> Pass:
         """Return a forward that is about to run."""
-        return _KeepingPass(self._call, micro_batch=micro_batch, counter=counter)
-
-
-class _KeepingPass(Pass):
-    """A forward all of whose saved tensors stay."""
-
-    def __init__(
-        self, call: Callable[..., tuple[Tensor, ...]], *, micro_batch: int, counter: MemoryCounter | None
-    ) -> None:
-        super().__init__(micro_batch=micro_batch, counter=counter)
-        self._call = call
-
-    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the code."""
-        return self._call(*fixed, *received)
+        return Pass(self._call, micro_batch=micro_batch, counter=counter)
 
 
 # ---- the shell --------------------------------------------------------------------------------------
@@ -296,7 +286,7 @@ class StageKeeper:
         whole, half: the policy of the stage's code for a micro-batch, and of that for half of one.
         leaves: positions of the received tensors that take a gradient.
         constants: tensors that are there anyway beside parameters and inputs; they do not count.
-        link: what moves storages to the host, shared by all shapes of a lane; None where nothing is swapped.
+        link: what moves storages to the host, shared by all shapes of a runner; None where nothing is swapped.
         next_backward: task -> the micro-batch whose backward comes right after it, if one does (`backwards_after`).
     """
 
@@ -368,7 +358,7 @@ class StageKeeper:
     def begin_backward(self, micro_batch: int, *, is_whole: bool = True) -> None:
         """Bring back what the micro-batch's backward needs first: of its last half.
 
-        In 1F1B that was asked for before the forward in front of it; in the cool-down when the backward in front of it
+        In 1F1B that was requested before the forward in front of it; in the cool-down when the backward in front of it
         used the last of its own:
 
             F0  F1  F2  B0  F3  B1  B2  B3
@@ -388,7 +378,7 @@ class StageKeeper:
         self._prefetch(self._next_backward((True, micro_batch, None)))
 
     def end_backward(self, micro_batch: int) -> None:
-        """Let go of the micro-batch."""
+        """Release the micro-batch."""
         self._passes.pop(micro_batch, None)
         if self._counter is not None:
             self._counter.end(micro_batch)
@@ -396,7 +386,7 @@ class StageKeeper:
     def _prefetch(self, micro_batch: int | None, *, beside_forward: bool = False) -> None:
         if micro_batch is None:
             return
-        # Where counting began in between, the forward ran without this keeper, and there is nothing to bring.
+        # Where counting began in between, the forward ran without this object, and there is nothing to bring.
         for forward in reversed(self._passes.get(micro_batch, ())):
             forward.prefetch(beside_forward=beside_forward)
 

@@ -32,7 +32,7 @@ from gpp_plugin.runtime.memory.keeper import (
     StageKeeper,
     StageOperators,
     make_policy,
-    pack_kept,
+    pack_versioned,
 )
 from gpp_plugin.runtime.memory.recompute import (
     Again,
@@ -57,8 +57,8 @@ from gpp_plugin.runtime.stage_module import StageFunction
 class SwapByNumber:
     """Moves some storages of a module to the host.
 
-    Nothing is asked of the module but that it keeps the same ones each time, and even that only so that what is
-    planned is what leaves: a module that goes another way keeps or swaps other storages, and its gradients are the
+    The module need only save the same ones each time, and even that only so that what is
+    planned is what leaves: a module that branches otherwise saves or swaps other storages, and its gradients are the
     same.
 
     Args:
@@ -116,19 +116,14 @@ class _NumberedPass(MovingPass):
         link: SwapLink,
         counter: MemoryCounter | None,
     ) -> None:
-        super().__init__(fixed=(), num_segments=0, micro_batch=micro_batch, link=link, counter=counter)
-        self._call = call
+        super().__init__(call, fixed=(), num_segments=0, micro_batch=micro_batch, link=link, counter=counter)
         self._numbers = numbers
         self._swapped = swapped
-
-    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the module."""
-        return self._call(*fixed, *received)
 
     def packer(self) -> Callable[[Tensor], Packed]:
         """Return what moves the planned storages and keeps the others."""
         # What was written to after it left is another storage on the host. In ``made = layer(x); made.sin();
-        # made.mul_(3.0); made * made`` the storage of ``made`` is kept at versions 0 and 1: slots 0 and 1.
+        # made.mul_(3.0); made * made`` the storage of ``made`` is saved at versions 0 and 1: slots 0 and 1.
         slots: dict[tuple[int, int], int] = {}
         free = itertools.count()
 
@@ -151,7 +146,7 @@ class RunAgain:
     """Runs a module again as a whole before its backward.
 
     It is one segment: what its forward saved is dropped, but for what is there anyway. What it received, the random
-    state and the module's buffers as they were before the forward are kept instead. The second forward reads the
+    state and the module's buffers as they were before the forward are saved instead. The second forward reads the
     buffers that the first one read, and leaves them as it found them: statistics are updated once.
 
     Args:
@@ -181,7 +176,7 @@ class RunAgain:
         self._call = function.call
         self._module = function.given
         self._device = device
-        self._queue = ReturnQueue()  # of nothing: what is kept for the second forward stays on the device
+        self._queue = ReturnQueue()  # of nothing: what is saved for the second forward stays on the device
 
     def begin(
         self,
@@ -231,8 +226,7 @@ class _DroppingPass(Pass):
         micro_batch: int,
         counter: MemoryCounter | None,
     ) -> None:
-        super().__init__(micro_batch=micro_batch, counter=counter)
-        self._call = call
+        super().__init__(call, micro_batch=micro_batch, counter=counter)
         self._replay: Replay | None = replay
         self._buffers: _Buffers | None = buffers
         self._there = there
@@ -247,9 +241,9 @@ class _DroppingPass(Pass):
         assert replay is not None
 
         def pack(tensor: Tensor) -> Packed:
-            is_kept = tensor.layout is not torch.strided or storage_id(tensor) in there
-            places.append(None if is_kept else len(places))
-            return pack_kept(tensor) if is_kept else Again(replay, len(places) - 1)
+            stays = tensor.layout is not torch.strided or storage_id(tensor) in there
+            places.append(None if stays else len(places))
+            return pack_versioned(tensor) if stays else Again(replay, len(places) - 1)
 
         return pack
 
@@ -259,7 +253,7 @@ class _DroppingPass(Pass):
         return self._call(*fixed, *received)
 
     def finish(self) -> None:
-        """Say how to run again, and leave that to autograd: it goes with the last tensor that it makes."""
+        """Say how to run again, and leave that to autograd: it accompanies the last tensor that it makes."""
         assert self._replay is not None and self._buffers is not None
         received = tuple(self._replay.held)
         self._replay.plan(_second_forward(self._call, self._buffers, self._num_fixed, received, self._places))
@@ -275,10 +269,10 @@ def _second_forward(
 ) -> SecondForward:
     fixed = {f"fixed {i}": i for i in range(num_fixed)}
 
-    def again(replay: Replay, *given: Tensor) -> None:
+    def again(replay: Replay, *operands: Tensor) -> None:
         replay.restore(0)
         with buffers.restored():
-            call(*given)
+            call(*operands)
 
     code = SegmentCode(
         call=again, arguments=(*fixed, *received), scratch=frozenset(), nodes=frozenset(), is_random=True
@@ -289,7 +283,7 @@ def _second_forward(
 class _Buffers:
     """A module's buffers as they are now.
 
-    All of them: operators update statistics without raising a tensor's version, so nothing tells which are written.
+    All of them: operators update statistics without raising a tensor's version, so nothing shows which are written.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -319,7 +313,7 @@ class _Buffers:
             self._module.get_submodule(path)._buffers[leaf] = buffer
 
 
-# Makes the keeper that executes a stage's `MemoryPlan`: its policy follows from the plan and from what the code is.
+# Creates what executes a stage's `MemoryPlan`: its policy follows from the plan and from what the code is.
 #
 # Code for many lengths is the same code at each of them, so what its first pass found out holds at all: which saved
 # tensor is which, by position. Sizes are in no recipe; a tensor that moves, or is counted, has its own.
@@ -379,7 +373,7 @@ def make_keeper(
         operators: what captured code is made of; None where the code is the user's own module.
         whole, half: the stage's code for a micro-batch, and for half of it.
         gradient_inputs: received tensors that take a gradient.
-        link: shared by all shapes of a lane.
+        link: shared by all shapes of a runner.
         next_backward: as of `StageKeeper`.
         known: of the same stage under the same plan at other shapes; learns what is found out here.
 
@@ -468,7 +462,7 @@ class CapturedPolicy:
             micro_batch=micro_batch,
             link=self._link,
             counter=counter,
-            tell=functools.partial(self._known.learn, module, self._policy),
+            on_recipe=functools.partial(self._known.learn, module, self._policy),
         )
 
     @property

@@ -1,9 +1,9 @@
 """Segments that run again before their backward (DawnPiper, section 4.3; Chen et al., 2016).
 
 The autograd graph of the forward stays as it is; only what a segment's operators saved is replaced, through
-saved-tensor hooks, by a place in its second forward. The first of these places that the backward asks for runs
+saved-tensor hooks, by a place in its second forward. The first of these places that the backward requests runs
 the segment again, with random states restored and gradients on, and collects what its operators save, all of
-it; each tensor is handed out once and then let go of. The graph that the second forward makes is dropped.
+it; each tensor is returned once and then released. The graph that the second forward makes is dropped.
 
 Why not `torch.utils.checkpoint`: it drops whatever the segment saves, where a plan drops what nobody outside
 uses and keeps the rest; it holds what the segment reads, where that may itself wait on the host; it would update
@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gpp_plugin.capture.eager.opaque_call import saving_apart
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.runtime.memory.counting import MemoryCounter, storage_id
-from gpp_plugin.runtime.memory.keeper import Packed, Pass, pack_kept
+from gpp_plugin.runtime.memory.keeper import Packed, Pass, pack_versioned
 from gpp_plugin.runtime.memory.segments import SegmentCode
 from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink, SwappedStorage, SwappedView
 
@@ -76,8 +76,8 @@ class SecondForward:
 
     Args:
         places: for every tensor that the code saves, in order, its number among those that the stage's forward
-            saves, or None where the first one was kept.
-        fixed: argument -> its position among what the pass was given (parameters, inputs).
+            saves, or None where the first one stayed.
+        fixed: argument -> its position among the pass's inputs (parameters, rows).
     """
 
     code: SegmentCode
@@ -120,7 +120,7 @@ class Replay:
         self._second: SecondForward | None = None
 
     def plan(self, second: SecondForward | None) -> None:
-        """Say how to run again, and let go of what that does not read; None: nothing is made again."""
+        """Say how to run again, and release what that does not read; None: nothing is made again."""
         self._second = second
         wanted = second.code.arguments if second is not None else ()
         for name in [name for name in self.held if name not in wanted]:
@@ -145,11 +145,11 @@ class Replay:
         return tensor
 
     def __del__(self) -> None:
-        self._count_working(0)  # some of what was made again may never have been asked for
+        self._count_working(0)  # some of what was made again may never have been requested
 
     def _run(self) -> None:
         # The second forward saves what the first one did, in the same order: ``places`` says for each which number it
-        # had in the stage's forward, None where the first one was kept. With places [0, None, 3] the first and third
+        # had in the stage's forward, None where the first one stayed. With places [0, None, 3] the first and third
         # are collected as 0 and 3, the second is dropped at once. The graph that gradients on builds is never used:
         # without it operators would save nothing.
         second = self._second
@@ -167,7 +167,7 @@ class Replay:
 
         before = RandomState.take(self._device) if second.code.is_random else None
         try:
-            # what an opaque call saves was kept the first time, and is dropped the second
+            # what an opaque call saves was saved the first time, and is dropped the second
             hooks = saved_tensors_hooks(collect, _never)
             with torch.enable_grad(), hooks, saving_apart(lambda tensor: None, _never):
                 second.code.call(self, *arguments)
@@ -312,6 +312,7 @@ class MovingPass(Pass):
 
     def __init__(
         self,
+        call: Callable[..., tuple[Tensor, ...]],
         *,
         micro_batch: int,
         fixed: Sequence[Any],
@@ -319,7 +320,7 @@ class MovingPass(Pass):
         link: SwapLink,
         counter: MemoryCounter | None,
     ) -> None:
-        super().__init__(micro_batch=micro_batch, counter=counter)
+        super().__init__(call, micro_batch=micro_batch, counter=counter)
         self._link = link
         self._slots: dict[int, SwappedStorage] = {}
         self.queue = ReturnQueue()
@@ -388,8 +389,8 @@ class PlannedPass(MovingPass):
         constants: what the code takes in front of parameters; ``fixed`` begins with them.
     """
 
-    def __init__(self, recipe: Recipe, *, constants: Sequence[Any], **surroundings: Any) -> None:
-        super().__init__(num_segments=len(recipe.segments), **surroundings)
+    def __init__(self, recipe: Recipe, *, constants: Sequence[Any], **context: Any) -> None:
+        super().__init__(recipe.call, num_segments=len(recipe.segments), **context)
         self._recipe = recipe
         self._constants = constants
         self._saved = itertools.count()
@@ -410,14 +411,14 @@ class PlannedPass(MovingPass):
             place = next(saved)
             action = actions[place] if place < len(actions) else None
             if action is None and is_uncounted:  # most of them, and each costs microseconds
-                return pack_kept(tensor)
+                return pack_versioned(tensor)
             return self.pack(tensor, place, action)
 
         return pack
 
     def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the code."""
-        return self._recipe.call(self, *self._constants, *fixed, *received)
+        return self._call(self, *self._constants, *fixed, *received)
 
     def finish(self) -> None:
         """End the forward.

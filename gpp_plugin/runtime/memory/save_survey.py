@@ -1,6 +1,6 @@
 """The first pass of a stage's code: its operators run one by one, to see which saves what.
 
-What an operator saves has the name that a plan knows it by (`SavedTensor`): of the operator whose result the
+What an operator saves is named as in a plan (`SavedTensor`): of the operator whose result the
 storage is, or ``<operator>:inside``. Actions follow from names; numbers of storages from their identity.
 
 Source: this project
@@ -41,7 +41,7 @@ class _Owner:
     """Whose results lie in a storage.
 
     Args:
-        names: as the plan knows them; empty for what is there anyway. Several where a copy that the whole graph makes
+        names: as in the plan; empty for what is there anyway. Several where a copy that the whole graph makes
             is none in the stage: operators choose layouts by those of what they read.
         slot: its number among the swapped ones, or -1.
     """
@@ -61,7 +61,7 @@ class _Storages:
 
     def claim(self, tensor: Tensor, *names: str) -> _Owner:
         """Return the owner of a tensor's storage, which has these names if it is a new one."""
-        # Storages are told apart by address while they live. One that died may have lent its address to another
+        # Storages are distinguished by address while they live. One that died may have lent its address to another
         # since, which its dead weak reference shows: then the storage is new, and its name with it.
         key = storage_id(tensor)
         owner = self._owners.get(key)
@@ -111,12 +111,12 @@ class _Saved:
 
 
 class SurveyPass(MovingPass):
-    """The first forward of a stage's code, which finds out what to do as it goes.
+    """The first forward of a stage's code, which finds out on its way what to do.
 
     Args:
         arguments: of the code, by placeholder, in order; the first ``num_fixed`` of them are there anyway.
-        tell: takes what to do from now on, when the forward is finished.
-        surroundings: as of `MovingPass`.
+        on_recipe: takes what to do from now on, when the forward is finished.
+        context: as of `MovingPass`.
     """
 
     def __init__(
@@ -127,25 +127,25 @@ class SurveyPass(MovingPass):
         num_fixed: int,
         *,
         link: SwapLink,
-        tell: Callable[[Recipe], None],
-        **surroundings: Any,
+        on_recipe: Callable[[Recipe], None],
+        **context: Any,
     ) -> None:
         # Which operator an output of `pack` belongs to is known only while operators run one by one; whose result a
         # storage is only when the operator has returned. So each saved tensor waits in ``pending`` until its operator
         # is done:
         #
         #     gelu(h)   pack(h)    pending [h]         h's storage is linear's result: the plan calls it "linear"
-        #     returns   settle     log [(gelu, Swap(0))], and whatever is packed for h is handed to autograd's handle
+        #     returns   settle     log [(gelu, Swap(0))], and whatever is packed for h is passed to autograd's handle
         #     norm(..)  pack(x), pack(mean)            mean is nobody's result: the plan calls it "norm:inside"
         names = tuple(arguments)
         self._layouts = lay_out(module.graph, policy, frozenset(names[:num_fixed]))
         fixed = tuple(arguments.values())[:num_fixed]
-        super().__init__(num_segments=len(self._layouts), fixed=fixed, link=link, **surroundings)
+        super().__init__(module, num_segments=len(self._layouts), fixed=fixed, link=link, **context)
         self._module = module
         self._code = with_entries(module, dict(enumerate(self._layouts)))
         self._constants = fixed
         self._fixed_names = names[:num_fixed]
-        self._tell = tell
+        self._on_recipe = on_recipe
         self._storages = _Storages(policy, link.device)
         for position, (name, tensor) in enumerate(arguments.items()):
             if not isinstance(tensor, Tensor):  # a size, of code for all lengths
@@ -169,12 +169,12 @@ class SurveyPass(MovingPass):
         return outputs
 
     def finish(self) -> None:
-        """End the forward, and tell what it found out."""
+        """End the forward, and report what it found out."""
         recipe = _recipe(self._module, self._layouts, self._log, self._entries, self._fixed_names)
         for replay, second in zip(self.replays, recipe.segments, strict=True):
             replay.plan(second)
         super().finish()
-        self._tell(recipe)
+        self._on_recipe(recipe)
 
     def save(self, tensor: Tensor) -> _Saved:
         """Take a tensor that the running operator saves."""
@@ -216,18 +216,18 @@ class SurveyPass(MovingPass):
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs the code, and tells a pass what each operator made."""
+    """Runs the code, and reports to a pass what each operator made."""
 
     def __init__(self, module: fx.GraphModule, survey: SurveyPass) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # an operator's error is told as in any other pass
+        self.extra_traceback = False  # an operator's error is shown as in any other pass
         self._survey = survey
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
         result = super().run_node(n)
         if n.op == "call_function":
-            # what is kept of an operator that the capture lacks is, as planned, inside of the one that keeps it
+            # what is saved of an operator that the capture lacks is, as planned, inside of the one that saves it
             self._survey.settle(n.name, None if ADDED in n.meta else result)
         return result
 

@@ -1,7 +1,7 @@
 """Code of recomputed segments: where the forward must note something for them, and how they run again.
 
 The operators of a segment stand in the stage's code in *runs*, between operators of other blocks (a second branch).
-Before each run the forward hands over what the run reads from outside, and notes the random state if it draws:
+Before each run the forward transfers what the run reads from outside, and notes the random state if it draws:
 
     forward   ... enter(0, 0, (x,)) a b │ other branch │ enter(0, 1, (y,)) c d ...      segment 0: a b c d
     again     restore(0) a b restore(1) c
@@ -79,9 +79,13 @@ class SegmentLayout:
 
     def holding(self, names: Iterable[str]) -> SegmentLayout:
         """Return the segment with those values only that are among ``names``."""
-        kept = frozenset(names)
+        wanted = frozenset(names)
         runs = (
-            replace(run, values=tuple(v for v in run.values if v in kept), snapshots=run.snapshots & kept)
+            replace(
+                run,
+                values=tuple(v for v in run.values if v in wanted),
+                snapshots=run.snapshots & wanted,
+            )
             for run in self.runs
         )
         return replace(self, runs=tuple(runs))
@@ -234,9 +238,9 @@ def second_forward(module: fx.GraphModule, layout: SegmentLayout) -> SegmentCode
     nodes = {name for run in layout.runs for name in run.nodes}
     wanted = nodes | layout.replicated
     restored = {run.nodes[0]: number for number, run in enumerate(layout.runs) if run.is_random}
-    kept = [node for node in module.graph.nodes if node.name in wanted]
+    chosen = [node for node in module.graph.nodes if node.name in wanted]
     sources = dict.fromkeys(
-        source for node in kept for source in node.all_input_nodes if source.name not in wanted
+        source for node in chosen for source in node.all_input_nodes if source.name not in wanted
     )
     graph = fx.Graph()
     replay = graph.placeholder("gpp_replay")
@@ -245,7 +249,7 @@ def second_forward(module: fx.GraphModule, layout: SegmentLayout) -> SegmentCode
     for source in sources:
         if source.op == "get_attr":
             mapping[source] = graph.node_copy(source)
-    for node in kept:
+    for node in chosen:
         if node.name in restored:
             graph.call_method("restore", (replay, restored[node.name]))
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])

@@ -3,23 +3,23 @@
 A storage leaves when autograd keeps a tensor in it for the first time, and its device memory is free as soon as
 nobody uses it any more. Copies run on two side streams, one each way, with events:
 
-    out      ──wait for compute──copy──►e1          device memory is let go of behind e1
+    out      ──wait for compute──copy──►e1          device memory is released behind e1
     compute  ──forward ... ──backward──wait e2──use
-    back     ──wait for e1──────copy──►e2           asked for ahead, in backward order
+    back     ──wait for e1──────copy──►e2           requested early, in backward order
 
-A copy back waits for what the compute stream held when it was asked for, as its memory may be in use until then. So
-the first one of a backward is asked for before the task in front of that backward is launched, and travels beside it:
+A copy back waits for what the compute stream held when it was requested, as its memory may be in use until then. So
+the first one of a backward is requested before the task in front of that backward is launched, and travels beside it:
 
-    compute  ──F2──┬──F3──────────────wait e2──B1──       asked for behind F3, it would wait for F3 and hide nothing
+    compute  ──F2──┬──F3──────────────wait e2──B1──       requested behind F3, it would wait for F3 and hide nothing
     back           └──copy of B1's first──►e2
 
-Storages come back in the order opposite to that in which they were last kept, the next ones while the current
-one is in use. Two of the largest one's size are in device memory beside what is kept, which is what a plan counts as
+Storages come back in the order opposite to that in which they were last saved, the next ones while the current
+one is in use. Two of the largest one's size are in device memory beside what stays, which is what a plan counts as
 its working memory: beside a forward one leaves and one comes back, in a backward one is in use and one comes back. On
 the CPU the same code copies at once, without streams.
 
 A storage that several operators keep, in several views, moves once and comes back as one storage; it stays until
-its last use, then lets go of the device again. The host buffer is free when autograd lets go of all handles.
+its last use, then releases the device again. The host buffer is free when autograd releases all handles.
 
 Host buffers are page-locked where the stage computes on CUDA, so that copies run beside kernels; they are allocated
 once and used by every micro-batch (`HostPool`).
@@ -62,7 +62,7 @@ class HostBuffer:
 class HostPool:
     """Lends host buffers and takes them back.
 
-    A buffer is as long as the class of sizes it serves, at most an eighth more than asked for, so that batches of other
+    A buffer is as long as the class of sizes it serves, at most an eighth more than requested, so that batches of other
     shapes find it useful too.
 
     Args:
@@ -75,7 +75,7 @@ class HostPool:
         self.total_bytes = 0
 
     def take(self, num_bytes: int) -> HostBuffer:
-        """Return a buffer of at least ``num_bytes``, for the caller alone until it is given back."""
+        """Return a buffer of at least ``num_bytes``, for the caller alone until it receives back."""
         size = size_class(num_bytes)
         free = self._free.get(size)
         if free:
@@ -140,12 +140,12 @@ class SwapLink:
         return buffer, copied
 
     def _let_go(self, limit_bytes: int) -> None:
-        """Let go of what was copied, and make compute wait where more than ``limit_bytes`` are on their way.
+        """Release what was copied, and make compute wait where more than ``limit_bytes`` are on their way.
 
         Compute is where all these storages were allocated, and so where their memory is used again.
         """
         # Storages of 4, 4 and 2 MB leave, limit 4: when the second is sent, 8 are on their way, so compute waits for
-        # the first copy and lets go of it; with the third, 6, it waits for the second. So the device never holds more
+        # the first copy and releases it; with the third, 6, it waits for the second. So the device never holds more
         # than the largest one's worth of what has left, which is what a plan counts.
         leaving = self._leaving
         while leaving and leaving[0][0].query():
@@ -187,12 +187,12 @@ class SwapLink:
         return data, buffer.read
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Let the current stream go on behind an event."""
+        """Let the current stream continue behind an event."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def clear(self) -> None:
-        """Let go of all device memory; buffers stay for reuse."""
+        """Release all device memory; buffers stay for reuse."""
         if self._leaving:
             self._let_go(0)
 
@@ -202,7 +202,7 @@ class SwappedStorage:
 
     Args:
         source: any tensor in it.
-        counter: told what comes back to the device; None where nothing is counted.
+        counter: updated with what comes back to the device; None where nothing is counted.
     """
 
     __slots__ = ("_buffer", "_copied", "_counter", "_data", "_link", "_returned", "_uses", "num_bytes")
@@ -243,7 +243,7 @@ class SwappedStorage:
             self._counter.work(self.num_bytes)
 
     def use(self) -> torch.UntypedStorage:
-        """Return the storage on the device, for one use; kept for the next ones."""
+        """Return the storage on the device, for one use; held for the next ones."""
         if self._data is None:
             self.bring()
         assert self._data is not None
@@ -266,7 +266,7 @@ class SwappedStorage:
     def __del__(self) -> None:
         buffer = getattr(self, "_buffer", None)
         if buffer is not None:
-            if self._data is not None:  # asked for, and never used
+            if self._data is not None:  # requested, and never used
                 self._link.wait(self._returned)
                 self._let_go()
             self._link.pool.give(buffer)
@@ -289,7 +289,7 @@ class SwappedView:
 
 
 class ReturnQueue:
-    """Brings the swapped storages of one forward back ahead of their use."""
+    """Brings the swapped storages of one forward back before their use."""
 
     def __init__(self) -> None:
         self._order: list[SwappedStorage] = []
@@ -299,13 +299,13 @@ class ReturnQueue:
         """Called when the last of them is in use: what the next backward needs first may come."""
 
     def add(self, storage: SwappedStorage) -> None:
-        """Note that the forward kept something in a storage."""
+        """Note that the forward saved something in a storage."""
         self._order.append(storage)
         self._largest_bytes = max(self._largest_bytes, storage.num_bytes)
 
     def prefetch(self, *, beside_forward: bool = False) -> None:
         """Bring back what is used next, as much as may be on its way; ``beside_forward`` as of `SwapLink.bring`."""
-        # Kept in the order a, b, c of 2, 4 and 3 MB, so the backward uses c, b, a. Budget 4: c (3) comes; b does not
+        # Saved in the order a, b, c of 2, 4 and 3 MB, so the backward uses c, b, a. Budget 4: c (3) comes; b does not
         # fit beside it and waits, and so does a, as nothing overtakes. When c is used its 3 are free again: b comes.
         budget = self._largest_bytes - sum(storage.num_bytes for storage in self._coming)
         while self._order:

@@ -1,6 +1,6 @@
-"""The messages of one stage on a rank: receives that are posted, sends that are under way, what is handed over.
+"""The messages of one stage on a rank: receives that are posted, sends that are under way, what is transferred.
 
-A send and a receive are posted where the program has them (a receive some receives ahead where the transport says that
+A send and a receive are posted where the program has them (a receive some receives early where the transport says that
 nothing can stand still for it). A task waits for the messages it reads, so a message delays nothing but its reader.
 What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. In asynchronous mode
 a window takes over what the one before has posted, and leaves its own to the next one (`Carry`).
@@ -30,12 +30,12 @@ from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.runtime.messages.pending import Pending, Post
-from gpp_plugin.runtime.messages.routes import Parcel, Piece, Reading, Routes, RowSource
+from gpp_plugin.runtime.messages.routes import MessageEntry, Piece, Reading, Routes, RowSource
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.schedule.messages import sends_under_way
 
-# The buffers that messages are received into; on a CUDA device made ahead, so that a receive need not follow a task.
+# The buffers that messages are received into; on a CUDA device made early, so that a receive need not follow a task.
 #
 # A transfer begins behind what was launched on the current stream before it was posted. On the stream that computes, a
 # receive posted between two tasks would begin when the first of them ends, though its message came long before:
@@ -43,14 +43,14 @@ from gpp_plugin.schedule.messages import sends_under_way
 #     compute    F3 -------------| B1 ...              B1 waits for its gradient all the time that it travels
 #     receive                    |gradient of 1|
 #
-# It has to wait only until nobody uses the memory of its buffers any more. So buffers are made some receives ahead, on
+# It has to wait only until nobody uses the memory of its buffers any more. So buffers are made some receives early, on
 # the stream that computes, where an event marks all that may still use their memory, and the receive is launched on a
 # stream that waits for that event alone:
 #
 #     compute    F3 -------------| B1 ...              made before F3, so the gradient travels beside it
 #     receive      |gradient of 1|
 #
-# Memory: the buffers of ``ahead`` receives more than are posted. What a task has read goes back to the allocator as
+# Memory: the buffers of ``early`` receives more than are posted. What a task has read returns to the allocator as
 # anything else it used: the stream that computes has waited for the transfer by then. The event was recorded before
 # the receive was posted, so that a receive waits for nothing behind it (`schedule.placement`).
 
@@ -64,14 +64,14 @@ class ReceiveBuffers:
 
     Args:
         shapes: by number of the receive, shape and type of each of its tensors.
-        ahead: how many receives ahead of their place buffers are made; a CPU has no streams and ignores it.
+        early: how many receives before their place buffers are made; a CPU has no streams and ignores it.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[Shape]], *, device: torch.device, ahead: int) -> None:
+    def __init__(self, shapes: Sequence[Sequence[Shape]], *, device: torch.device, early: int) -> None:
         self._shapes = shapes
         self._device = device
-        self._ahead = ahead if device.type == "cuda" else 0
-        self._beside = torch.cuda.Stream(device, priority=-1) if self._ahead else None
+        self._early = early if device.type == "cuda" else 0
+        self._beside = torch.cuda.Stream(device, priority=-1) if self._early else None
         self._next = 0
         self._sizes = [sum(_num_bytes(*tensor) for tensor in tensors) for tensors in shapes]
         self.made_bytes = 0
@@ -84,7 +84,7 @@ class ReceiveBuffers:
             self.made_bytes += self._sizes[number]
             return self._make(number), _HERE
         self._next = max(self._next, number)
-        while self._next <= min(number + self._ahead, len(self._shapes) - 1):
+        while self._next <= min(number + self._early, len(self._shapes) - 1):
             made = self._make(self._next)
             self.made_bytes += self._sizes[self._next]
             event = torch.cuda.Event()
@@ -99,7 +99,7 @@ class ReceiveBuffers:
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes[number]]
 
     def clear(self) -> None:
-        """Let go of what was made and not taken; the next number is that of a program's first receive."""
+        """Release what was made and not taken; the next number is that of a program's first receive."""
         self._made.clear()
         self._next = self.made_bytes = 0
 
@@ -124,7 +124,7 @@ def compile_reading(reading: Reading, inbox: Inbox, device: torch.device) -> Tak
     """Return what makes a tensor: pieces of a group joined by rows or placed, groups summed in order.
 
     Args:
-        inbox: filled with buffers when the callable is called, which lets go of those that nobody reads afterwards.
+        inbox: filled with buffers when the callable is called, which releases those that nobody reads afterwards.
     """
     if not reading.groups:
         return lambda: torch.empty(reading.shape, dtype=reading.dtype, device=device)
@@ -169,7 +169,7 @@ def _compile_piece(piece: Piece, axis: int, inbox: Inbox) -> Take:
     def take() -> Tensor:
         buffers = inbox[number]
         tensor = buffers[position]
-        if piece.is_last:  # let go of it here
+        if piece.is_last:  # release it here
             buffers[position] = _TAKEN_PIECE
         if piece.num_rows < 0:
             return tensor
@@ -179,7 +179,7 @@ def _compile_piece(piece: Piece, axis: int, inbox: Inbox) -> Take:
     return take
 
 
-def pack_parcel(parcel: Parcel, made: Mapping[int, Sequence[Tensor]]) -> Tensor:
+def pack_entry(entry: MessageEntry, made: Mapping[int, Sequence[Tensor]]) -> Tensor:
     """Return one tensor of a message, contiguous, as its receiver expects it.
 
     Args:
@@ -188,8 +188,8 @@ def pack_parcel(parcel: Parcel, made: Mapping[int, Sequence[Tensor]]) -> Tensor:
     Raises:
         RuntimeFailure: it is not of the shape or dtype that the plan was compiled for.
     """
-    wire = parcel.wire
-    tensor = _join_rows(parcel.sources, wire.axis, made)
+    wire = entry.wire
+    tensor = _join_rows(entry.sources, wire.axis, made)
     for cut in wire.cuts:
         if tensor.shape[cut.axis] != cut.size:
             raise RuntimeFailure(
@@ -218,7 +218,7 @@ def _join_rows(sources: Sequence[RowSource], axis: int, made: Mapping[int, Seque
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlace:
-    """Where a program stands among the windows of an asynchronous pipeline, or of one that looks ahead.
+    """Where a program stands among the windows of an asynchronous pipeline, or of one that prefetches.
 
     Args:
         carried: messages received before it that it reads, or passes on.
@@ -249,7 +249,7 @@ class Carry:
     shift: int = 0
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self.received.clear()
         self.sends.clear()
         self.sends_of.clear()
@@ -260,10 +260,10 @@ class Carry:
 
 
 class HandOvers:
-    """Where the stages of one rank lay down what they hand over to each other.
+    """Where the stages of one rank lay down what they transfer to each other.
 
     A send is directly followed by its receive, so a place holds tensors between the two only. The tensors are those of
-    the producer, detached; whoever reads them last lets them go.
+    the producer, detached; the last reader releases them.
     """
 
     def __init__(self) -> None:
@@ -274,13 +274,13 @@ class HandOvers:
         return self._places.setdefault(message, [])
 
     def clear(self) -> None:
-        """Let go of what nobody has taken: a mini-batch failed."""
+        """Release what nobody has taken: a mini-batch failed."""
         for place in self._places.values():
             place.clear()
 
 
 class _Taken:
-    """What completes a hand-over that a window leaves to a later one: it is there."""
+    """What completes a local transfer that a window leaves to a later one: it is there."""
 
     def wait(self) -> None:
         """Do nothing."""
@@ -302,7 +302,7 @@ class Mailbox:
         device: where receive buffers lie.
         carried: messages that windows before have posted; the first of ``routes.receives``.
         in_flight: of the stage; bounds how many sends are under way.
-        is_trained: the stage runs backwards; where it does not, its sends are also kept by micro-batch.
+        is_trained: the stage runs backwards; where it does not, its sends are also stored by micro-batch.
         hand_overs: shared with the other stages of the rank.
     """
 
@@ -320,8 +320,8 @@ class Mailbox:
         is_trained: bool,
         hand_overs: HandOvers,
     ) -> None:
-        # Receives have numbers, those of hand-overs too; what is posted is counted without them. Of receives 0 to 3, 1
-        # a hand-over, ``travelling`` is [0, 2, 3]: the second that is posted is number 2.
+        # Receives have numbers, those of local transfers too; what is posted is counted without them. Of receives 0-3,
+        # 1 a local transfer, ``travelling`` is [0, 2, 3]: the second that is posted is number 2.
         received = routes.receives
         self._travelling = [n for n, (message, _) in enumerate(received) if not message.is_hand_over]
         assert transport is not None or not self._travelling, "a program with messages needs a transport"
@@ -334,22 +334,22 @@ class Mailbox:
         self._num_carried = sum(not message.is_hand_over for message in carried)
         self._is_trained = is_trained
         self._bound: list[Post] = []
-        ahead = 0
+        early = 0
         if transport is not None:
-            ahead = transport.buffers_ahead
+            early = transport.buffers_ahead
             self._bound = [
                 transport.bind_receive(received[n][0], received[n][1], names[received[n][0].edge])
                 for n in self._travelling
             ]
         shapes = [[(wire.shape, wire.dtype) for wire in received[n][1]] for n in self._travelling]
-        self._buffers = ReceiveBuffers(shapes, device=device, ahead=ahead)
+        self._buffers = ReceiveBuffers(shapes, device=device, early=early)
         self._marks = self._posted_at()
         self._most_sends = _most_sends(program, in_flight=in_flight)
         self._posted = 0
         self._receives: list[Pending] = [_TAKEN] * len(received)
         self._sends: deque[Pending] = deque()
         # What is under way, in bytes: sent and not waited for; made for receives, less what a task has waited for.
-        # Buffers that are made ahead count from then on, as memory is taken then. ``_sent_bytes`` is of the last ones
+        # Buffers that are made early count from then on, as memory is taken then. ``_sent_bytes`` is of the last ones
         # of ``_sends``: what a window took over is not counted.
         self._sizes = [sum(wire.num_bytes for wire in wires) for _, wires in received]
         self._sent_bytes: deque[int] = deque()
@@ -367,15 +367,15 @@ class Mailbox:
     def _posted_at(self) -> list[int]:
         """Return, for each receive of the program that travels, how many are posted when it is through.
 
-        Where the transport allows it they are posted ahead, and in batches: half of the depth may be used up before
+        Where the transport allows it they are posted early, and in batches: half of the depth may be used up before
         more are posted, because a sender learns of a batch at once.
         """
         # Of 8 small receives, none carried, and a depth of 4:
         #
         #     receive    0  1  2  3  4  5  6  7
-        #     marks      5  5  5  8  8  8  8  8     at 3 fewer than two ahead are posted: fill up to four ahead
+        #     marks      5  5  5  8  8  8  8  8     at 3 fewer than two are posted early: fill up to four
         #
-        # The next receive is posted whatever its size, so that a rank never waits for room to receive what it is
+        # The next receive is posted whatever its size, so that a rank never waits for a buffer to receive what it is
         # about to need; beyond it bytes are bounded, as each posted buffer is memory that nobody reads yet. Depth 0
         # posts the receive itself, no more.
         if self._transport is None:
@@ -388,15 +388,15 @@ class Mailbox:
             if posted < min(end + depth // 2, len(sizes)):
                 last = min(end + 1, len(sizes)) if depth else end
                 furthest = min(end + depth, len(sizes))
-                ahead = 0
-                while last < furthest and (ahead := ahead + sizes[last]) <= limit:
+                early = 0
+                while last < furthest and (early := early + sizes[last]) <= limit:
                     last += 1
                 posted = max(posted, last)
             marks.append(posted)
         return marks
 
     def compile_receive(self, index: int) -> Callable[[], None]:
-        """Return what posts the program's receive number ``index``, and others ahead of their place."""
+        """Return what posts the program's receive number ``index``, and others before their place."""
         number = len(self._carried) + index
         message = self._routes.receives[number][0]
         if message.is_hand_over:
@@ -419,7 +419,7 @@ class Mailbox:
         return take
 
     def awaited(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Return those messages of the program that a task waits for: a hand-over is there when it is taken."""
+        """Return those messages of the program that a task waits for: a local transfer is there when it is taken."""
         return tuple(n for n in numbers if not self._routes.receives[n][0].is_hand_over)
 
     def compile_send(self, index: int, made: dict[int, Sequence[Tensor]]) -> Callable[[], None]:
@@ -428,21 +428,21 @@ class Mailbox:
         Args:
             made: what tasks made, by slot; what nothing is sent from afterwards is taken out of it.
         """
-        (message, parcels), drops = self._routes.sends[index], self._routes.drops[index]
+        (message, entries), drops = self._routes.sends[index], self._routes.drops[index]
         if message.is_hand_over:
-            return self._compile_laying(message, parcels, drops, made)
+            return self._compile_laying(message, entries, drops, made)
         transport = self._transport
         assert transport is not None, "a program with messages needs a transport"
-        post = transport.bind_send(message, [parcel.wire for parcel in parcels], self._names[message.edge])
-        # What may be posted ahead is posted before the first message of either kind: a rank that begins with sends
+        post = transport.bind_send(message, [entry.wire for entry in entries], self._names[message.edge])
+        # What may be posted early is posted before the first message of either kind: a rank that begins with sends
         # would else keep senders waiting that answer them.
         mark = self._marks[0] if transport.prepost_depth and self._marks else 0
-        num_bytes = sum(parcel.wire.num_bytes for parcel in parcels)
+        num_bytes = sum(entry.wire.num_bytes for entry in entries)
 
         def send() -> None:
             if self._posted < mark:
                 self._post_receives(mark)
-            self._send(post, message, parcels, made, num_bytes)
+            self._send(post, message, entries, made, num_bytes)
             for slot in drops:
                 del made[slot]
             self._reap_sends()
@@ -452,14 +452,14 @@ class Mailbox:
     def _compile_laying(
         self,
         message: Message,
-        parcels: Sequence[Parcel],
+        entries: Sequence[MessageEntry],
         drops: Sequence[int],
         made: dict[int, Sequence[Tensor]],
     ) -> Callable[[], None]:
         place = self._hand_overs.place(message)
 
         def lay() -> None:
-            place[:] = [pack_parcel(parcel, made) for parcel in parcels]
+            place[:] = [pack_entry(entry, made) for entry in entries]
             for slot in drops:
                 del made[slot]
 
@@ -499,12 +499,12 @@ class Mailbox:
         self,
         post: Post,
         message: Message,
-        parcels: Sequence[Parcel],
+        entries: Sequence[MessageEntry],
         made: dict[int, Sequence[Tensor]],
         num_bytes: int,
     ) -> None:
         start = self._recorder.now()
-        pending = post([pack_parcel(parcel, made) for parcel in parcels])
+        pending = post([pack_entry(entry, made) for entry in entries])
         self._sends.append(pending)
         self._sent_bytes.append(num_bytes)
         self._sending_bytes += num_bytes
@@ -512,7 +512,7 @@ class Mailbox:
         if not self._is_trained:
             self._sends_of[message.src_micro_batch + self.shift].append(pending)
         if self._recorder.is_on:
-            self._recorder.note_message(EventKind.SEND, message, start, [parcel.wire for parcel in parcels])
+            self._recorder.note_message(EventKind.SEND, message, start, [entry.wire for entry in entries])
 
     def finish_sends(self) -> None:
         """Wait until everything has been sent."""
@@ -527,7 +527,7 @@ class Mailbox:
             pending.wait()
 
     def _reap_sends(self) -> None:
-        """Let go of what has been sent.
+        """Release what has been sent.
 
         gloo says that a send is done only to who waits for it. Those of long ago are waited for, lest what was sent
         stays until the mini-batch ends; the program would finish even if every send were waited for at once.
@@ -539,7 +539,7 @@ class Mailbox:
                 self._sending_bytes -= self._sent_bytes.popleft()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._sends_of.clear()
         self.inbox[:] = self._no_buffers
         self._receives[:] = [_TAKEN] * len(self._receives)
@@ -552,7 +552,7 @@ class Mailbox:
     # ---- windows -------------------------------------------------------------------------------
 
     def take_over(self, carry: Carry) -> None:
-        """Go on with what the window before left."""
+        """Continue with what the window before left."""
         # What window 1 received for window 2 (a gradient of micro-batch 1, say) is named there as it was in window 1,
         # and from the steady window on each program counts a window more: the runner has renamed it before
         # (`renumber`).

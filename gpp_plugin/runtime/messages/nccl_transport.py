@@ -9,7 +9,7 @@ each could receive if that did not stand behind its own send:
     rank 1   send dy  receive x             one a direction: x and dy travel beside each other
 
 A launch occupies its communicator's stream, and a few of the device's processors, until its other end is launched too.
-That can keep whatever is launched behind it waiting (streams may share a hardware queue), so nothing is posted ahead of
+That can keep whatever is launched behind it waiting (streams may share a hardware queue), so nothing is posted before
 its place, and what has to be made or packed for a message is made before it is launched.
 """
 
@@ -109,7 +109,7 @@ class NcclTransport:
                 self._groups[channel] = group
 
     def close(self) -> None:
-        """Let go of the communicators."""
+        """Release the communicators."""
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()

@@ -1,6 +1,6 @@
 """In which order the ranks of a job open the channels between them, so that many are opened at once.
 
-Opening a channel takes both of its ranks, which wait for each other. Every rank goes through the channels in one order,
+Opening a channel takes both of its ranks, which wait for each other. Every rank visits the channels in one order,
 so that whoever waits for another waits for somebody at an earlier one: no circle. But a sorted order is a queue. Of a
 chain of four ranks, r opening with r + 1, seen by the time at which each is opened:
 
@@ -46,5 +46,5 @@ def opening_rounds(channels: Collection[Channel]) -> list[list[Channel]]:
 
 
 def opening_order(channels: Collection[Channel]) -> list[Channel]:
-    """Return the channels as every rank goes through them: round by round."""
+    """Return the channels as every rank visits them: round by round."""
     return [channel for each in opening_rounds(channels) for channel in each]

@@ -31,7 +31,7 @@ class Pending(Protocol):
 Post = Callable[[Sequence[Tensor]], Pending]
 """Posts the transfers of one message: of contiguous tensors to send, or into contiguous buffers.
 
-A buffer may be given other memory when its receive is posted: read it after `Pending.wait` only.
+A buffer may get other memory when its receive is posted: read it after `Pending.wait` only.
 """
 
 

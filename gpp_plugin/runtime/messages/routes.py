@@ -6,10 +6,10 @@ be sent out of both; everything else is a special case of that. Pieces of one te
 where they are parts of shards as well, each is put in its place.
 
 At another length of the batch messages have other shapes, and all the rest stays: which rows of which message make up
-what, who waits for it, and who lets go of it. So a program's routes are resolved once, and later ones take everything
+what, who waits for it, and who releases it. So a program's routes are resolved once, and later ones take everything
 but shapes from them (`_Resolver.resolve_as`):
 
-    wire of [4, 9, 64], rows 0..3        ->      wire of [4, 13, 64], rows 0..3
+    payload of [4, 9, 64], rows 0..3     ->      payload of [4, 13, 64], rows 0..3
 
 Source: this project
 Tests: tests/runtime/test_tensor_grids.py
@@ -31,8 +31,8 @@ from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import StageCompute
 from gpp_plugin.runtime.messages.wires import (
     BoundarySpecs,
+    ShardCut,
     Wire,
-    WireCut,
     held_shape,
     specs_of,
     wires_of,
@@ -47,7 +47,7 @@ class Piece:
         number: of the message among all that the rank receives; ``position`` of the tensor within it.
         first_row, num_rows: what is read of it; ``num_rows`` -1 for all.
         is_last: nobody reads that tensor afterwards.
-        place: where it goes in the tensor that is read; empty where pieces lie one behind the other by rows.
+        place: its position in the tensor that is read; empty where pieces lie one behind the other by rows.
     """
 
     number: int
@@ -55,7 +55,7 @@ class Piece:
     first_row: int
     num_rows: int
     is_last: bool = False
-    place: tuple[WireCut, ...] = ()
+    place: tuple[ShardCut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class RowSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
+class MessageEntry:
     """One tensor of a message to send; more than one source only where it holds rows of both halves."""
 
     wire: Wire
@@ -109,12 +109,12 @@ class Routes:
         sends: each message to send, in order, with its parcels.
         drops: for each of them, the slots that nothing is sent from afterwards.
         reads: what each task with something to read reads.
-        slots: the tasks whose tensors are sent, and where they are kept.
+        slots: the tasks whose tensors are sent, and where they are stored.
         names: of the tensors that the stage reads and makes, in their orders.
     """
 
     receives: tuple[tuple[Message, tuple[Wire, ...]], ...]
-    sends: tuple[tuple[Message, tuple[Parcel, ...]], ...]
+    sends: tuple[tuple[Message, tuple[MessageEntry, ...]], ...]
     drops: tuple[tuple[int, ...], ...]
     reads: Mapping[Task, TaskReads]
     slots: Mapping[Task, int]
@@ -148,7 +148,7 @@ def resolve_routes(
 
 
 class _Resolver:
-    """Reads a program once; what it knows of it."""
+    """Reads a program once, and resolves its routes."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _Resolver:
 
     def resolve(self) -> Routes:
         sent = self._program.messages(InstructionKind.SEND)
-        sends = tuple((message, self._parcels(message)) for message in sent)
+        sends = tuple((message, self._entries(message)) for message in sent)
         return Routes(
             receives=tuple(self._receives),
             sends=sends,
@@ -206,19 +206,19 @@ class _Resolver:
         pairs = [(a, b) for (_, a), (_, b) in zip(self._receives, known.receives, strict=True)]
         sent = [self._wires(message, is_sender=True) for message, _ in known.sends]
         pairs += [
-            (new, tuple(p.wire for p in parcels)) for new, (_, parcels) in zip(sent, known.sends, strict=True)
+            (new, tuple(p.wire for p in entries)) for new, (_, entries) in zip(sent, known.sends, strict=True)
         ]
         # micro-batches of one shape share their wires, so most pairs are looked at once
-        unlike = {(id(new), id(old)): (new, old) for new, old in pairs}.values()
-        if self._names() != known.names or not all(_differ_in_shapes_only(*pair) for pair in unlike):
+        distinct = {(id(new), id(old)): (new, old) for new, old in pairs}.values()
+        if self._names() != known.names or not all(_differ_in_shapes_only(*pair) for pair in distinct):
             return None
-        parcels = [
-            tuple(Parcel(wire=wire, sources=old.sources) for wire, old in zip(wires, olds, strict=True))
+        entries = [
+            tuple(MessageEntry(wire=wire, sources=old.sources) for wire, old in zip(wires, olds, strict=True))
             for wires, (_, olds) in zip(sent, known.sends, strict=True)
         ]
         return Routes(
             receives=tuple(self._receives),
-            sends=tuple((message, new) for (message, _), new in zip(known.sends, parcels, strict=True)),
+            sends=tuple((message, new) for (message, _), new in zip(known.sends, entries, strict=True)),
             drops=known.drops,
             reads={task: self._reads_as(task, reads) for task, reads in known.reads.items()},
             slots=known.slots,
@@ -238,7 +238,7 @@ class _Resolver:
     def _wires(
         self, message: Message, specs: BoundarySpecs | None = None, *, is_sender: bool
     ) -> tuple[Wire, ...]:
-        # Micro-batches differ in nothing that a wire tells but where its rows begin within a task.
+        # Micro-batches differ for a payload only in where its rows begin within a task.
         known, rank = specs_of(specs or self._specs, message.samples), self._program.rank
         micro_batch = message.src_micro_batch if is_sender else message.dst_micro_batch
         first = message.samples.first_sample - self._stage.samples(micro_batch, rank).first_sample
@@ -258,12 +258,12 @@ class _Resolver:
 
     # ---- what is sent ----------------------------------------------------------------------------
 
-    def _parcels(self, message: Message) -> tuple[Parcel, ...]:
+    def _entries(self, message: Message) -> tuple[MessageEntry, ...]:
         is_activation = message.direction is Direction.ACTIVATION
         makers = self._makers[is_activation, message.src_micro_batch]
         names = self._boundary.outputs if is_activation else self._boundary.gradient_inputs
         return tuple(
-            Parcel(wire=wire, sources=self._sources(wire, makers, names.index(wire.name)))
+            MessageEntry(wire=wire, sources=self._sources(wire, makers, names.index(wire.name)))
             for wire in self._wires(message, is_sender=True)
         )
 
@@ -301,7 +301,7 @@ class _Resolver:
     # ---- what is read ----------------------------------------------------------------------------
 
     def _reads(self) -> dict[Task, TaskReads]:
-        # Two passes over the tasks, as only the whole program says who reads a piece last, and that one lets go of
+        # Two passes over the tasks, as only the whole program says who reads a piece last, and that one releases
         # it. Whoever reads a message first waits for it: halves 0a and 0b that both read message 4 wait as (4,) and
         # ().
         arrived = self._arrived()
@@ -369,7 +369,7 @@ class _Resolver:
         return [self._placed(task, name, by_source[source]) for source in order]
 
     def _placed(self, task: Task, name: str, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with their places, if they are unlike parts of shards and no join by rows will do."""
+        """Return the pieces with their places, if they are different parts of shards and no join by rows will do."""
         wires = [self._receives[piece.number][1][piece.position] for piece in pieces]
         if len({wire.cuts for wire in wires}) == 1:
             return list(pieces)
@@ -379,7 +379,9 @@ class _Resolver:
             start, end = self._rows(task, name)
             first = wire.first_row + piece.first_row - start
             own = (
-                () if wire.axis < 0 else (WireCut(axis=wire.axis, first=first, count=rows, size=end - start),)
+                ()
+                if wire.axis < 0
+                else (ShardCut(axis=wire.axis, first=first, count=rows, size=end - start),)
             )
             placed.append(replace(piece, place=(*own, *wire.cuts)))
         return placed
@@ -454,13 +456,13 @@ def _of_half(
     ]
 
 
-def _drops(sends: Sequence[tuple[Message, tuple[Parcel, ...]]]) -> tuple[tuple[int, ...], ...]:
+def _drops(sends: Sequence[tuple[Message, tuple[MessageEntry, ...]]]) -> tuple[tuple[int, ...], ...]:
     """Return, for each send, the slots that it is the last to send from."""
     last = {
         source.slot: index
-        for index, (_, parcels) in enumerate(sends)
-        for parcel in parcels
-        for source in parcel.sources
+        for index, (_, entries) in enumerate(sends)
+        for entry in entries
+        for source in entry.sources
     }
     drops: list[list[int]] = [[] for _ in sends]
     for slot, index in last.items():

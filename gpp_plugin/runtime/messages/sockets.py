@@ -1,6 +1,6 @@
-"""The sockets of gloo's connections: room for whole messages, and none that nobody uses in a job of many ranks.
+"""The sockets of gloo's connections: buffers for whole messages, and none that nobody uses in a job of many ranks.
 
-A connection starts with a receive window of 64 KiB, which grows with what goes over it. Before it has, the tail
+A connection starts with a receive window of 64 KiB, which grows with its traffic. Before it has, the tail
 of a larger message waits until the receiver's kernel acknowledges its beginning, which it delays by up to 40 ms:
 seen as one message in some thousands that took 20 or 40 ms on loopback, on messages of 64 KiB and not of 16.
 """
@@ -24,7 +24,7 @@ BUFFER_BYTES = 1 << 20
 _DESCRIPTORS = Path("/proc/self/fd")
 
 MOST_MESHED = 32
-"""Ranks up to which gloo connects each with each when a group is made; of more, two connect when they first meet."""
+"""Ranks up to which gloo connects each with each when a group is made; of more, two connect at their first message."""
 
 _WHEN_USED = "TORCH_GLOO_LAZY_INIT"
 

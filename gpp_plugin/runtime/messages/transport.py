@@ -31,7 +31,7 @@ PACKED_BYTES = 1 << 15
 
 
 class GlooTransport:
-    """Transfers over two gloo groups; a slot number keeps edges and tensors apart.
+    """Transfers over two gloo groups; a slot number separates edges and tensors.
 
     Activations and gradients have a group each: a pair of ranks then moves data one way in a group. In one
     group for both, a rank that is sending holds the lock that its own event thread needs for what arrives;
@@ -60,7 +60,7 @@ class GlooTransport:
         place = MessagePlace("send", message, edge, self._timeout)
 
         # Small tensors are put behind each other as bytes and travel under the first one's tag. Both ends decide that
-        # by the same sizes, so neither has to tell the other.
+        # by the same sizes, so neither has to send them to the other.
         def post(tensors: Sequence[Tensor]) -> Pending:
             if is_packed:
                 tensors = [torch.cat([_as_bytes(tensor) for tensor in tensors])]
@@ -99,7 +99,7 @@ class GlooTransport:
         open_pairs(self._groups.values(), pairs, timeout_s=self._timeout.total_seconds())
 
     def close(self) -> None:
-        """Let go of the process groups."""
+        """Release the process groups."""
         for group in self._groups.values():
             dist.destroy_process_group(group)
 
@@ -142,7 +142,7 @@ def make_transport(
     # Every rank makes every group, in one order: creating a group is collective over the job, also for who is not in
     # it.
     #
-    #     gloo   2 groups of all ranks, tags tell messages apart; of many ranks only those that have channels connect
+    #     gloo   2 groups of all ranks, tags distinguish messages; of many ranks only those that have channels connect
     #     NCCL   a communicator of two ranks a channel; only its ranks keep it
     if backend == "nccl":
         transport = NcclTransport(device=device, timeout_s=launch_timeout_s or timeout_s)

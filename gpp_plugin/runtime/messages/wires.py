@@ -1,6 +1,6 @@
 """What each message holds, frozen at compile time: tensor, rows, shape, dtype, slot.
 
-A wire is one tensor of one message as one end sees it. The sender cuts its rows out of the task's
+A payload is one tensor of one message as one end sees it. The sender cuts its rows out of the task's
 tensor; the receiver puts the pieces of one tensor together in the order of their samples. Where tensor ranks
 hold shards, both do so along the shards' axes as well: a message holds what is in its sender's and in its
 receiver's shard.
@@ -28,7 +28,7 @@ BoundarySpecs = Mapping[str, TensorSpec] | Sequence[Mapping[str, TensorSpec]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WireCut:
+class ShardCut:
     """Elements ``first`` to ``first + count`` along ``axis``, of ``size``, of the task's tensor at one end."""
 
     axis: int
@@ -57,7 +57,7 @@ class Wire:
     num_rows: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cuts: tuple[WireCut, ...] = ()
+    cuts: tuple[ShardCut, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -89,8 +89,8 @@ def wires_of(
     #
     #     sender    first_row 12, num_rows 6        receiver   first_row 0, num_rows 6        shape (6, ...) at both
     #
-    # A gradient goes the other way, so its producer is the edge's consumer: who the tensors belong to is by the edge,
-    # who sends by the message.
+    # A gradient is sent the other way, so its producer is the edge's consumer. Who the tensors belong to is by the
+    # edge, who sends by the message.
     edge = plan.edges[message.edge]
     is_forward = message.direction is Direction.ACTIVATION
     is_producer = is_sender == is_forward
@@ -151,7 +151,7 @@ def held_shape(spec: TensorSpec, num_samples: int, stage: Stage, shard_axis: int
 
 def _cuts(
     message: Message, edge: StageEdge, plan: PipelinePlan, spec: TensorSpec, *, is_producer: bool
-) -> tuple[WireCut, ...]:
+) -> tuple[ShardCut, ...]:
     """Return the part of each shard axis that a message holds, within the tensor of one end."""
     # A tensor of 12 along the axis, held as 2 shards by the producer and 3 by the consumer; what producer 0 (0..5)
     # and consumer 1 (4..7) share is 4..5. The sender cuts its shard at (first 4, count 2, size 6), the receiver puts
@@ -173,7 +173,7 @@ def _cuts(
         first, second = (parts.get(axis, whole) for parts in held)
         own = here.get(axis, whole)
         both = range(max(first.start, second.start), min(first.stop, second.stop))
-        cuts.append(WireCut(axis=axis, first=both.start - own.start, count=len(both), size=len(own)))
+        cuts.append(ShardCut(axis=axis, first=both.start - own.start, count=len(both), size=len(own)))
     return tuple(cuts)
 
 

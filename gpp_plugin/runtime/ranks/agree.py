@@ -1,4 +1,4 @@
-"""Decisions all ranks must share: made once on rank 0, told to the others, or refused by all.
+"""Decisions that all ranks share: made once on rank 0 and broadcast to the others, or refused by all.
 
 Source: this project
 Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py
@@ -23,10 +23,10 @@ from gpp_plugin.runtime.ranks.job_board import mark_shared
 from gpp_plugin.runtime.ranks.rank_status import HERE, name_of
 from gpp_plugin.runtime.ranks.waiting import (
     all_reduce,
+    broadcast_bytes,
     gather_bytes,
     gather_objects,
     own_name,
-    tell_bytes,
     wait_for,
 )
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """All ranks of a job, as one of them meets them; every method is collective.
+    """The collective operations of all ranks of a job, as one rank calls them.
 
     Args:
         group: a CPU group of all ranks; None for a single rank, which waits for nobody.
@@ -89,8 +89,8 @@ class Meeting:
         """
         if self.group is None:
             return [value]
-        told = gather_bytes(pickle.dumps(value), first_only=True, **self._wait(self.group, what))
-        return None if told is None else [pickle.loads(each) for each in told]
+        received = gather_bytes(pickle.dumps(value), first_only=True, **self._wait(self.group, what))
+        return None if received is None else [pickle.loads(each) for each in received]
 
     def tell(self, value: T | None, *, source: int, what: str) -> T:
         """Return what the rank ``source`` gives, on every rank; the other ranks' values are not read.
@@ -99,13 +99,13 @@ class Meeting:
             CommTimeout: a rank did not come in time (the error says which), or is gone.
         """
         if self.group is None:
-            assert value is not None, "a single rank tells itself"
+            assert value is not None, "a single rank is its own source"
             return value
         is_source = dist.get_rank() == source
-        told = tell_bytes(
+        received = broadcast_bytes(
             pickle.dumps(value) if is_source else b"", source=source, **self._wait(self.group, what)
         )
-        answer: T = pickle.loads(told)
+        answer: T = pickle.loads(received)
         return answer
 
     def _wait(self, group: dist.ProcessGroup, what: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def call_on_rank_zero(
         CommTimeout: rank 0 did not answer in time.
     """
     # Two broadcasts, how long and then what, so that nobody needs to guess a length. An error is an answer too: rank
-    # 0 tells its type and text, and every rank raises the same line instead of waiting for a plan that will not come.
+    # 0 sends its type and text, and every rank raises the same line instead of waiting for a plan that will not come.
     if group is None or dist.get_world_size(group) == 1:
         return make()
     answer = b""
@@ -149,7 +149,7 @@ def call_on_rank_zero(
                 else f"{name_of(0, HERE.stage)}: {what} failed: {type(error).__name__}: {error}"
             )
             answer = json.dumps({"error": name, "text": text}).encode()
-    body = tell_bytes(
+    body = broadcast_bytes(
         answer, source=0, group=group, what=f"the {what} of rank 0", who=own_name(), most_s=timeout_s
     )
     if failure is not None:
@@ -157,10 +157,10 @@ def call_on_rank_zero(
         raise failure
     if result is not None:
         return result
-    told = json.loads(body)
-    if "error" in told:
-        raise _shared(told["error"], told["text"])
-    return loads(kind, told["value"])
+    received = json.loads(body)
+    if "error" in received:
+        raise _shared(received["error"], received["text"])
+    return loads(kind, received["value"])
 
 
 def _shared(kind: str, text: str) -> GppError:
@@ -170,7 +170,7 @@ def _shared(kind: str, text: str) -> GppError:
     return error
 
 
-def tell(
+def broadcast_result(
     make: Callable[[], T],
     *,
     source: int,
@@ -180,7 +180,7 @@ def tell(
 ) -> T:
     """Call ``make`` on every rank and return what it gave on ``source``; if it fails on one, all raise the same.
 
-    For answers that are large and one rank's: `exchange` has room for every rank's on every rank.
+    For answers that are large and one rank's: `exchange` holds every rank's on every rank.
 
     Args:
         what: as for `call_on_rank_zero`; ``group``, ``stages``: as for `exchange`.
@@ -194,11 +194,11 @@ def tell(
         return own[0]
     is_source = dist.get_rank() == source
     answer = pickle.dumps(own[0]) if is_source else b""
-    body = tell_bytes(answer, source=source, group=group, what=f"the {what}", who=own_name())
+    body = broadcast_bytes(answer, source=source, group=group, what=f"the {what}", who=own_name())
     if is_source:
         return own[0]
-    told: T = pickle.loads(body)
-    return told
+    received: T = pickle.loads(body)
+    return received
 
 
 def exchange(
@@ -236,19 +236,19 @@ def exchange(
             if is_ours
             else f"{_name(dist.get_rank(), stages)}: {what} failed: {type(error).__name__}: {error}",
         )
-    told: list[tuple[T, tuple[str, str] | None]] = gather_objects(
+    received: list[tuple[T, tuple[str, str] | None]] = gather_objects(
         (value, failure), group=group, what=what, who=_name(dist.get_rank(), stages)
     )
-    for rank, (_, problem) in enumerate(told):
+    for rank, (_, problem) in enumerate(received):
         if problem is not None:
             raise _shared(*problem) from (cause if rank == dist.get_rank() else None)
-    return [answer for answer, _ in told]
+    return [answer for answer, _ in received]
 
 
 def do_together(act: Callable[[], object], *, what: str, group: dist.ProcessGroup | None) -> None:
     """Call ``act`` on every rank; if it fails on one, all raise the same.
 
-    As `exchange` without answers, and in a step: where nothing fails ranks tell each other one number.
+    As `exchange` without answers, and in a step: where nothing fails ranks exchange one number.
 
     Args:
         what, group: as for `exchange`.

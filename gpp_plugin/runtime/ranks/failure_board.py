@@ -8,7 +8,7 @@
 Nothing of it costs a step more than noting where the rank is, an attribute an instruction. A thread writes that to the
 store, twice a second, with a number that counts up (the beat), and looks whether a rank has failed. A rank that is
 killed writes nothing: those on its host see its process gone, others that its beat stands still. The store's own rank,
-when it fails, stays until the others have read what is on the board: the store goes with it.
+when it fails, stays until the others have read what is on the board: the store ends with it.
 
 Source: this project
 Tests: tests/runtime/test_failure_board.py, tests/integrations/test_faults.py
@@ -44,7 +44,7 @@ from gpp_plugin.runtime.ranks.rank_status import (
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """A process as others of its host find it; ``space`` tells hosts, and containers' numbers of processes, apart."""
+    """A process as others of its host find it; ``space`` distinguishes hosts, and containers' numbers of processes."""
 
     space: str
     pid: int
@@ -101,10 +101,10 @@ class FailureBoard:
 
     Args:
         store: the job's; a connection of its own is made to it, as another thread's waits block a shared one.
-        epoch: tells boards of one store apart.
+        epoch: distinguishes boards of one store.
         limit_s: how long a wait for ranks that give no sign of work may take.
         holder: the rank whose process holds the store; None: another process does.
-        neighbours: the ranks of this rank's host, whose processes it looks after; None: all, where nobody has told.
+        neighbours: the ranks of this rank's host, whose processes it looks after; None: all, where hosts are unknown.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class FailureBoard:
                 thread.join(timeout=max(deadline - time.monotonic(), 0.0))
 
     def leave(self) -> None:
-        """Tell the others that this rank ends as it should, and close."""
+        """Report that this rank ends as it should, and close."""
         self.close()
         if self.first is not None or self._find_lost_holder():
             return
@@ -173,9 +173,9 @@ class FailureBoard:
             self.first = self.first or failure
             return self.first
         key = f"{self._prefix}/first"
-        told = json.dumps([failure.rank, failure.stage, failure.where, failure.why])
+        record = json.dumps([failure.rank, failure.stage, failure.where, failure.why])
         try:
-            found = self._store.compare_set(key, "", told)
+            found = self._store.compare_set(key, "", record)
             self.first = FirstFailure(**dict(zip(_FIELDS, json.loads(found), strict=True)))
             self._set(f"seen/{self.rank}", 1)
         except (RuntimeError, ValueError):
@@ -245,7 +245,7 @@ class FailureBoard:
         return [found[rank] for rank in others]
 
     def _bounded(self, act: Callable[[], None]) -> None:
-        """Do what asks the store, and do not wait for one that answers no more: its rank is stopped, its host gone."""
+        """Run a request to the store, without a wait for one whose rank is stopped or whose host is gone."""
 
         def quietly() -> None:
             with contextlib.suppress(RuntimeError):  # the store went meanwhile
@@ -270,14 +270,14 @@ class FailureBoard:
         return True
 
     def linger(self) -> None:
-        """Stay until the others have read who failed, if the store goes with this rank."""
+        """Stay until the others have read who failed, if the store ends with this rank."""
         if self.rank != self._holder or self.first is None or not self._has_store:
             return
         self._holder = None  # once
         with contextlib.suppress(RuntimeError):
             self._stay_until(lambda rank: self._has(f"seen/{rank}"), LINGERING_S)
 
-    def _stay_until(self, knows: Callable[[int], bool], most_s: float) -> None:
+    def _stay_until(self, is_informed: Callable[[int], bool], most_s: float) -> None:
         """Wait until all ranks that can know something do."""
         deadline = time.monotonic() + most_s
         waiting = set(range(self.num_ranks)) - {self.rank}
@@ -285,7 +285,7 @@ class FailureBoard:
             waiting = {
                 rank
                 for rank in waiting
-                if self._local_state(rank) not in ("dead", "stopped") and not knows(rank)
+                if self._local_state(rank) not in ("dead", "stopped") and not is_informed(rank)
             }
             if waiting:
                 time.sleep(0.02)
@@ -303,7 +303,7 @@ class FailureBoard:
             self._end_if_stuck()
 
     def _tick(self) -> None:
-        """Tell where this rank is, and look at the others; ask nothing of a store that would not answer."""
+        """Publish where this rank is, and look at the others; send nothing to a store that would not answer."""
         if not self._has_store:
             return
         self._look_for_stops()
@@ -351,7 +351,7 @@ class FailureBoard:
             os._exit(1)
 
     def _is_holder_quiet(self) -> bool:
-        """Return whether the store's rank is dead or stopped, as far as this host knows."""
+        """Return whether the store's rank is dead or stopped, as far as this host sees."""
         return self._holder not in (None, self.rank) and self._state_of(self._holder) in ("dead", "stopped")
 
     def _state_of(self, rank: int | None) -> str:
@@ -364,14 +364,14 @@ class FailureBoard:
     def _beat(self) -> None:
         self._number += 1
         self._set(f"beat/{self.rank}", [self._number, HERE.facts()])
-        if self._holder is not None and self.rank != self._holder:  # if it goes, nobody can ask any more
+        if self._holder is not None and self.rank != self._holder:  # without it, the store answers no more
             self._holders_facts = self._facts_of(self._holder)[1]
             self._local_state(self._holder)
 
     def _read_first(self) -> None:
         if self._has("first"):
-            told = json.loads(self._store.get(f"{self._prefix}/first"))
-            self.first = FirstFailure(**dict(zip(_FIELDS, told, strict=True)))
+            record = json.loads(self._store.get(f"{self._prefix}/first"))
+            self.first = FirstFailure(**dict(zip(_FIELDS, record, strict=True)))
             self._set(f"seen/{self.rank}", 1)
 
     def _look_for_deaths(self) -> None:
@@ -423,8 +423,8 @@ class FailureBoard:
         if rank not in self._processes and rank in self._neighbours:
             try:
                 if self._has(f"process/{rank}"):
-                    told = json.loads(self._store.get(f"{self._prefix}/process/{rank}"))
-                    self._processes[rank] = RankProcess(*told)
+                    record = json.loads(self._store.get(f"{self._prefix}/process/{rank}"))
+                    self._processes[rank] = RankProcess(*record)
             except RuntimeError:
                 return ""
         return self._state_of(rank)

@@ -1,8 +1,8 @@
 """The board of this process's job, and what errors say by it: which rank failed first, where, and why.
 
 An error that all ranks raise together (`mark_shared`) is nobody's failure. One that another rank's failure led to gets
-its name; one of this rank's own, after which the job cannot go on, is written on the board. What ends the process tells
-the others as well, and the last line that it prints says who failed first.
+its name; one of this rank's own, after which the job cannot continue, is written on the board. The end of the process
+informs the others as well, and the last line that it prints says who failed first.
 
 Source: this project
 Tests: tests/runtime/test_failure_board.py, tests/integrations/test_faults.py, tests/runtime/test_agents_store.py,
@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, GppError
 from gpp_plugin.runtime.ranks.failure_board import FailureBoard
-from gpp_plugin.runtime.ranks.rank_status import HERE, FirstFailure, Whereabouts, describe_error
+from gpp_plugin.runtime.ranks.rank_status import HERE, RankStatus, describe_error
 
 # The store of an elastic agent, which outlives the processes that it starts: keys of each start's own.
 #
 # torchrun's agent keeps one store for a job and starts the ranks anew, as many or fewer, when one fails. What the
 # ranks before have left there, their addresses and their first failure, is not to be read by those of now. Nothing
-# that an agent tells its processes counts its starts alike on all hosts, so the ranks agree on a name for theirs:
+# that an agent sets for its processes counts its starts alike on all hosts, so the ranks agree on a name for theirs:
 #
 #     rank 0      call = 7f3a                                   go/7f3a = [b1, 9c]      a name, all who answered it
 #     rank 1            call? 7f3a   answer/1 = 7f3a b1         go/7f3a has b1: it is
@@ -50,7 +50,7 @@ _PREFIX = "gpp_plugin/start"
 
 
 def has_agents_store() -> bool:
-    """Return whether the store that this process is told of is an elastic agent's, and no rank's."""
+    """Return whether the store in this process's environment is an elastic agent's, and no rank's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -88,8 +88,8 @@ def store_of_start(store: dist.Store, *, rank: int, num_ranks: int, timeout_s: f
 def _answers(store: dist.Store, name: str, num_ranks: int, known: Container[int] = ()) -> dict[int, str]:
     """Return the words of the other ranks that have answered to a name, but for those whose answer is known."""
     unknown = [rank for rank in range(1, num_ranks) if rank not in known]
-    told = {rank: _get(store, f"answer/{rank}").split() for rank in unknown}
-    return {rank: words[1] for rank, words in told.items() if words[:1] == [name]}
+    replies = {rank: _get(store, f"answer/{rank}").split() for rank in unknown}
+    return {rank: words[1] for rank, words in replies.items() if words[:1] == [name]}
 
 
 def _get(store: dist.Store, key: str) -> str:
@@ -111,7 +111,7 @@ def did_not_come(
     names = " and ".join(f"rank {each}" for each in absent)
     where = os.environ.get("MASTER_ADDR", "the job's store")
     return CommTimeout(
-        f"rank {rank} of {num_ranks} ranks waited {round(waited_s, 1):g} s for all to meet at {where}: {names} did not "
+        f"rank {rank} of {num_ranks} ranks waited {round(waited_s, 1):g} s for all to join at {where}: {names} did not "
         f"come{f' ({why})' if why else ''}; start every rank, with rank 0's host as MASTER_ADDR, and look at the "
         "output of those that did not come"
     )
@@ -136,7 +136,7 @@ def open_board(
     """
     global _board
     close_board()
-    for name, value in vars(Whereabouts()).items():
+    for name, value in vars(RankStatus()).items():
         if name not in ("call", "number", "doing"):
             setattr(HERE, name, value)
     if num_ranks > 1:
@@ -204,10 +204,10 @@ def is_shared(error: BaseException) -> bool:
 
 
 def name_cause(error: BaseException, *, is_fatal: bool) -> None:
-    """Add to an error who failed first; where it was this rank, tell the others.
+    """Add to an error who failed first; where it was this rank, inform the others.
 
     Args:
-        is_fatal: the job cannot go on after it.
+        is_fatal: the job cannot continue after it.
     """
     board = _board
     if board is None or is_shared(error):
@@ -220,17 +220,12 @@ def name_cause(error: BaseException, *, is_fatal: bool) -> None:
         return
     if first is not None and first.rank == board.rank:
         error.add_note(f"{first}")
-    elif first is not None and not _says(error, first):
+    elif first is not None and not (str(first) in str(error) or first.why == describe_error(error)):
         if isinstance(error, GppError):
             error.args = (f"{error}; {first}",)
         else:
             error.add_note(f"{first}")
     board.linger()
-
-
-def _says(error: BaseException, first: FirstFailure) -> bool:
-    """Return whether an error says who failed first, or is what every rank raises for itself."""
-    return str(first) in str(error) or first.why == describe_error(error)
 
 
 _watched = False
@@ -278,10 +273,10 @@ C = TypeVar("C", bound=type)
 
 @contextmanager
 def engine_call(name: str, *, is_fatal: Callable[[], bool]) -> Iterator[None]:
-    """Run a call; within another one, only what it does is told.
+    """Run a call; within another one, only its instruction is published.
 
     Args:
-        is_fatal: asked after an exception: the job cannot go on. One that it survives is nobody's failure.
+        is_fatal: called after an exception: the job cannot continue. One that it survives is nobody's failure.
     """
     if HERE.call:
         with HERE.during(name):
@@ -301,7 +296,7 @@ def engine_call(name: str, *, is_fatal: Callable[[], bool]) -> Iterator[None]:
 
 
 def watched_calls(*names: str) -> Callable[[C], C]:
-    """Make methods of a class engine calls; its objects say with ``has_failed`` whether they can go on."""
+    """Make methods of a class engine calls; its objects say with ``has_failed`` whether they can continue."""
 
     def wrap_all(owner: C) -> C:
         for name in names:

@@ -1,6 +1,6 @@
-"""Where the ranks of a job run: which of them share a host, and which a device, as they tell each other.
+"""Where the ranks of a job run: which of them share a host, and which a device, as they report to each other.
 
-Launchers do not agree on what they tell a process of its host:
+Launchers do not agree on what they set for a process about its host:
 
                      rank, size                                  local rank                    ranks of the host
     torchrun         RANK, WORLD_SIZE                            LOCAL_RANK                    LOCAL_WORLD_SIZE
@@ -9,7 +9,7 @@ Launchers do not agree on what they tell a process of its host:
     mpirun (Open)    OMPI_COMM_WORLD_RANK, _SIZE                 OMPI_COMM_WORLD_LOCAL_RANK    ..._LOCAL_SIZE
     mpiexec (PMI)    PMI_RANK, PMI_SIZE                          MPI_LOCALRANKID               MPI_LOCALNRANKS
 
-and a process that sees one GPU cannot tell whether seven others see the same one or one each. So no number of ranks is
+and a process that sees one GPU cannot see whether seven others see the same one or one each. So no number of ranks is
 taken from a variable: every rank puts its host and the devices that it sees into the job's store, all read all, and
 `place_ranks` says where each of them runs.
 
@@ -64,7 +64,7 @@ WAITING_LIMIT_S = 60.0
 """How long ranks wait for others that show no sign of work where nothing says so: `comm_timeout_s`'s default."""
 
 TELLING_S = 30.0
-"""How long a rank that failed before it joined waits for the others, to tell them."""
+"""How long a rank that failed before it joined waits for the others, to inform them."""
 
 DEFAULT_PORT = 29500
 """Where rank 0 listens if nothing says so: as torch and DeepSpeed have it."""
@@ -80,9 +80,9 @@ class SeenByRank:
     """What one rank sees of its machine.
 
     Args:
-        host: tells machines apart.
+        host: distinguishes machines.
         local_rank: the number its launcher gave it on its host; None where it gave none.
-        devices: what tells each CUDA device that this process sees apart from all others of the job, in the order of
+        devices: what distinguishes each CUDA device that this process sees from all others of the job, in the order of
             their indices here; empty in a job on CPUs.
         names: their models.
     """
@@ -98,8 +98,8 @@ class RankPlace:
     """Where one rank computes.
 
     Args:
-        host: tells machines apart.
-        device: tells devices of the job apart; of a CPU rank it is its host's CPU.
+        host: distinguishes machines.
+        device: distinguishes devices of the job; of a CPU rank it is its host's CPU.
         name: the device's model, or ``cpu``.
         index: the CUDA device's number in the rank's own process; None on a CPU.
     """
@@ -112,7 +112,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlacement:
-    """Where all ranks compute, as ``rank`` asks for it; but for the properties named ``own`` the same on every rank."""
+    """Where all ranks compute, as ``rank`` requests it; but for the properties named ``own`` the same on every rank."""
 
     # Two hosts of two GPUs, three ranks on the first: places (a, G0) (a, G1) (a, G0) (b, G2). Ranks 0 and 2 share a
     # device, so no rank uses NCCL: a backend is the job's. Hosts are (0, 1, 2) and (3,).
@@ -365,7 +365,7 @@ def join_ranks(
             the caller's own default group is NCCL's.
         GppError: another rank failed before it joined (`telling_before_joining`); the same.
     """
-    if dist.is_initialized():  # the caller's group stays; where its ranks run is asked all the same
+    if dist.is_initialized():  # the caller's group stays; where its ranks run is found out all the same
         store = dist.distributed_c10d._get_default_store()
         placement = gather_placement(device_type, timeout_s=timeout_s)
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -439,7 +439,7 @@ def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
         )
     except RuntimeError as error:
         raise CommTimeout(
-            f"rank {own} of {size} ranks waited {timeout_s:g} s for all to meet at {where}, port {port}: "
+            f"rank {own} of {size} ranks waited {timeout_s:g} s for all to join at {where}, port {port}: "
             f"{first_line(error)}; start every rank, on rank 0's host as MASTER_ADDR, and look for a firewall between "
             "the hosts"
         ) from error
@@ -496,8 +496,8 @@ def _gather(
     local = os.environ.get("LOCAL_RANK")
     mine = _look(device_type, None if local is None else int(local))
     store.set(_key(call, rank), json.dumps(dataclasses.asdict(mine)))
-    told = _hear_all(store, call, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s)
-    failed = [(other, each["error"]) for other, each in enumerate(told) if "error" in each]
+    facts = _hear_all(store, call, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s)
+    failed = [(other, each["error"]) for other, each in enumerate(facts) if "error" in each]
     if failed:
         _leave_together(store, call, rank=rank, ranks=range(num_ranks), timeout_s=TELLING_S)
         first, (kind, text) = failed[0]
@@ -508,7 +508,7 @@ def _gather(
         raise error
     seen = [
         SeenByRank(**{**each, "devices": tuple(each["devices"]), "names": tuple(each["names"])})
-        for each in told
+        for each in facts
     ]
     return place_ranks(seen, rank=rank)
 
@@ -522,12 +522,12 @@ def _next_call() -> int:
 def _hear_all(
     store: dist.Store, call: int, *, rank: int, num_ranks: int, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Return what each rank has told of itself.
+    """Return what each rank has reported about itself.
 
     Raises:
         CommTimeout: a rank has not; says which.
     """
-    # Rank 0 reads what each has told, and writes it down once for all: n + 1 values are written and 2 n read. If every
+    # Rank 0 reads what each has reported, and writes it once for all: n + 1 values are written and 2 n read. If every
     # rank read every other's, the store would answer n x n times, two million requests for 1,024 ranks.
     #
     #     rank 1, 2   place/1/1, place/1/2 ──► rank 0 ── place/1/all ──► all
@@ -537,17 +537,16 @@ def _hear_all(
     try:
         if rank == 0:
             store.wait(keys, limit)
-            told = [json.loads(each) for each in _get_all(store, keys)]
-            store.set(_key_of_all(call), _packed(told))
-            return told
+            facts = [json.loads(each) for each in _get_all(store, keys)]
+            store.set(_key_of_all(call), _packed(facts))
+            return facts
         store.wait([_key_of_all(call)], limit)
         return _unpacked(store.get(_key_of_all(call)))
     except RuntimeError as error:
         waited_s = time.monotonic() - started
         there = [other for other in range(num_ranks) if _has(store, keys[other])]
-        absent = (
-            [other for other in range(num_ranks) if other not in there] if there else [0]
-        )  # it holds the store
+        # it holds the store
+        absent = [other for other in range(num_ranks) if other not in there] if there else [0]
         _leave_together(store, call, rank=rank, ranks=there, timeout_s=min(timeout_s, 3.0))
         raise did_not_come(
             absent or [0], rank=rank, num_ranks=num_ranks, waited_s=waited_s, why=first_line(error)
@@ -560,23 +559,23 @@ def _get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
     return store.multi_get(keys) if can else [store.get(key) for key in keys]
 
 
-def _packed(told: Sequence[Mapping[str, Any]]) -> str:
-    """Return what ranks have told in few characters: those of one host tell the same but for their numbers."""
-    texts = [json.dumps({**each, "local_rank": None}) for each in told]
+def _packed(facts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the ranks' reports in few characters: those of one host are the same but for their numbers."""
+    texts = [json.dumps({**each, "local_rank": None}) for each in facts]
     distinct = list(dict.fromkeys(texts))
     position = {text: index for index, text in enumerate(distinct)}
-    ranks = [[position[text], each.get("local_rank")] for text, each in zip(texts, told, strict=True)]
+    ranks = [[position[text], each.get("local_rank")] for text, each in zip(texts, facts, strict=True)]
     body = json.dumps([[json.loads(text) for text in distinct], ranks])
     return base64.b85encode(zlib.compress(body.encode())).decode()
 
 
-def packed_facts(told: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
-    """Return how many bytes each rank writes that tells this of itself, and how many rank 0 writes of all of them."""
-    return [len(json.dumps(each)) for each in told], len(_packed(told))
+def packed_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
+    """Return how many bytes each rank writes that reports this of itself, and how many rank 0 writes of all of them."""
+    return [len(json.dumps(each)) for each in facts], len(_packed(facts))
 
 
 def _unpacked(body: bytes) -> list[dict[str, Any]]:
-    """Return what `_packed` was given."""
+    """Return what `_packed` encoded."""
     distinct, ranks = json.loads(zlib.decompress(base64.b85decode(body)))
     return [{**distinct[index], "local_rank": local} for index, local in ranks]
 
@@ -590,17 +589,17 @@ def _has(store: dist.Store, key: str) -> bool:
 
 @contextlib.contextmanager
 def telling_before_joining() -> Iterator[None]:
-    """Tell the other ranks, which wait for this one to join, of an error: all of them raise it."""
+    """Inform the other ranks, which wait for this one to join, of an error: all of them raise it."""
     try:
         yield
     except GppError as error:
-        _tell_before_joining(error)
+        _publish_before_joining(error)
         mark_shared(error)
         raise
 
 
-def _tell_before_joining(error: GppError) -> None:
-    # A configuration is usually wrong on all ranks: each tells its error, and hears of the others' at once.
+def _publish_before_joining(error: GppError) -> None:
+    # A configuration is usually wrong on all ranks: each reports its error, and hears of the others' at once.
     try:
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
@@ -623,13 +622,13 @@ def _tell_before_joining(error: GppError) -> None:
         _hear_all(store, call, rank=rank, num_ranks=num_ranks, timeout_s=TELLING_S)
         _leave_together(store, call, rank=rank, ranks=range(num_ranks), timeout_s=TELLING_S)
     except (RuntimeError, GppError):
-        return  # nobody is there to be told
+        return  # there is nobody to inform
 
 
 def _leave_together(
     store: dist.Store, call: int, *, rank: int, ranks: Iterable[int], timeout_s: float
 ) -> None:
-    """Let rank 0, with which the store goes, stay until all have read what it holds."""
+    """Keep rank 0, which holds the store, alive until all have read what it holds."""
     with contextlib.suppress(RuntimeError):
         store.set(_key(call, rank) + "/heard", "1")
         if rank == 0:
@@ -659,7 +658,7 @@ def _look(device_type: str, local_rank: int | None) -> SeenByRank:
 
 
 def _host_name() -> str:
-    """Return what tells this host apart as NCCL tells it: containers may have one name on two machines."""
+    """Return what distinguishes this host as NCCL does it: containers may have one name on two machines."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a rank is, and what is said of one that failed: what ranks tell each other, in facts and in words.
+"""Where a rank is, and what is said of one that failed: what ranks publish to each other, in facts and in words.
 
 `HERE` is this process's; calls, phases and instructions set its attributes, which costs a step no more than that.
 """
@@ -18,8 +18,8 @@ SILENT_S = 4.0
 OUTSIDE = "outside of the engine's calls"
 
 
-class Whereabouts:
-    """What this process does now; read by the thread that tells the others.
+class RankStatus:
+    """What this process does now; read by the thread that publishes it to the others.
 
     Attributes:
         stage: of this rank, once it is known.
@@ -50,7 +50,7 @@ class Whereabouts:
             self.doing = before
 
     def facts(self) -> dict[str, Any]:
-        """Return what others are told."""
+        """Return what is published to the others."""
         instruction = self.instruction  # another thread may set it to None meanwhile
         return {
             "stage": self.stage,
@@ -63,7 +63,7 @@ class Whereabouts:
         }
 
 
-HERE = Whereabouts()
+HERE = RankStatus()
 """A process is one rank of one job."""
 
 
@@ -113,7 +113,7 @@ class SeenRank:
 
     Args:
         state: ``alive``, ``dead``, ``ended`` as it should, ``stopped``, or ``silent``: of another host, not heard of.
-        facts: as of `Whereabouts.facts`, at its last beat; empty where it was never heard of.
+        facts: as of `RankStatus.facts`, at its last beat; empty where it was never heard of.
     """
 
     rank: int

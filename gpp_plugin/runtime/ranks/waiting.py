@@ -46,7 +46,7 @@ def collective_timeout_s(plan: PipelinePlan | None, comm_timeout_s: float) -> fl
     """Return the limit, in seconds, of whatever may wait for as long as a whole mini-batch takes.
 
     These are all sums over ranks, and every communicator of NCCL, those of messages among them. A rank that is through
-    early asks for the gradients' norm, and waits while the others run the rest of the mini-batch. A receive that is
+    early requests the gradients' norm, and waits while the others run the rest of the mini-batch. A receive that is
     posted for the last stage waits while its sender's own inputs travel through all stages before it. NCCL's watchdog
     counts from when an operation was posted and ends the process at the limit, so that the limit of a message,
     ``comm_timeout_s``, holds on gloo alone, where a wait is the host's and says which message did not come.
@@ -73,7 +73,7 @@ SLICE_S = 1.0
 EVERY_RANK = ", which every rank calls"
 
 GRACE_S = 2.0
-"""How long a wait goes on when a rank has failed: what it had sent before may still come."""
+"""How long a wait continues when a rank has failed: what it had sent before may still come."""
 
 IDLE_S = 30.0
 """How long the thread that looks at messages stays when none is waited for."""
@@ -125,7 +125,7 @@ def wait_for(
                 waited = time.monotonic() - started
                 is_late = "timed out!" in str(error)
                 if is_late and not has_ended and work.is_completed():
-                    has_ended = True  # between the two calls, well or by an error: asked again it says which
+                    has_ended = True  # between the two calls, well or by an error: another call says which
                     continue
                 if has_ended or not is_late:
                     first = None if board is None else board.find() or _reason_to_stop(board, group, what)
@@ -184,7 +184,7 @@ def wait_for_message(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Waiting:
-    """A wait for a message that goes on.
+    """A wait for a message that continues.
 
     Args:
         limit_s: after how long it matters whether the others are at work.
@@ -220,9 +220,8 @@ class _MessageWatch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._going_on: set[_Waiting] = (
-            set()
-        )  # several: micro-batches of a generation wait in threads of their own
+        # several: micro-batches of a generation wait in threads of their own
+        self._going_on: set[_Waiting] = set()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
@@ -408,12 +407,12 @@ def device_of(group: dist.ProcessGroup) -> str:
 
 def gather_objects(value: Any, *, group: dist.ProcessGroup, **wait: Any) -> list[Any]:
     """Return every rank's value, on every rank; arguments as of `gather_bytes`."""
-    told = gather_bytes(pickle.dumps(value), group=group, **wait)
-    assert told is not None
-    return [pickle.loads(each) for each in told]
+    own_size = gather_bytes(pickle.dumps(value), group=group, **wait)
+    assert own_size is not None
+    return [pickle.loads(each) for each in own_size]
 
 
-def tell_bytes(own: bytes, *, source: int, group: dist.ProcessGroup, **wait: Any) -> bytes:
+def broadcast_bytes(own: bytes, *, source: int, group: dist.ProcessGroup, **wait: Any) -> bytes:
     """Return, on every rank, what the rank ``source`` of the job has; arguments as of `gather_bytes`."""
     is_source = dist.get_rank() == source
     device = device_of(group)
@@ -430,7 +429,7 @@ def tell_bytes(own: bytes, *, source: int, group: dist.ProcessGroup, **wait: Any
 def _sizes(own: int, group: dist.ProcessGroup, **wait: Any) -> list[int]:
     device = device_of(group)
     found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    told = torch.tensor([own], dtype=torch.int64, device=device)
-    work = dist.all_gather(found, told, group=group, async_op=True)
+    own_size = torch.tensor([own], dtype=torch.int64, device=device)
+    work = dist.all_gather(found, own_size, group=group, async_op=True)
     wait_for(work, group=group, is_polled=device != "cpu", **wait)
     return [int(each) for each in found]

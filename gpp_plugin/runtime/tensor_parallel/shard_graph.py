@@ -125,7 +125,7 @@ _SIZES_AT = {
     aten._unsafe_view.default: 1,
     aten.expand.default: 1,
 }
-"""Operators that are told the sizes of their result, and the position of these among their arguments."""
+"""Operators that take the sizes of their result, and the position of these among their arguments."""
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
 
 
@@ -151,7 +151,7 @@ def shard_graph(
         own: the operators that the rank computes.
 
     A parameter that is held in parts (`TensorRanks.parts`) and that nobody reads so here is joined: an evaluation may
-    ask for a tensor inside of what was a region in training, a unit that lacks inputs has operators of its own. What is
+    request a tensor inside of what was a region in training, a unit that lacks inputs has operators of its own. What is
     held whole is never cut.
 
     Raises:
@@ -217,7 +217,7 @@ class _Writer:
 
     def _copy(self, node: fx.Node, place: int) -> fx.Node:
         # Outside of regions a node is copied as it is, unless it draws: then it draws what all ranks draw. Inside it
-        # reads what the region has of its operands (`_operand`), and is told the sizes of its part (`_local`).
+        # reads what the region has of its operands (`_operand`), and takes the sizes of its part (`_local`).
         region = self._region_of.get(node.name)
         is_random_here = node.op == "call_function" and node.name in self._own and is_random(node)
         if region is None and not is_random_here:
@@ -316,8 +316,8 @@ class _Writer:
             bias, left, weight = (operand(each) for each in node.args)
             product = self._add(aten.mm.default, (left, weight), node, f"tensor_{node.name}_product", node)
         else:
-            given = argument(node, 2, "bias")
-            bias = operand(given) if isinstance(given, fx.Node) else None
+            bias_argument = argument(node, 2, "bias")
+            bias = operand(bias_argument) if isinstance(bias_argument, fx.Node) else None
             left, weight = operand(node.args[0]), operand(node.args[1])
             product = self._add(target, (left, weight), node, f"tensor_{node.name}_product", node)
         total = summed(self._ranks)
@@ -345,7 +345,7 @@ class _Writer:
         degree = self._ranks.size
 
         # 4 heads of 8 features on 2 ranks:
-        #     view(q, [2, 8, 4, 8])     is told 2 heads                 view(a, [2, 8, 32])    16 features
+        #     view(q, [2, 8, 4, 8])     becomes 2 heads               view(a, [2, 8, 32])    16 features
         #     view(q, [2, 8, -1, 8])    finds out by itself: -1 stays   split(qkv, 32, 2)      splits every 16
         # A size that was left open (a length) never lies along the axis that is cut.
         def own(size: Any) -> Any:

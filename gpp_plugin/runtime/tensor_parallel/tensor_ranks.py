@@ -6,7 +6,7 @@
     drawn     a number that all of them have                               in front of what draws at random
 
 What is whole must be the same bits on every rank, dropped elements too, whatever a rank's generators have drawn before.
-So each forward of a micro-batch takes one number, which the group's first rank draws from torch's generator and tells
+So each forward of a micro-batch takes one number, which the group's first rank draws from torch's generator and sends
 the others; every operator that draws seeds the generators by it, by its own place in the code and, inside a region, by
 the rank's position. A forward that runs again drops the same, as whoever recomputes restores torch's generator.
 
@@ -67,21 +67,21 @@ def mark_part(parameter: nn.Parameter, shard: TensorShard) -> None:
     marked.partition_stride = len(shard.parts)
 
 
-def check_shared_out(reference: Reference, asked: object) -> None:
+def check_shared_out(reference: Reference, requested: object) -> None:
     """Refuse tensor ranks for a model of which nothing can be shared out among them.
 
     Args:
-        asked: ``tensor_parallel`` of the configuration.
+        requested: ``tensor_parallel`` of the configuration.
 
     Raises:
         ConfigError: names the operator that is in the way.
     """
     graph = reference.block_graph
-    if asked in (1, "auto") or graph.sharding:
+    if requested in (1, "auto") or graph.sharding:
         return
     why = next(iter(graph.undivided.values()), "it has no linear operators")
     raise ConfigError(
-        f"graph_pipeline.tensor_parallel is {asked!r} and nothing of {graph.model} can be shared out among tensor "
+        f"graph_pipeline.tensor_parallel is {requested!r} and nothing of {graph.model} can be shared out among tensor "
         f'ranks: {why}; set it to 1, or to "auto" for what can be'
     )
 
@@ -106,7 +106,7 @@ RESULT, GRADIENT = "the result of a region", "the gradient of what a region read
 """What is summed."""
 _SEEDS = 1 << 48
 _NEXT_OPERATOR, _NEXT_POSITION = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
-"""Large odd numbers: seeds of neighbouring operators and positions lie far apart."""
+"""Large odd numbers: seeds of neighbouring operators and positions lie far from each other."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class TensorRanks:
         all_reduce(
             total, op=op, group=self.group, what=f"{what} over the tensor ranks of stage {self.stage!r}"
         )
-        self.sent_bytes[what] = self.sent_bytes.get(what, 0) + total.numel() * total.element_size()
+        self.sent_bytes[what] = self.sent_bytes.get(what, 0) + total.nbytes
         return total
 
     def join(self, part: Tensor, shard: TensorShard) -> Tensor:
@@ -204,7 +204,7 @@ class _Joined(torch.autograd.Function):
 
 
 class TensorOperator:
-    """An operator of generated code that knows the tensor ranks: the target of a graph's node.
+    """An operator of generated code on tensor ranks: the target of a graph's node.
 
     Args:
         title: how generated code calls it.
@@ -281,12 +281,12 @@ def seeded(
         is_part: its result is a part: each rank drops other elements.
     """
     # Dropout of hidden states: the same seed on all ranks. Of attention's heads: one for each position, so that heads 0
-    # and 2, of ranks 0 and 1, do not drop the same. The next operator of the forward draws apart from both.
-    apart = place * _NEXT_OPERATOR + (ranks.position + 1) * _NEXT_POSITION * is_part
+    # and 2, of ranks 0 and 1, do not drop the same. The next operator of the forward draws differently from both.
+    distance = place * _NEXT_OPERATOR + (ranks.position + 1) * _NEXT_POSITION * is_part
 
     def run(number: Tensor, *args: Any, **kwargs: Any) -> Any:
         with kept_streams(device):
-            seed_streams_of(device, (int(number) + apart) % (1 << 63))
+            seed_streams_of(device, (int(number) + distance) % (1 << 63))
             return call(*args, **kwargs)
 
     return TensorOperator("tensor_seeded", run)

@@ -54,11 +54,11 @@ from gpp_plugin.plan.registry import make_plan, request_for
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_request import validate_for
-from gpp_plugin.rehearse.rehearsal import make_windows, programs_of_plan
+from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
 from gpp_plugin.report import timeline_chart
 from gpp_plugin.report.plan_text import format_plan
+from gpp_plugin.schedule.cut_graph import lengthened
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
-from gpp_plugin.schedule.windows import lengthened
 from gpp_plugin.simulate.async_prediction import (
     AheadPrediction,
     AsyncPrediction,
@@ -309,7 +309,7 @@ def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
     else:
         check_form(plan)
     if plan.mode == "async":
-        make_windows(plan)
+        make_async_programs(plan)
     else:
         programs_of_plan(plan)
 

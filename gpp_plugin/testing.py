@@ -37,7 +37,7 @@ from gpp_plugin.library.analytic_models import AnalyticModel, assemble, linear, 
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plugins import PLANNERS, SCHEDULES, TRANSPORTS, Planner, Schedule
-from gpp_plugin.rehearse.rehearsal import make_windows, programs_of_plan
+from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.order_check import check_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
@@ -137,7 +137,7 @@ def _check_plan(where: str, planner: str, request: PlanRequest, *, may_fail: boo
             return None
         _require(make_plan(planner, request) == plan, where, "makes another plan of the same request")
         if plan.mode == "async":
-            make_windows(plan)
+            make_async_programs(plan)
         else:
             programs_of_plan(plan)
     after = fingerprint(request.graph), fingerprint(request.profile)

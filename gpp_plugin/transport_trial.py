@@ -29,9 +29,9 @@ from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plugins import Transport, TransportRequest, find_transport
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
-from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.messages.pending import Pending, Post
 from gpp_plugin.runtime.messages.wires import Wire, wires_of
+from gpp_plugin.runtime.rank_programs import channels_of
 
 TIMEOUT_S = 60.0
 MINI_BATCHES = 2

@@ -15,7 +15,7 @@ from gpp_plugin.ir.serialize import save
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
-from gpp_plugin.runtime.lane import channels_of
+from gpp_plugin.runtime.rank_programs import channels_of
 from tests.waits import run_program
 
 

@@ -29,11 +29,14 @@ from gpp_plugin.model.graph.captured_part import whole_part
 from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
-from gpp_plugin.runtime.lane import Lane, channels_of, make_programs
+from gpp_plugin.runtime.code_by_shape import RunnerContext
 from gpp_plugin.runtime.messages.transport import make_transport
+from gpp_plugin.runtime.rank_programs import channels_of, make_programs
+from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import make_reference
 from gpp_plugin.schedule.orders.kfkb import one_f_one_b_schedule
+from gpp_plugin.schedule.program_sets import RankPrograms
 
 TIMEOUT_S = 60.0
 LEARNING_RATE = 1e-4
@@ -319,19 +322,22 @@ class OurRuntime:
         )
         programs = make_programs(self.plan, reference)
         rank = dist.get_rank()
-        self.lane = Lane(
-            source=whole_part(model, unit),
-            reference=reference,
-            plan=self.plan,
-            program=next(program for program in programs if program.rank == rank),
-            transport=make_transport(
+        own = next(program for program in programs if program.rank == rank)
+        self.runner = RankRunner(
+            RankPrograms(plan=self.plan, programs={"whole": own}),
+            RunnerContext(
+                source=whole_part(model, unit),
+                reference=reference,
+                transport=make_transport(
+                    device=torch.device("cpu"),
+                    channels=channels_of(programs),
+                    timeout_s=TIMEOUT_S,
+                ),
                 device=torch.device("cpu"),
-                channels=channels_of(programs),
-                timeout_s=TIMEOUT_S,
             ),
-            device=torch.device("cpu"),
         )
-        names = self.lane.prepare(self.batch).tensors
+        (function,) = self.runner.prepare(self.batch)
+        names = function.tensors
         tensors = dict(model.named_parameters())
         module = StageModule(tensors={name: tensors[name] for name in names}, parameters=names)
         self.engine = make_stage_engine(
@@ -346,11 +352,11 @@ class OurRuntime:
             optimizer=make_optimizer,
         )
         self.hooks = _Hooks(self.engine)
-        self.lane.bind(module, self.hooks)
+        self.runner.bind([module], [self.hooks])
 
     def run(self) -> float:
         self.hooks.asked_at = 0.0
-        self.lane.run(self.batch)
+        self.runner.run(self.batch)
         return self.hooks.asked_at
 
     def finish(self) -> None:

@@ -1,6 +1,6 @@
-"""Draws of the exactness bench that keep something from one mini-batch to the next: mode async, and look-ahead.
+"""Draws of the exactness bench that keep something from one mini-batch to the next: mode async, and frozen prefetch.
 
-Both run as an engine runs them: windows of a pipeline that is emptied once, at the end, with versions of weights; or a
+Both run as an engine runs them: programs of a pipeline that is emptied once, at the end, with versions of weights; or a
 frozen branch on the next mini-batch in the program of this one. What mode async must equal is PipeDream's rule itself,
 one micro-batch after the other in one process (`stale_gradients`), which knows no windows, ranks or messages.
 
@@ -35,33 +35,34 @@ from gpp_benchmarks._random_plans import forward_only_of, random_plan, with_fami
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plugins import Transport
-from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
-from gpp_plugin.runtime.executor import StageExecutor
-from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
-from gpp_plugin.runtime.rank_executor import RankExecutors
+from gpp_plugin.runtime.compute import VersionedHooks
+from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
+from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.weight_versions import WeightVersions
-from gpp_plugin.runtime.window_lane import RankWindowRunner, VersionedHooks, WindowRunner
-from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
-from gpp_plugin.schedule.look_ahead import AheadPrograms, Part, lower_ahead
+from gpp_plugin.schedule.checks.validate_windows import validate_async, validate_prefetch
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
-from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
+from gpp_plugin.schedule.program_sets import (
+    ProgramPlace,
+    ProgramSet,
+    RankPrograms,
+    lower_async,
+    lower_prefetch,
+)
 
 KEPT_FAMILIES = ("async", "look_ahead")
 _ORDERS = ("1f1b", "gpipe", "kfkb", "greedy", "sliced", "zero_bubble")
-_MOST_EXECUTORS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptDraw:
-    """A random plan and its programs: ``windows`` of mode async, or ``ahead`` of a frozen branch."""
+    """A random plan and its programs, of mode async or with a frozen branch that is prefetched."""
 
     seed: int
     family: str
     plan: PipelinePlan
     forward_only: frozenset[int]
-    windows: WindowPrograms | None = None
-    ahead: AheadPrograms | None = None
+    programs: ProgramSet
 
     def validate(self) -> None:
         """Prove the programs.
@@ -69,15 +70,16 @@ class KeptDraw:
         Raises:
             ScheduleError: they are unsafe.
         """
-        if self.windows is not None:
-            validate_windows(self.plan, self.windows, forward_only_stages=self.forward_only)
-        if self.ahead is not None:
-            validate_ahead(self.plan, self.ahead)
+        if self.programs.windows is not None:
+            validate_async(self.plan, self.programs, forward_only_stages=self.forward_only)
+        else:
+            validate_prefetch(self.plan, self.programs)
 
     @property
     def least_mini_batches(self) -> int:
         """Return how many mini-batches it takes until a program is run a second time."""
-        return 1 if self.windows is None else self.windows.windows.first_steady + 1
+        windows = self.programs.windows
+        return 1 if windows is None else windows.first_steady + 1
 
 
 def kept_draw(seed: int, family: str, **options: Any) -> KeptDraw:
@@ -86,15 +88,15 @@ def kept_draw(seed: int, family: str, **options: Any) -> KeptDraw:
     if family == "async":
         plan = _random_async_plan(rng, options)
         frozen = forward_only_of(plan, rng)
-        windows = lower_windows(plan, forward_only_stages=frozen)
-        return KeptDraw(seed=seed, family=family, plan=plan, forward_only=frozen, windows=windows)
+        programs = lower_async(plan, forward_only_stages=frozen)
+        return KeptDraw(seed=seed, family=family, plan=plan, forward_only=frozen, programs=programs)
     plan = _random_frozen_plan(rng, options)
     return KeptDraw(
         seed=seed,
         family=family,
         plan=plan,
         forward_only=forward_only_stages(plan),
-        ahead=lower_ahead(plan, reduce_each_backward=rng.random() < 0.3),
+        programs=lower_prefetch(plan, reduce_each_backward=rng.random() < 0.3),
     )
 
 
@@ -159,15 +161,15 @@ class _Rank:
         }
         self._made: dict[int, tuple[Any, Any]] = {}
 
-    def executors(self) -> RankExecutors:
-        """Return what joins the executors of the rank's stages."""
-        return RankExecutors(hand_overs=self._hand_overs, step=self._step, most=_MOST_EXECUTORS)
+    def executor(self, programs: RankPrograms) -> RankExecutor:
+        """Return what runs the rank's programs."""
+        return RankExecutor(programs, hand_overs=self._hand_overs, step=self._step)
 
     def _step(self) -> None:
         for own in self.hooks.values():
             own.step()
 
-    def make(self, program: RankProgram, place: WindowPlace) -> StageExecutor:
+    def make(self, program: RankProgram, place: ProgramPlace | None) -> StageExecutor:
         """Return what runs a program of one stage; all of a stage's share what computes."""
         index, network = program.stage, self._network
         compute, hooks = self._made[index]
@@ -180,7 +182,7 @@ class _Rank:
             hooks=hooks,
             device=torch.device("cpu"),
             loss=compute.outputs[-1] if network.stages[index].has_loss else None,
-            window=place,
+            place=place,
             hand_overs=self._hand_overs,
         )
 
@@ -219,48 +221,26 @@ def train_kept(
         given: ``groups`` of the rank's stages, ``transport``, ``delays`` and ``longest_delay_s``.
     """
     own = _Rank(draw, network, rank=rank, **given)
-    if draw.windows is not None:
-        _train_windows(own, draw.windows, batches, rank)
-    else:
-        assert draw.ahead is not None
-        _train_ahead(own, draw.ahead, batches, rank)
+    programs = draw.programs.of_rank(rank)
+    makers = [programs.of_stage(stage) for stage in own.stages]
+    for of_stage in makers:
+        own.begin(of_stage.main, None if programs.windows is None else own.versions(of_stage.main.stage))
+    parts = {
+        name: [own.make(of_stage.programs[name], of_stage.place(name)) for of_stage in makers]
+        for name in programs.programs
+    }
+    executor, policy = own.executor(programs), programs.policy
+    for now, following in zip(batches, (*batches[1:], None), strict=True):
+        *first, last = policy.calls[executor.last, policy.can_prefetch and following is not None]
+        for name, branch in [*((name, now) for name in first), (last, following)]:
+            ours, next_ones = own.rows(now), own.rows(now if branch is None else branch)
+            pairs = zip(makers, ours, next_ones, strict=True)
+            rows = [theirs if of_stage.is_prefetched else mine for of_stage, mine, theirs in pairs]
+            executor.run(name, parts[name], rows)
+    drain = policy.drains.get(executor.last)
+    if drain is not None:
+        executor.run(drain, parts[drain], [()] * len(makers))
     return {index: hooks.done for index, hooks in own.hooks.items()}
-
-
-def _train_windows(own: _Rank, windows: WindowPrograms, batches: Sequence[Tensor], rank: int) -> None:
-    programs = windows.of_rank(rank)
-    runners = []
-    for stage in own.stages:
-        parts = programs.of_stage(stage)
-        own.begin(parts.steps[-1], own.versions(stage))
-        runners.append(WindowRunner.make(parts, own.make, mini_batch=len(batches[0])))
-    runner = RankWindowRunner(programs, runners, own.executors())
-    for data in batches:
-        runner.run(own.rows(data))
-    runner.drain()
-
-
-def _train_ahead(own: _Rank, ahead: AheadPrograms, batches: Sequence[Tensor], rank: int) -> None:
-    plan, programs = ahead.plan, ahead.of_rank(rank)
-    frozen = forward_only_stages(plan)
-    runners = []
-    for stage in own.stages:
-        parts = programs.of_stage(stage)
-        own.begin(parts.steady)
-        runners.append(AheadRunner(plan=plan, programs=parts, stage=stage, is_trained=stage not in frozen))
-
-    together = RankAheadRunner(programs, runners, own.executors())
-
-    def run(part: Part, now: Tensor, following: Tensor) -> None:
-        parts = [own.make(runner.program(part), runner.place(part)) for runner in runners]
-        ours, next_ones = own.rows(now), own.rows(following)
-        rows = [next_ones[i] if runner.programs.is_ahead else ours[i] for i, runner in enumerate(runners)]
-        together.run(part, parts, rows)
-
-    run("fill", batches[0], batches[0])
-    for now, following in zip(batches, batches[1:], strict=False):
-        run("steady", now, following)
-    run("last", batches[-1], batches[-1])
 
 
 # ---- what it must equal --------------------------------------------------------------------------------------

@@ -43,11 +43,11 @@ from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.launch import emit_event
 from gpp_plugin.plugins import Transport
-from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.messages.transport import GlooTransport
-from gpp_plugin.runtime.rank_executor import RankExecutor
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.program_sets import RankPrograms
 
 ALL_FAMILIES = (*FAMILIES, *KEPT_FAMILIES)
 MINI_BATCHES = 3
@@ -181,7 +181,7 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
         network = linear_network(draw.plan, draw.forward_only, seed=case.seed, dtype=dtype)
         batches = _batches(draw, dtype)
         run = _train(draw, network, batches, groups, longest_delay_s=0.0)
-        if isinstance(draw, KeptDraw) and draw.windows is not None:
+        if isinstance(draw, KeptDraw) and draw.programs.windows is not None:
             errors[dtype] = stale_error(run, network, batches)
         else:
             errors[dtype] = _error(run, network, batches)
@@ -246,7 +246,7 @@ def _train(
         index: LinearHooks({name: p.clone() for name, p in network.starts[index].items()}, group)
         for index, group in of_stages.items()
     }
-    executor = rank_executor(
+    executor, parts = rank_executor(
         draw.programs[rank],
         network,
         hooks,
@@ -255,7 +255,7 @@ def _train(
         longest_delay_s=longest_delay_s,
     )
     for data in batches:
-        executor.run([stage_rows(network, index, rank, data) for index in hooks])
+        executor.run("whole", parts, [stage_rows(network, index, rank, data) for index in hooks])
     return {index: own.done for index, own in hooks.items()}
 
 
@@ -267,8 +267,8 @@ def rank_executor(
     transport: Transport | None,
     delays: random.Random | None = None,
     longest_delay_s: float = 0.0,
-) -> RankExecutor:
-    """Return what runs a rank's program on its stages of a network.
+) -> tuple[RankExecutor, list[StageExecutor]]:
+    """Return what runs a rank's program ``whole`` on its stages of a network, and what each stage does in it.
 
     Args:
         hooks: by stage; the rank steps them one after the other.
@@ -297,7 +297,8 @@ def rank_executor(
         for own in hooks.values():
             own.step()
 
-    return RankExecutor(program, parts, hand_overs=hand_overs, step=step)
+    programs = RankPrograms(plan=network.plan, programs={"whole": program})
+    return RankExecutor(programs, hand_overs=hand_overs, step=step), parts
 
 
 def _error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]) -> GradientError:

@@ -76,7 +76,7 @@ class Watch:
             return export(*args, **kwargs)
 
         torch.export.export = counting
-        # code and executors are the lane's; what Python reads of a batch is found out where batches come in
+        # code and executors are the stage runner's; what Python reads of a batch is found out where batches come in
         for owner, names in (
             (engine._lane.lanes[0], ("learn_shapes", "_executor_for")),
             (engine._batch_source, ("collect",)),

@@ -15,10 +15,12 @@ from gpp_plugin.model.graph.stage_context import StageContext
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
-from gpp_plugin.runtime.lane import Lane, channels_of, make_programs
+from gpp_plugin.runtime.code_by_shape import RunnerContext
 from gpp_plugin.runtime.messages.transport import make_transport
-from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.rank_programs import channels_of, make_programs
+from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
+from gpp_plugin.schedule.program_sets import RankPrograms
 
 TIMEOUT_S = 60.0
 
@@ -48,22 +50,17 @@ def gpp_step(topology: Topology) -> Step:
         timeout_s=TIMEOUT_S,
     )
     program = next(program for program in programs if program.rank == setting.rank)
-    lane = Lane(
-        source=source.stages,
-        reference=reference,
-        plan=plan,
-        program=program,
-        transport=transport,
-        device=device,
-        dtype=DTYPE,
+    shared = RunnerContext(
+        source=source.stages, reference=reference, transport=transport, device=device, dtype=DTYPE
     )
-    (module,) = source.make_modules(RankLane(program, [lane]), batch)
-    lane.bind(module, _Sums(module, plan))
+    runner = RankRunner(RankPrograms(plan=plan, programs={"whole": program}), shared)
+    (module,) = source.make_modules(runner, batch)
+    runner.bind([module], [_Sums(module, plan)])
     prefix = f"{topology.node_of_rank(setting.rank).name}."
 
     def step() -> dict[str, Tensor]:
         module.zero_grad()
-        lane.run(batch)
+        runner.run(batch)
         return {
             name.removeprefix(prefix): parameter.grad.clone()
             for name, parameter in module.named_parameters()

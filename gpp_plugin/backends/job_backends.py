@@ -26,7 +26,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, ones_among
-from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.stage_source import StageCode
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def choose_backends(
     requested: Asked,
-    lane: RankLane,
+    runner: RankRunner,
     batch: Batch,
     *,
     log: BackendLog,
@@ -48,7 +48,7 @@ def choose_backends(
     Each stage is measured on its first rank while the others wait: ranks that measure side by side measure each other.
 
     Args:
-        lane: this rank's, bound.
+        runner: this rank's, bound.
         batch: the sample batch.
 
     Raises:
@@ -56,7 +56,7 @@ def choose_backends(
     """
     # Stages 0 and 2 train nothing, on ranks (0, 1) and (3): rank 0 measures stage 0 while 1, 2 and 3 wait in the
     # exchange, then rank 3 measures stage 2 while the others wait. Rank 1 uses rank 0's choice.
-    plan = lane.plan
+    plan = runner.plan
     forward_only = sorted(forward_only_stages(plan))
     names = [stage.name for stage in plan.stages]
     own = [names[index] for index in forward_only]
@@ -66,11 +66,11 @@ def choose_backends(
         stage = names[index]
 
         def choose(index: int = index, stage: str = stage) -> StageBackend | None:
-            if lane.rank != plan.stages[index].ranks[0]:
+            if runner.rank != plan.stages[index].ranks[0]:
                 return None
-            code, weights = lane.lane_of(index).code_and_weights(batch)
-            # a unit's tensors have their own sizes; others may be described at another number of samples
-            samples = None if lane.units else plan.stages[index].local_batch_size
+            code, weights = runner.runner_of(index).code_and_weights(batch)
+            # a unit's tensors are as they are; others may be described at another number of samples
+            samples = None if runner.has_ragged_units else plan.stages[index].local_batch_size
             has_tensor_ranks = plan.stages[index].tensor > 1
             if code.function.module is None or has_tensor_ranks:
                 torch_alone = (PlacedGroup(backend=TORCH),)
@@ -84,19 +84,19 @@ def choose_backends(
         answers = exchange(choose, what=f"measuring backends of stage {stage!r}", group=group)
         found = next(answer for answer in answers if answer is not None)
         chosen[stage] = found
-        if lane.rank == 0:
+        if runner.rank == 0:
             # a user who lists backends is warned of those that cannot run it or match nothing; "auto" takes what can
             fails = any(cost.refused for cost in found.costs) or any(UNMATCHED in n for n in found.notes)
             level = logging.WARNING if fails and requested != "auto" else logging.INFO
             logger.log(level, "%s", describe(found))
-    if not forward_only and lane.rank == 0:
+    if not forward_only and runner.rank == 0:
         logger.info("backends: every stage trains, and all of them run on torch")
     return chosen
 
 
 def compile_stages(
     compiled: CompiledStages,
-    lane: RankLane,
+    runner: RankRunner,
     batch: Batch,
     *,
     whole: AbstractContextManager[None],
@@ -108,18 +108,18 @@ def compile_stages(
     What rank 0 measured while it planned is in the compiler's cache on disk.
 
     Args:
-        lane: this rank's, bound.
+        runner: this rank's, bound.
         batch: the sample batch.
         whole: entered where anything is compiled, by all ranks: gathers weights that ranks hold in shards.
     """
     # Stages 0 and 1 on ranks 0 and 1: both compile at the same time, rank 0 finds its blocks on disk, rank 1 those that
     # are like rank 0's. A stage that turns out wrong stays on torch on its own rank alone: plans and programs are the
     # same, and only its times are others than planned.
-    plan = lane.plan
+    plan = runner.plan
 
     def compile_own() -> None:
-        for index in lane.stages:
-            stage, own = plan.stages[index], lane.lane_of(index)
+        for index in runner.stages:
+            stage, own = plan.stages[index], runner.runner_of(index)
             if not stage.compiled:
                 continue
             code, weights = own.code_and_weights(batch)

@@ -197,7 +197,7 @@ def main() -> None:
                 SETTINGS,
                 has_step=False,
                 durations=durations.get(name),
-                looks_ahead=name in own["ahead"],
+                prefetches=name in own["ahead"],
             )
             for name, plan in read.items()
         }

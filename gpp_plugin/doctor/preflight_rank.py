@@ -26,12 +26,17 @@ from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.cluster_files import describe_cluster
 from gpp_plugin.profile.device_links import PairSpeed, measure_pairs, rounds_of_pairs
-from gpp_plugin.profile.device_memory import MeasuredDevice, measure_all_reduce, measure_device, with_measured
+from gpp_plugin.profile.device_memory import (
+    MeasuredDevice,
+    measure_all_reduce,
+    measure_device,
+    with_measured,
+)
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster, measure_models, shares_of
-from gpp_plugin.rehearse.rehearsal import make_windows, programs_of_plan, scale_times
+from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan, scale_times
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
-from gpp_plugin.runtime.lane import channels_of
+from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, join_ranks
 
 ALL_PAIRS = 16
@@ -198,7 +203,7 @@ def _measure(
 
 def _channels(plan: PipelinePlan) -> set[Any]:
     programs = (
-        make_windows(plan, validate=False).all
+        make_async_programs(plan, validate=False).all
         if plan.mode == "async"
         else programs_of_plan(plan, validate=False)
     )

@@ -3,10 +3,9 @@
 It has the public surface of `deepspeed.runtime.pipe.engine.PipelineEngine`; what differs is said where
 it does. It is composed of parts, each of which receives what it needs:
 
-    steps          what a call of `train_batch` does: `SynchronousSteps`, `LookAheadSteps` where a frozen branch is
-                   prefetched, or `AsynchronousSteps` in mode async
-    runner         executes a mini-batch, and ends the job when one fails on its way
-    rank runner    this rank's program, its stages' code by shape, their messages
+    steps          what a call of `train_batch` does, from one mini-batch to the next
+    runner         runs a mini-batch, and ends the job when one fails on its way
+    rank_runner    this rank's programs, its stages' code by shape, their messages
     rank_engine    gradients, optimizers and counters of this rank's stages
     data, source   mini-batches
     files          checkpoints, exports, state dicts
@@ -43,8 +42,6 @@ from gpp_plugin.capture.tracing.sample_batches import (
     resize_batch,
 )
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.ahead_steps import LookAheadSteps
-from gpp_plugin.engine.async_steps import AsynchronousSteps
 from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.evaluator import Evaluator
@@ -68,16 +65,19 @@ from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
 from gpp_plugin.engine.rank_engine import RankEngine
+from gpp_plugin.engine.runner_factory import RunnerFactory
 from gpp_plugin.engine.sharded_weights import check_sharding
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
 from gpp_plugin.engine.training_steps import (
-    LaneMaker,
+    DataCheck,
+    LossReports,
+    LossSum,
     MiniBatchRunner,
     RankStep,
     StepHooks,
-    StepStrategy,
-    SynchronousSteps,
     TrainedCall,
+    TrainingSteps,
+    loss_reports,
 )
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.backend_costs import StageBackend
@@ -91,10 +91,9 @@ from gpp_plugin.plan.unit_order import UnitOrder, unit_costs
 from gpp_plugin.plugins import find_transport
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
-from gpp_plugin.runtime.kept_lanes import KeptAhead, KeptWindows
-from gpp_plugin.runtime.lane import tied_stages
 from gpp_plugin.runtime.memory.counting import storage_bytes
-from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.rank_programs import plan_of_units, tied_stages
+from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Meeting, do_together
 from gpp_plugin.runtime.ranks.job_board import watched_calls
 from gpp_plugin.runtime.ranks.rank_status import HERE
@@ -102,7 +101,6 @@ from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import Shell, StageModule
 from gpp_plugin.runtime.stage_source import Reference
-from gpp_plugin.runtime.unit_lane import plan_of_units
 
 logger = logging.getLogger(__name__)
 
@@ -187,11 +185,11 @@ class GraphPipelineEngine(PipelineSurface):
         elif config.units is None:
             _check_axes(user_batch, setting.sizes.mini_batch)
         self._backends = StageBackends()
-        self._lanes = LaneMaker(source=source, config=config, setting=setting, forwards=self._backends)
+        self._runners = RunnerFactory(source=source, config=config, setting=setting, forwards=self._backends)
         # By default where this engine loads the data itself: it is invisible then that it is loaded one call early.
-        looks_ahead = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
-        self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
-        modules = self._lanes.make_modules(self._lane, sample_batch)
+        may_prefetch = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
+        self._rank_runner = self._make_rank_runner(reference, plan, may_prefetch=may_prefetch)
+        modules = self._runners.make_modules(self._rank_runner, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference), whole=source.whole_parameters(plan, reference))
         HERE.stage = name = plan.names_on_rank(setting.rank)
         limit_s = collective_timeout_s(plan, config.comm_timeout_s)
@@ -225,20 +223,22 @@ class GraphPipelineEngine(PipelineSurface):
 
     # ---- construction --------------------------------------------------------------------------
 
-    def _make_lane(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool) -> RankLane:
+    def _make_rank_runner(
+        self, reference: Reference, plan: PipelinePlan, *, may_prefetch: bool
+    ) -> RankRunner:
         """Return this rank's runner of training; collective."""
         if self.config.mode == "async":
-            # Where weights lie is the optimizer's to say, which is made for a module, which is made for this lane.
-            return self._lanes.make_windows(
+            # Where weights lie is the optimizer's to say, which is made for a module, which is made for this runner.
+            return self._runners.make_async(
                 reference,
                 plan,
                 make_places=lambda stage: (
                     lambda parameters: self.rank_engine.of(stage).weight_places(parameters)
                 ),
             )
-        lane = self._lanes.make(reference, plan, looks_ahead=looks_ahead)
-        assert lane is not None, "every rank is in a stage of the training plan"
-        return lane
+        runner = self._runners.make(reference, plan, may_prefetch=may_prefetch)
+        assert runner is not None, "every rank is in a stage of the training plan"
+        return runner
 
     def _choose_backends(self, sample_batch: Batch) -> None:
         """Choose what stages without gradients run on; collective."""
@@ -248,7 +248,7 @@ class GraphPipelineEngine(PipelineSurface):
         with step("measure backends"):
             self._backends.choices = choose_backends(
                 requested,
-                self._lane,
+                self._rank_runner,
                 sample_batch,
                 log=BackendLog(self.config.profile_dir),
                 group=self._setting.group,
@@ -267,7 +267,7 @@ class GraphPipelineEngine(PipelineSurface):
         self, modules: Sequence[StageModule], tied: Sequence[TiedParameter], framework: Framework
     ) -> RankEngine:
         """Return what trains this rank's stages; collective."""
-        early = [lane.stage_index for lane in self._lane.lanes if lane.reduces_early]
+        early = [own.stage_index for own in self._rank_runner.stage_runners if own.reduces_early]
         return RankEngine(
             modules=modules,
             plan=self._plan,
@@ -277,7 +277,7 @@ class GraphPipelineEngine(PipelineSurface):
             make_optimizer=framework.make_optimizer,
             framework=framework.name,
             device=self._setting.device,
-            steps_alone=self.config.mode == "async",
+            steps_alone=self._rank_runner.policy.steps_alone,
             reduces_early=early,
         )
 
@@ -331,7 +331,7 @@ class GraphPipelineEngine(PipelineSurface):
                 collate_fn=collate_fn,
                 prepare=self._source.prepare_batch,
                 complete=self._source.complete_batches,
-                reads=inputs_read(plan, reference.block_graph, self._lane.stages),
+                reads=inputs_read(plan, reference.block_graph, self._rank_runner.stages),
                 keys=sample_batch,
                 inputs=inputs_of(sample_batch),
                 unit=None if self._rule is None else self._rule.num_samples,
@@ -359,9 +359,9 @@ class GraphPipelineEngine(PipelineSurface):
         )
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
         self._step = RankStep(stages, self._memory)
-        is_alone = self.config.mode == "async"
+        is_alone = self._rank_runner.policy.steps_alone
         hooks = [StepHooks(s, self._step.alone(s) if is_alone else self._step) for s in stages.stages]
-        self._lane.bind(
+        self._rank_runner.bind(
             modules,
             hooks,
             self._step if len(hooks) > 1 and not is_alone else None,
@@ -370,7 +370,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._choose_backends(sample_batch)
         compile_stages(
             self._backends.compiled,
-            self._lane,
+            self._rank_runner,
             sample_batch,
             whole=stages.gathered(),
             group=setting.group,
@@ -383,36 +383,35 @@ class GraphPipelineEngine(PipelineSurface):
             reference=reference,
             modules=dict(zip(stages.indices, modules, strict=True)),
             stages=stages,
-            make_lane=self._lanes.make,
+            make_runner=self._runners.make,
             run=self._runner.run,
             stand_by=self._runner.stand_by,
             meeting=self._meeting,
         )
         self._steps = self._make_steps(stages)
 
-    def _make_steps(self, stages: RankEngine) -> StepStrategy:
-        """Return what a call of `train_batch` does: a mode is nothing but this, its runners, and its stages' rule."""
-        lane = self._lane
-        if isinstance(lane, KeptWindows):
-            return AsynchronousSteps(
-                lane,
-                stages,
-                self._runner,
-                metrics=self._metrics,
-                setting=self._setting,
-                reads_inputs=self._batch_source.reads_inputs,
-                timeout_s=self._wait_s,
-            )
-        common: dict[str, Any] = dict(
+    def _make_steps(self, stages: RankEngine) -> TrainingSteps:
+        """Return what a call of `train_batch` does."""
+        runner, setting = self._rank_runner, self._setting
+        losses: LossSum | LossReports
+        data: DataCheck | None = None
+        if runner.policy.steps_alone:
+            losses = loss_reports(runner, stages, setting=setting, timeout_s=self._wait_s)
+            reads = self._batch_source.reads_inputs
+            data = DataCheck(group=setting.group, rank=setting.rank, reads=reads, timeout_s=self._wait_s)
+        else:
+            meeting = None if setting.group is None else self._meeting
+            losses = LossSum(meeting, mini_batch=runner.plan.mini_batch, is_sum=runner.sums_losses)
+        return TrainingSteps(
+            runner,
+            stages,
+            self._runner,
             meeting=self._meeting,
-            has_peers=self._setting.group is not None,
+            losses=losses,
+            data=data,
+            learn_shapes=lambda batch: self._source.meet(runner.reference, batch),
+            metrics=self._metrics,
         )
-        if isinstance(lane, KeptAhead):
-            reference = lane.lanes[0].reference
-            return LookAheadSteps(
-                lane, stages, self._runner, meet=lambda batch: self._source.meet(reference, batch), **common
-            )
-        return SynchronousSteps(lane, stages, self._runner, **common)
 
     def _watch_model(self, stages: RankEngine, modules: Sequence[StageModule]) -> ModelWatch:
         """Return what looks for changes of the model between steps; what it refuses now is refused on all ranks."""
@@ -471,7 +470,7 @@ class GraphPipelineEngine(PipelineSurface):
         refusal = self._look_at_model()
         batch = self._data.next(data_iter, step=self.global_steps + 1, refusal=refusal)
         self._memory.check(batch)
-        following = self._data.peek(data_iter) if self._steps.looks_ahead else None
+        following = self._data.peek(data_iter) if self._steps.can_prefetch else None
         if following is not None and self._memory.refusal(following):
             following = None  # nothing of it runs early; it is refused in its own turn
         clock = start_clock(self._meeting) if self.record_timelines else None
@@ -724,9 +723,7 @@ class GraphPipelineEngine(PipelineSurface):
         construction); with ``lengths``, what the longest of the first ones held, and predicted is what it should hold.
         `report.memory_text.format_memory_report` makes a table of it.
         """
-        lane = self._lane
-        ahead = lane.ahead_bytes if isinstance(lane, KeptAhead) else (0, 0)
-        return self._memory.report(self.rank_engine, ahead=ahead)
+        return self._memory.report(self.rank_engine, ahead=self._rank_runner.prefetched_bytes)
 
     @property
     def has_failed(self) -> bool:
@@ -754,7 +751,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._evaluator.close()
         if self._generator is not None:
             self._generator.close()
-        self._lanes.close()
+        self._runners.close()
         self.rank_engine.close()
         self._groups.close()
         self._source.close()

@@ -24,7 +24,7 @@ from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import is_shard
-from gpp_plugin.engine.training_steps import StepStrategy
+from gpp_plugin.engine.training_steps import TrainingSteps
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import Parameter, is_carried
 from gpp_plugin.model.model_source import ModelSource
@@ -53,7 +53,7 @@ class PipelineFiles:
         self,
         *,
         stages: RankEngine,
-        steps: StepStrategy,
+        steps: TrainingSteps,
         data: TrainingData,
         source: ModelSource,
         parameters: Sequence[Parameter],

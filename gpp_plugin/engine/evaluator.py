@@ -26,14 +26,14 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.runtime.batches import Batch, UnitBatch, take_samples, units_of
 from gpp_plugin.runtime.evaluation import EvaluationPart, evaluation_plan, split_evaluation
 from gpp_plugin.runtime.executor import MiniBatchResult
-from gpp_plugin.runtime.lane import Reference, held_tensors
-from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.rank_programs import held_tensors, plan_of_units
+from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.unit_lane import plan_of_units
+from gpp_plugin.runtime.stage_source import Reference
 
 MAX_GRAPHS = 4
-MAX_LANES = 8
+MAX_RUNNERS = 8
 """Plans of different sizes that are kept: whole batches, and the parts of a smaller last one."""
 
 _GraphKey = tuple[Any, ...]
@@ -54,8 +54,8 @@ class Evaluator:
         source: the model as the user gave it.
         plan, reference: of training.
         modules: the parameters of this rank's stages, by their index in the plan; ``stages`` trains them.
-        make_lane: returns this rank's lane for a plan, or None where the plan leaves it idle; collective.
-        run: runs a lane on a batch; ``stand_by`` is called where a plan leaves this rank idle.
+        make_runner: returns this rank's runner for a plan, or None where the plan leaves it idle; collective.
+        run: runs a batch; ``stand_by`` is called where a plan leaves this rank idle.
         meeting: of all ranks; those that a plan leaves idle wait here for the others.
     """
 
@@ -68,8 +68,8 @@ class Evaluator:
         reference: Reference,
         modules: Mapping[int, StageModule],
         stages: RankEngine,
-        make_lane: Callable[[Reference, PipelinePlan], RankLane | None],
-        run: Callable[[RankLane, Batch], MiniBatchResult],
+        make_runner: Callable[[Reference, PipelinePlan], RankRunner | None],
+        run: Callable[[RankRunner, Batch], MiniBatchResult],
         stand_by: Callable[[Batch], None],
         meeting: Meeting,
     ) -> None:
@@ -80,11 +80,11 @@ class Evaluator:
         self._reference = reference
         self._modules = dict(modules)
         self._stages = stages
-        self._make_lane = make_lane
+        self._make_runner = make_runner
         self._run = run
         self._stand_by = stand_by
         self._graphs: OrderedDict[_GraphKey, _Graph] = OrderedDict()
-        self._lanes: OrderedDict[tuple[_GraphKey, int, int], RankLane | None] = OrderedDict()
+        self._runners: OrderedDict[tuple[_GraphKey, int, int], RankRunner | None] = OrderedDict()
 
     @torch.no_grad()
     def evaluate(
@@ -119,15 +119,15 @@ class Evaluator:
         total = 0.0
         collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in outputs}
         # Training's micro-batches do not divide any batch: with ones of 8 and a loss unit of 4, 21 samples run as 16, 4
-        # and 1. Each part has a plan, and so a lane, of its own; ranks that a part leaves idle go on to the next.
+        # and 1. Each part has a plan, and so a runner, of its own; ranks that a part leaves idle go on to the next.
         for part, rows in parts:
             with self._weights_for(part.plan):
-                lane = self._lane(key, graph.reference, part.plan, rows)
-                if lane is None:
+                runner = self._runner(key, graph.reference, part.plan, rows)
+                if runner is None:
                     self._stand_by(rows)
                     continue
-                result = self._run(lane, rows)
-            total += share_of_loss(result.losses, _count(batch), is_sum=lane.sums_losses)
+                result = self._run(runner, rows)
+            total += share_of_loss(result.losses, _count(batch), is_sum=runner.sums_losses)
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
         # Losses come weighted by their samples of all: the sum over parts and ranks is the batch's.
@@ -136,8 +136,8 @@ class Evaluator:
         return float(whole), self._gather(collected, graph.reference, given)
 
     def close(self) -> None:
-        """Let go of all lanes."""
-        self._lanes.clear()
+        """Release all runners."""
+        self._runners.clear()
 
     def _weights_for(self, plan: PipelinePlan) -> AbstractContextManager[None]:
         """Let a plan's programs gather weights that ranks hold in parts; where it leaves some idle, gather all."""
@@ -156,29 +156,29 @@ class Evaluator:
         plan = evaluation_plan(self._plan, reference.block_graph, parameters=parameters, held=held)
         if len(self._graphs) >= MAX_GRAPHS:
             oldest, _ = self._graphs.popitem(last=False)
-            for lane_key in [other for other in self._lanes if other[0] == oldest]:
-                del self._lanes[lane_key]
+            for runner_key in [other for other in self._runners if other[0] == oldest]:
+                del self._runners[runner_key]
         self._graphs[key] = _Graph(reference=reference, plan=plan)
         return self._graphs[key]
 
-    def _lane(
+    def _runner(
         self, key: _GraphKey, reference: Reference, plan: PipelinePlan, batch: Batch
-    ) -> RankLane | None:
-        lane_key = (key, plan.mini_batch, plan.loss_unit)
-        if lane_key in self._lanes:
-            self._lanes.move_to_end(lane_key)
-            return self._lanes[lane_key]
-        if len(self._lanes) >= MAX_LANES:
-            self._lanes.popitem(last=False)
-        lane = self._make_lane(reference, plan)
-        if lane is not None:
+    ) -> RankRunner | None:
+        runner_key = (key, plan.mini_batch, plan.loss_unit)
+        if runner_key in self._runners:
+            self._runners.move_to_end(runner_key)
+            return self._runners[runner_key]
+        if len(self._runners) >= MAX_RUNNERS:
+            self._runners.popitem(last=False)
+        runner = self._make_runner(reference, plan)
+        if runner is not None:
             # of a smaller part the first data positions run alone, and of this rank's stages perhaps not all
-            modules = [self._modules[stage] for stage in lane.stages]
-            for module, function in zip(modules, lane.prepare(batch), strict=True):
+            modules = [self._modules[stage] for stage in runner.stages]
+            for module, function in zip(modules, runner.prepare(batch), strict=True):
                 self._source.complete_module(module, function.tensors)
-            lane.bind(modules, None, weights=[self._stages.of(stage).weights for stage in lane.stages])
-        self._lanes[lane_key] = lane
-        return lane
+            runner.bind(modules, None, weights=[self._stages.of(stage).weights for stage in runner.stages])
+        self._runners[runner_key] = runner
+        return runner
 
     def _gather(
         self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference, units: Batch | None

@@ -3,7 +3,6 @@
 The engine holds its parts and imports no framework. What it needs of one is defined here; `integrations` answers:
 
     Setting         ranks, device, precision, sizes
-    EngineModel     the user's model: a plan, this rank's stages, their code by shape, exports
     Framework       what a DeepSpeed configuration stands for: each stage's optimizer, monitors
 """
 

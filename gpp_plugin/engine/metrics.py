@@ -21,9 +21,9 @@ from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.timeline_chart import PhaseTimes, format_messages, format_phases, mean_phases
 from gpp_plugin.runtime.batches import Batch, num_elements, units_of
-from gpp_plugin.runtime.lane import Reference
 from gpp_plugin.runtime.ranks.agree import Meeting
 from gpp_plugin.runtime.recorder import Clock, gather_timeline
+from gpp_plugin.runtime.stage_source import Reference
 
 logger = logging.getLogger(__name__)
 

@@ -1,274 +1,61 @@
-"""What one call of `train_batch` does on a rank: which lane runs, how often stages step, when a failure ends the job.
+"""What one call of `train_batch` does on a rank: its programs, its loss, how often stages step, when the job ends.
 
-    LaneMaker          programs of all ranks for a plan, the transport of their messages, this rank's lanes
-    MiniBatchRunner    runs a lane; after a mini-batch that failed on its way nothing more runs
-    SynchronousSteps   a mini-batch from its first forward to the one step of all stages
-    (look-ahead)       `ahead_steps.LookAheadSteps`: the same, with frozen stages' forwards of the next one in between
-    (mode async)       `async_steps.AsynchronousSteps`: windows of a pipeline that stays full
+    MiniBatchRunner   runs a mini-batch; after one that failed on its way nothing more runs
+    TrainingSteps     from one mini-batch to the next: which programs of which mini-batch run is a table (`StepPolicy`)
 
-The engine holds one strategy of steps (`StepStrategy`) and knows no difference between them.
+    synchronous       a mini-batch, one step of all stages, and the sum of its loss over all ranks
+    frozen prefetch   the same. The first mini-batch runs whole, to see whether the branch leaves nothing behind but its
+                      outputs; then each call runs the branch of the next one. Checkpoints, evaluations and new weights
+                      drop what was prefetched: running it again gives the same bits.
+    mode async        each micro-batch is one step of every stage, and the pipeline stays full (PipeDream). `flush`
+                      finishes what is in flight. Whatever reads or writes the model as a whole drains first. Clipping
+                      and gradient norm are per stage and micro-batch.
+
+The middle one of three stages in mode async, two micro-batches in flight there, two a call; bars are the ends of calls:
+
+    F0 F1 B0 | F2 B1 F3 B2 | F4 B3 F5 B4 | ... drained here: B5
+
+Source: PipeDream (Narayanan et al., SOSP 2019, sections 3.2 and 3.3; doi 10.1145/3341301.3359646); others: this project
+Tests: tests/integrations/test_async.py, tests/integrations/test_frozen_ahead.py, tests/integrations/test_engine.py
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.guards.agreement import agree, fingerprint_of
 from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.memory_watch import MemoryWatch
-from gpp_plugin.engine.metrics import share_of_loss
+from gpp_plugin.engine.metrics import Metrics, share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
-from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
-from gpp_plugin.ir.memory_plan import joined_breakdown
-from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.errors import CaptureError, CommTimeout, ConfigError, GppError, RuntimeFailure
 from gpp_plugin.ir.timeline import Event
-from gpp_plugin.model.model_source import ModelSource
-from gpp_plugin.plan.explicit.tied_blocks import UNTIE
-from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transport
-from gpp_plugin.runtime.ahead_lane import AheadLane
-from gpp_plugin.runtime.batches import Batch, UnitBatch
+from gpp_plugin.runtime.batches import Batch, UnitBatch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
-from gpp_plugin.runtime.kept_lanes import KeptAhead, KeptWindows
-from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
-from gpp_plugin.runtime.rank_lane import RankLane
-from gpp_plugin.runtime.ranks.agree import Meeting, do_together, exchange
-from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import Reference, StageForwards
-from gpp_plugin.runtime.unit_lane import AheadUnitLane, UnitLane, WindowUnitLane, plan_of_units
-from gpp_plugin.runtime.weight_versions import MakePlaces
-from gpp_plugin.runtime.window_lane import WindowLane
-from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
-from gpp_plugin.schedule.gathers import gathered_at_once, stages_that_reduce_early
-from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
-from gpp_plugin.schedule.windows import lower_windows
+from gpp_plugin.runtime.rank_runner import RankRunner
+from gpp_plugin.runtime.ranks.agree import Meeting, do_together
+from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 logger = logging.getLogger(__name__)
 
 _NEW_SHAPES = "code for a new shape"
-
-# ---- lanes --------------------------------------------------------------------------------------------------
-
-
-class LaneMaker:
-    """Makes this rank's lanes: for training, and for each size of an evaluation. Every method is collective.
-
-    All lanes share one transport, made with the first of them: they run one after the other, and each communicator
-    takes memory of a device.
-
-    Args:
-        source: the model, whose stages give lanes their code.
-        forwards: runs stages without backwards.
-    """
-
-    def __init__(
-        self,
-        *,
-        source: ModelSource,
-        config: GraphPipelineConfig,
-        setting: Setting,
-        forwards: StageForwards | None = None,
-    ) -> None:
-        self._forwards = forwards
-        self._source = source
-        self._config = config
-        self._setting = setting
-        self._transport: Transport | None = None
-
-    def make(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool = False) -> RankLane | None:
-        """Return this rank's lane for a plan, or None where the plan leaves the rank idle.
-
-        Args:
-            looks_ahead: let a frozen branch run a mini-batch ahead, where the plan has one and memory allows it.
-        """
-        reduces_each_backward = self._setting.zero_stage >= 2
-        is_of_units = self._config.units is not None or reference.analysis.takes_whole_units
-        if is_of_units:
-            plan = plan_of_units(plan)
-        programs = make_programs(plan, reference, reduce_each_backward=reduces_each_backward)
-        # each rank has made those of all: one that made others would wait for messages that nobody sends
-        made = {"the plan": fingerprint_of(plan), "the programs": fingerprint_of(programs)}
-        agree(made, what="a look at the programs", group=self._setting.group)
-        ahead = self._programs_ahead(reference, plan) if looks_ahead else None
-        self._compare_gathers(plan, programs)
-        # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
-        transport = self._transport_for(plan, reference, channels_of(programs))
-        early = stages_that_reduce_early(plan, programs)
-        for part in () if ahead is None else (ahead.steady, ahead.last):
-            early &= stages_that_reduce_early(plan, part)
-        program = next((each for each in programs if each.rank == self._setting.rank), None)
-        if program is None:
-            return None
-        common: dict[str, Any] = dict(
-            source=self._source.stages,
-            reference=reference,
-            plan=plan,
-            transport=transport,
-            device=self._setting.device,
-            dtype=self._setting.dtype,
-            sums_losses=self._config.loss_mean == "tokens",
-            forwards=self._forwards,
-        )
-        if is_of_units:
-            common["reduces_each_backward"] = reduces_each_backward
-        if ahead is not None:
-            own = ahead.of_rank(program.rank)
-            kind: type[AheadLane] = AheadUnitLane if is_of_units else AheadLane
-            return KeptAhead.of(kind, program=program, ahead=own, reduces_early=early, **common)
-        make: type[Lane] = UnitLane if is_of_units else Lane
-        return RankLane.make(make, program=program, reduces_early=early, **common)
-
-    def _compare_gathers(self, plan: PipelinePlan, programs: Sequence[RankProgram]) -> None:
-        """Say where ranks hold more stages whole at a time than the plan counts with: one, or two with room."""
-        for program in programs if self._setting.rank == 0 else ():
-            planned = max(plan.stages[stage].gathered_bytes for stage in program.stages)
-            if plan.memory:
-                planned = max(planned, joined_breakdown([plan.memory[i] for i in program.stages]).gathered)
-            most = gathered_at_once(plan, program)
-            if most > planned:
-                logger.warning(
-                    "memory: rank %d holds %d bytes of gathered weights at a time where %d are planned: its stages' "
-                    "ranks need each other between their tasks; put stages that share a rank on the same ranks",
-                    *(program.rank, most, planned),
-                )
-
-    def _programs_ahead(self, reference: Reference, plan: PipelinePlan) -> AheadPrograms | None:
-        """Return the programs that run a frozen branch ahead, proven; None without one, or room for its results."""
-        branch = frozen_branch(plan)
-        if not branch:
-            if self._config.look_ahead == 1 and self._setting.rank == 0:
-                logger.info(
-                    "look_ahead: no stage of the plan is frozen and reads only the data; none runs ahead"
-                )
-            return None
-        tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
-        programs = lower_ahead(plan, tied_stages=tied, reduce_each_backward=self._setting.zero_stage >= 2)
-        validate_ahead(plan, programs)
-        names = ", ".join(repr(plan.stages[index].name) for index in sorted(branch))
-        for rank in range(plan.num_ranks):
-            own = [plan.memory[i] for i in plan.stages_of_rank(rank)] if plan.memory else []
-            memory = joined_breakdown(own) if own else None
-            carried = programs.of_rank(rank).most_bytes + (memory.messages if memory is not None else 0)
-            if memory is not None and 0 < memory.limit < memory.total + carried:
-                if self._setting.rank == 0:
-                    logger.info(
-                        "look_ahead: frozen stages %s do not run ahead: rank %d would hold %d bytes of their results "
-                        "beside the %d planned, and may use %d",
-                        *(names, rank, carried, memory.total, memory.limit),
-                    )
-                return None
-        if self._setting.rank == 0:
-            logger.info("look_ahead: frozen stages %s run the forwards of the next mini-batch", names)
-        return programs
-
-    def make_windows(
-        self, reference: Reference, plan: PipelinePlan, *, make_places: Callable[[int], MakePlaces]
-    ) -> KeptWindows:
-        """Return this rank's lane of a pipeline that stays full (mode async).
-
-        Args:
-            make_places: where a stage's trained weights may lie; asked when the lane is bound.
-
-        Raises:
-            PlanError: a parameter is on two stages, or several stages yield losses.
-        """
-        _check_stages_step_alone(plan, reference)
-        make: type[WindowLane] = WindowLane
-        if reference.analysis.takes_whole_units:
-            plan, make = plan_of_units(plan), WindowUnitLane
-        # A stage that trains nothing, and sends no gradients on, has forwards only; its windows lack the backwards.
-        frozen = forward_only_stages(plan)
-        programs = lower_windows(plan, forward_only_stages=frozen)
-        validate_windows(plan, programs, forward_only_stages=frozen)
-        own = programs.of_rank(self._setting.rank)
-        return KeptWindows.of(
-            make,
-            programs=own,
-            make_places={stage: make_places(stage) for stage in own.stages},
-            source=self._source.stages,
-            reference=reference,
-            plan=plan,
-            transport=self._transport_for(plan, reference, channels_of(programs.all)),
-            device=self._setting.device,
-            dtype=self._setting.dtype,
-            forwards=self._forwards,
-        )
-
-    def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
-        """Return this rank's stages when every rank has its own: groups made after it wait no longer than messages.
-
-        Raises:
-            GppError: a rank could not; the same on every rank.
-        """
-        plan = lane.plan
-        made: list[StageModule] = []
-
-        def make() -> (
-            None
-        ):  # modules cannot be sent: every rank keeps its own and tells only that it has them
-            made.extend(self._source.make_modules(lane, sample_batch))
-
-        stages = [plan.names_on_rank(rank) for rank in range(plan.num_ranks)]
-        exchange(make, what="making the stages' modules", group=self._setting.group, stages=stages)
-        return tuple(made)
-
-    def close(self) -> None:
-        """Let go of the lanes' transport; none of them runs any more."""
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = None
-
-    def _transport_for(
-        self, plan: PipelinePlan, reference: Reference, channels: Collection[Channel]
-    ) -> Transport | None:
-        """Return what moves the messages of a plan's programs, or None where there are none."""
-        if not channels:
-            return None
-        if self._transport is not None:
-            self._transport.open(channels)
-            return self._transport
-        request = TransportRequest(
-            plan=plan,
-            specs=reference.block_graph.tensors,
-            channels=frozenset(channels),
-            device=str(self._setting.device),
-            backend=self._setting.placement.backend,
-            timeout_s=self._config.comm_timeout_s,
-        )
-        self._transport = find_transport(self._config.p2p).make(request)
-        return self._transport
-
-
-def _check_stages_step_alone(plan: PipelinePlan, reference: Reference) -> None:
-    """Refuse stages that cannot step alone.
-
-    Raises:
-        PlanError: a parameter is on two stages, or several stages yield losses.
-    """
-    for name, stages in tied_stages(plan, reference).items():
-        names = " and ".join(repr(plan.stages[index].name) for index in stages)
-        raise PlanError(
-            f"mode async: parameter {name!r} is on the stages {names}, which step at different times; {UNTIE}, or put "
-            "the blocks that share it, and all between them, into one stage"
-        )
-    if len(plan.losses) > 1:
-        raise PlanError(
-            f"mode async: stages {list(plan.losses)} yield losses and only one may: a micro-batch has one loss to "
-            'tell; add them up in one stage, or set mode to "sync"'
-        )
-
+_LOSS_TAG = 1 << 30
+"""Beyond the numbers of the group's own meetings, which gloo's monitored barrier uses as tags."""
+_CALLS_KEPT = 4
+"""Calls whose losses may be on their way; a rank that computes the loss is in the same call, or one before it."""
 
 # ---- running them -------------------------------------------------------------------------------------------
 
@@ -337,7 +124,7 @@ class StepHooks:
 
 
 class MiniBatchRunner:
-    """Runs lanes on mini-batches; a failure that leaves messages under way ends the job.
+    """Runs mini-batches; a failure that leaves messages under way ends the job.
 
     Args:
         stages: whose gradients a failed mini-batch leaves behind.
@@ -362,22 +149,28 @@ class MiniBatchRunner:
             raise RuntimeFailure(f"this job cannot go on: {self.failure}; start it anew from a checkpoint")
 
     def run(
-        self, lane: RankLane, batch: Batch, *, record: bool = False, count: bool = False
+        self,
+        runner: RankRunner,
+        batch: Batch,
+        *,
+        following: Batch | None = None,
+        record: bool = False,
+        count: bool = False,
     ) -> MiniBatchResult:
         """Run one mini-batch, and leave nothing of it behind if it fails.
 
         Args:
-            record, count: as of `RankLane.run`.
+            following, record, count: as of `RankRunner.run`.
 
         Raises:
             RuntimeFailure: an earlier mini-batch failed on its way, so that messages of it may still arrive.
         """
         self.refuse_after_failure()
         try:
-            self.learn_shapes(lane, batch)
-            if lane.units and lane.is_training:
-                self._stages.rest(lane.unread_parameters(batch))
-            return lane.run(batch, record=record, count=count)
+            self.learn_shapes(runner, batch)
+            if runner.has_ragged_units and runner.is_training:
+                self._stages.rest(runner.unread_parameters(batch))
+            return runner.run(batch, following=following, record=record, count=count)
         except BaseException as error:
             self._stages.zero_grad()
             # What capture or configuration refuse is refused before the first message, by every rank alike.
@@ -385,7 +178,7 @@ class MiniBatchRunner:
                 self.failure = failure_after(self._stages.global_steps, error)
             raise
 
-    def learn_shapes(self, lane: RankLane, batch: Batch) -> None:
+    def learn_shapes(self, runner: RankRunner, batch: Batch) -> None:
         """Make code for units of shapes that were not met lately; collective over all ranks where there are any.
 
         Raises:
@@ -393,14 +186,14 @@ class MiniBatchRunner:
         """
         # A rank makes code for its own units alone: before any message all know whether all could. Ranks that a plan
         # leaves idle have met nothing, and come to every such meeting (`stand_by`), but know no sets of inputs.
-        if not lane.units:
+        if not runner.has_ragged_units:
             return
-        has_idle = lane.plan.num_ranks < self._num_ranks
-        if lane.has_new_shapes(batch) or has_idle:
+        has_idle = runner.plan.num_ranks < self._num_ranks
+        if runner.has_new_shapes(batch) or has_idle:
             if not has_idle:
-                lane.learn_patterns(batch)
-            do_together(lambda: lane.learn_shapes(batch), what=_NEW_SHAPES, group=self._group)
-        lane.note_shapes(batch)
+                runner.learn_branches(batch)
+            do_together(lambda: runner.make_code(batch), what=_NEW_SHAPES, group=self._group)
+        runner.note_shapes(batch)
 
     def stand_by(self, batch: Batch) -> None:
         """Do what a rank does while others run a batch on a plan that leaves it idle.
@@ -411,12 +204,14 @@ class MiniBatchRunner:
         if isinstance(batch, UnitBatch):
             do_together(lambda: None, what=_NEW_SHAPES, group=self._group)
 
-    def train(self, lane: RankLane, batch: Batch, *, record: bool) -> MiniBatchResult:
+    def train(
+        self, runner: RankRunner, batch: Batch, *, following: Batch | None = None, record: bool
+    ) -> MiniBatchResult:
         """Run one mini-batch of training, counted if it is the one to compare with the plan."""
         counts = self._memory.is_due(batch)
-        result = self.run(lane, batch, record=record, count=counts)
-        # In mode async the first windows fill the pipeline; counting goes on until as much is held as ever will be.
-        if counts and lane.has_peaked:
+        result = self.run(runner, batch, following=following, record=record, count=counts)
+        # In mode async the pipeline fills first; counting goes on until as much is held as ever will be.
+        if counts and runner.has_peaked:
             most, under_way = result.most_bytes, result.message_bytes
             self._memory.compare(result.memories, batch, most_bytes=most, message_bytes=under_way)
         return result
@@ -432,7 +227,7 @@ class MiniBatchRunner:
             raise
 
 
-# ---- strategies of steps ------------------------------------------------------------------------------------
+# ---- from one mini-batch to the next -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,19 +239,68 @@ class TrainedCall:
     events: Sequence[Event]
 
 
-class StepStrategy(Protocol):
-    """How training goes from one mini-batch to the next; every method is collective over all ranks."""
+class TrainingSteps:
+    """Trains one mini-batch after the other; every method is collective over all ranks.
+
+    Args:
+        meeting: of all ranks.
+        losses: the loss of a call.
+        data: checks in mode async that all ranks are given the same; None: they agree before a call.
+        learn_shapes: learns the shapes of a mini-batch before it runs; collective.
+        metrics: are given the staleness of gradients, in mode async.
+    """
+
+    def __init__(
+        self,
+        rank_runner: RankRunner,
+        stages: RankEngine,
+        runner: MiniBatchRunner,
+        *,
+        meeting: Meeting,
+        losses: LossSum | LossReports,
+        data: DataCheck | None = None,
+        learn_shapes: Callable[[Batch], None],
+        metrics: Metrics,
+    ) -> None:
+        self._rank_runner = rank_runner
+        self._stages = stages
+        self._runner = runner
+        self._meeting = meeting
+        self._losses = losses
+        self._data = data
+        self._learn_shapes = learn_shapes
+        self._metrics = metrics
+        self._is_prefetch_off = False
+        self._has_noted_staleness = data is None
 
     @property
     def staleness(self) -> dict[str, int]:
-        """Return, by stage, how many updates lie between the weights of a gradient and the update it makes."""
+        """Return, by stage that trains, how many updates lie between the weights of a gradient and the update it makes.
+
+        In mode async this is what it is while the pipeline is full; after a `flush` the first micro-batches see less.
+        """
+        plan = self._rank_runner.plan
+        windows = windows_of(plan) if self._rank_runner.policy.steps_alone else None
+        frozen = forward_only_stages(plan)
+        return {
+            stage.name: 0 if windows is None else windows.staleness(index)
+            for index, stage in enumerate(plan.stages)
+            if index not in frozen
+        }
 
     @property
-    def looks_ahead(self) -> bool:
-        """Return whether `train` has use for the mini-batch that follows."""
+    def can_prefetch(self) -> bool:
+        """Return whether the next call of `train` may have use for the mini-batch that follows."""
+        runner = self._rank_runner
+        return runner.policy.can_prefetch and runner.has_peeked and not self._is_prefetch_off
 
     def train(self, batch: Batch, *, following: Batch | None = None, record: bool) -> TrainedCall:
         """Train on one mini-batch.
+
+        In mode async it enters the pipeline, which is full when this returns, and the learning-rate schedule advances
+        once. The loss is then the mean of those that came out meanwhile, which lag behind what enters by the
+        micro-batches in flight. The first call waits for at least one; a later one during which none came out returns
+        the last one again.
 
         Args:
             following: the next call's, where it is known and of use.
@@ -464,69 +308,330 @@ class StepStrategy(Protocol):
         Raises:
             CommTimeout, RuntimeFailure: a rank failed, or was given other data.
         """
+        if self._data is not None:
+            # Posted before the mini-batch, checked one call later: by then the others' facts have long come.
+            self._data.post(batch, self._stages.global_steps + 1)
+        following = self._common_following(batch, following) if self.can_prefetch else None
+        # Mini-batches overlap within one shape only: messages and weight versions of another one do not fit.
+        if self._rank_runner.is_another_shape(batch):
+            self.drain()
+        result = self._runner.train(self._rank_runner, batch, following=following, record=record)
+        with self._ending_on_failure():
+            if self._data is not None:
+                self._data.check()
+            step, running = self._stages.global_steps, self._rank_runner.num_running
+            loss = self._losses.of_call(result, step, running)
+        stepped = self._stages.end_mini_batch()
+        if not self._has_noted_staleness:
+            self._has_noted_staleness = True
+            self._metrics.note_staleness(self.staleness, self._stages.global_samples)
+        return TrainedCall(loss=loss, step=stepped, events=result.events)
+
+    def _ending_on_failure(self) -> contextlib.AbstractContextManager[None]:
+        """Let nothing more run after a failure while micro-batches are in flight (mode async)."""
+        return contextlib.nullcontext() if self._data is None else self._runner.ending_on_failure()
 
     def drain(self) -> None:
-        """Finish what is under way; the model is then what a synchronous view of it would be."""
+        """Finish what is in flight, or drop what was prefetched: the model is then one of synchronous training.
+
+        Raises:
+            RuntimeFailure: an earlier mini-batch of mode async failed on its way.
+        """
+        runner = self._rank_runner
+        if self._data is not None:
+            self._runner.refuse_after_failure()
+            num_running = runner.num_running
+            if num_running:
+                with self._ending_on_failure():
+                    runner.drain()
+                    self._data.check(keep=0)
+                self._losses.note_drain(num_running)
+        elif runner.has_prefetched and self._runner.failure is None:
+            with self._runner.ending_on_failure():
+                runner.drop()
 
     def flush(self) -> float | None:
         """Drain; return the mean of the losses that no call has returned, None if there are none."""
+        self.drain()
+        with self._ending_on_failure():
+            return self._losses.flush()
+
+    def _common_following(self, batch: Batch, following: Batch | None) -> Batch | None:
+        """Return the mini-batch to prefetch, on all ranks or on none; drop what any finds stale.
+
+        One sum over all ranks of what each of them knows: an iterator may have ended here and not there.
+        """
+        runner = self._rank_runner
+        mine = [runner.is_stale(batch), following is None, runner.is_stateful]
+        facts = torch.tensor(mine, dtype=torch.float32)
+        with self._runner.ending_on_failure():
+            is_stale, is_missing, is_stateful = self._meeting.sum(facts, "what is prefetched").tolist()
+            if is_stale:
+                runner.drop()
+        if is_stateful:
+            self._is_prefetch_off = True
+            if self._stages.rank == 0:
+                logger.info(
+                    "look_ahead: the frozen branch draws random numbers or writes tensors of its own (dropout, batch "
+                    "norm in training), so it runs no mini-batch ahead of its turn"
+                )
+        if following is None or is_missing or is_stateful:
+            return None
+        try:
+            self._learn_shapes(following)
+            self._runner.learn_shapes(runner, following)
+        except GppError:  # on every rank; raised when its turn comes
+            return None
+        return following
 
 
-class SynchronousSteps:
-    """A mini-batch from its first forward to the one step of all stages; nothing is under way between calls.
+# ---- losses, and whether all ranks train on the same data -------------------------------------------------
+
+
+class LossSum:
+    """The loss of a synchronous mini-batch, which ranks sum when it ends.
 
     Args:
-        meeting: of all ranks.
-        has_peers: there are other ranks to agree with.
+        meeting: of all ranks; None of a single one.
+        mini_batch: what losses are means over, in all; ``is_sum``: they are sums, divided already.
+    """
+
+    def __init__(self, meeting: Meeting | None, *, mini_batch: int, is_sum: bool) -> None:
+        self._meeting = meeting
+        self._mini_batch = mini_batch
+        self._is_sum = is_sum
+
+    def of_call(self, result: MiniBatchResult, step: int, num_running: int) -> float:
+        """Return the mean loss on every rank."""
+        mine = share_of_loss(result.losses, self._mini_batch, is_sum=self._is_sum)
+        if self._meeting is None:
+            return mine
+        own = torch.tensor([mine], dtype=torch.float64)
+        return float(self._meeting.sum(own, f"the loss of step {step}"))
+
+    def note_drain(self, num_running: int) -> None:
+        """Do nothing: no loss is left."""
+
+    def flush(self) -> float | None:
+        """Return None: every call has returned its loss."""
+        return None
+
+
+class LossReports:
+    """Losses of mode async, sent by the rank that has them to all others.
+
+    They travel one way: a collective of all ranks after every mini-batch would empty the front of the pipeline while
+    its end still works.
+
+    Args:
+        root: the first of ``loss_ranks``, which are the stage that computes the loss.
+        rank: this one.
+        group: a CPU group of all ranks; None for a single one.
+        stage_group: of the loss stage's ranks, where this rank is one of them.
+        micro_batch_size: samples of one loss.
+        device: of the tensors that ``stage_group`` moves.
+        windows: the tasks of each mini-batch; they say how many losses are due.
+        timeout_s: how long this rank waits for a loss.
     """
 
     def __init__(
         self,
-        lane: RankLane,
-        stages: RankEngine,
-        runner: MiniBatchRunner,
         *,
-        meeting: Meeting,
-        has_peers: bool,
+        loss_ranks: Sequence[int],
+        rank: int,
+        num_ranks: int,
+        group: dist.ProcessGroup | None,
+        stage_group: Any,
+        micro_batch_size: int,
+        device: torch.device,
+        windows: Windows,
+        timeout_s: float,
     ) -> None:
-        self._lane = lane
-        self._stages = stages
-        self._runner = runner
-        self._meeting = meeting
-        self._has_peers = has_peers
+        self._windows = windows
+        self._num_left = 0  # losses of drained micro-batches that no call has returned
+        self._root = loss_ranks[0]
+        self._has_losses = rank in loss_ranks
+        self._degree = len(loss_ranks)
+        self._rank = rank
+        self._others = [other for other in range(num_ranks) if other != self._root]
+        self._group = group
+        self._stage_group = stage_group
+        self._micro_batch_size = micro_batch_size
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._due: deque[float] = deque()
+        self._last = math.nan
+        self._sent: deque[tuple[Any, Tensor, int]] = deque()
 
-    @property
-    def staleness(self) -> dict[str, int]:
-        """Return 0 for every stage that trains: a step is made with gradients of the weights that it updates."""
-        plan = self._lane.plan
-        frozen = forward_only_stages(plan)
-        return {stage.name: 0 for index, stage in enumerate(plan.stages) if index not in frozen}
+    def of_call(self, result: MiniBatchResult, step: int, num_running: int) -> float:
+        """Return the mean of the losses that are due: those left by a drain, and those that came out in this call.
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Return False: a mini-batch begins when the one before it has ended."""
-        return False
+        Every rank knows from the order of tasks alone how many these are; only the loss stage has their values. With
+        two micro-batches a call and three stages in a row 1, 2 and 4 losses are out after calls 1, 2 and 3, so that
+        these return 1, 1 and 2 (`schedule.orders.async_1f1b.Windows.num_reported`).
 
-    def train(self, batch: Batch, *, following: Batch | None = None, record: bool) -> TrainedCall:
-        """Run one mini-batch and its step; the loss is the mini-batch's own."""
-        result = self._runner.train(self._lane, batch, record=record)
-        loss = self._agree_on_loss(result)
-        return TrainedCall(loss=loss, step=self._stages.end_mini_batch(), events=result.events)
+        Args:
+            num_running: mini-batches since the pipeline was empty.
+        """
+        self._add(result.losses)
+        windows = self._windows
+        before = windows.num_reported(num_running - 1) if num_running > 1 else 0
+        due = windows.num_reported(num_running) - before + self._num_left
+        self._num_left = 0
+        return self._mean_of_next(due)
 
-    def drain(self) -> None:
-        """Do nothing: nothing is under way."""
+    def note_drain(self, num_running: int) -> None:
+        """Note that the losses of so many mini-batches are out; those that are left come with the next ones."""
+        windows = self._windows
+        self._num_left += num_running * windows.micro_batches - windows.num_reported(num_running)
 
-    def flush(self) -> None:
-        """Return None: every call has returned its loss."""
+    def flush(self) -> float | None:
+        """Return the mean of the losses that no call has returned, the same on every rank; None if there are none."""
+        self._num_left = 0
+        loss = self._mean_of_next(None)
+        self._finish()
+        return None if math.isnan(loss) else loss
 
-    def _agree_on_loss(self, result: MiniBatchResult) -> float:
-        """Return the mean loss on every rank."""
-        lane = self._lane
-        mine = share_of_loss(result.losses, lane.plan.mini_batch, is_sum=lane.sums_losses)
-        if not self._has_peers:
-            return mine
-        own = torch.tensor([mine], dtype=torch.float64)
-        return float(self._meeting.sum(own, f"the loss of step {self._stages.global_steps}"))
+    def _add(self, losses: Sequence[tuple[Tensor, int]]) -> None:
+        """Take up losses, one a micro-batch; the stage's ranks have a part of each."""
+        if not self._has_losses:
+            return
+        # Each rank of the stage has the mean over its own rows of a micro-batch: weighted by its share of them, the
+        # ranks' parts add up to the micro-batch's mean. Double precision, so that the order of ranks does not show.
+        parts = torch.stack([loss.float() * (count / self._micro_batch_size) for loss, count in losses])
+        parts = parts.double().to(self._device)
+        if self._degree > 1:
+            dist.all_reduce(parts, group=self._stage_group)
+        self._due.extend(parts.tolist())
+
+    def _mean_of_next(self, count: int | None) -> float:
+        """Return the mean of the next ``count`` losses (None: of all that are left), the same on every rank.
+
+        Where there is none it is the last one; nan where ``count`` is None.
+        """
+        value = math.nan
+        # Where no loss came out in this call the last value is sent again: the number of
+        # messages a call is one, whatever the programs hold, and stays the same on both sides.
+        if self._rank == self._root:
+            losses = [self._due.popleft() for _ in range(len(self._due) if count is None else count)]
+            if losses:
+                self._last = value = math.fsum(losses) / len(losses)
+            elif count is not None:
+                value = self._last
+        if self._group is None:
+            return value
+        if self._rank == self._root:
+            self._send(value)
+            return value
+        return self._receive()
+
+    def _finish(self) -> None:
+        """Wait until everything has been sent.
+
+        Raises:
+            CommTimeout: a rank did not take a loss in time.
+        """
+        while self._sent:
+            self._complete_oldest()
+
+    def _send(self, value: float) -> None:
+        # gloo says that a send is done only to who waits for it; to have come this far the others took these
+        while len(self._sent) > _CALLS_KEPT * len(self._others):
+            self._complete_oldest()
+        for other in self._others:
+            tensor = torch.tensor([value], dtype=torch.float64)
+            self._sent.append((dist.isend(tensor, other, group=self._group, tag=_LOSS_TAG), tensor, other))
+
+    def _complete_oldest(self) -> None:
+        work, _, other = self._sent.popleft()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise CommTimeout(
+                f"rank {self._rank} waited {self._timeout.total_seconds():g} s for rank {other} to take the loss: look "
+                "for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
+            ) from error
+
+    def _receive(self) -> float:
+        tensor = torch.empty(1, dtype=torch.float64)
+        work = dist.irecv(tensor, self._root, group=self._group, tag=_LOSS_TAG)
+        assert work is not None, "this rank is in the group"
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise CommTimeout(
+                f"rank {self._rank} waited {self._timeout.total_seconds():g} s for the loss from rank {self._root}: "
+                "look for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
+            ) from error
+        return float(tensor)
+
+
+class DataCheck:
+    """Whether all ranks are given the same mini-batches in mode async, known one mini-batch later.
+
+    Args:
+        reads: whether this rank's stage reads model inputs.
+    """
+
+    def __init__(self, *, group: dist.ProcessGroup | None, rank: int, reads: bool, timeout_s: float) -> None:
+        self._group = group
+        self._rank = rank
+        self._reads = reads
+        self._timeout = timedelta(seconds=timeout_s)
+        self._posted: deque[tuple[Any, Tensor, int, int]] = deque()
+
+    def post(self, batch: Batch, step: int) -> None:
+        """Begin to compare this rank's mini-batch with the others'."""
+        if self._group is None:
+            return
+        # Asynchronous, and so is the reduction: it moves on while the program runs, and no rank waits for another here.
+        checksum = batch_checksum(batch) if self._reads else 0
+        facts = torch.tensor([checksum, checksum * checksum, int(self._reads)], dtype=torch.float64)
+        work = dist.all_reduce(facts, group=self._group, async_op=True)
+        self._posted.append((work, facts, step, checksum))
+
+    def check(self, *, keep: int = 1) -> None:
+        """Look at what was posted, but for the last ``keep``.
+
+        Raises:
+            RuntimeFailure: the ranks were given different data.
+        """
+        while len(self._posted) > keep:
+            work, facts, step, checksum = self._posted.popleft()
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise CommTimeout(
+                    f"rank {self._rank} waited {self._timeout.total_seconds():g} s for the other ranks to begin step "
+                    f"{step}: look for the first error of the other ranks"
+                ) from error
+            total, squares, readers = facts.tolist()
+            if squares * readers != total * total:  # as in `Feed`
+                raise different_data(step, checksum=checksum, rank=self._rank)
+
+
+def loss_reports(
+    runner: RankRunner, stages: RankEngine, *, setting: Setting, timeout_s: float
+) -> LossReports:
+    """Return the losses of mode async: of the stage that holds the model's loss.
+
+    Args:
+        timeout_s: how long this rank waits for a loss.
+    """
+    plan, loss_block = runner.plan, runner.reference.block_graph.loss_block
+    index = next(i for i, stage in enumerate(plan.stages) if loss_block in stage.blocks)
+    stage = plan.stages[index]
+    return LossReports(
+        loss_ranks=stage.data_ranks(0),
+        rank=setting.rank,
+        num_ranks=setting.num_ranks,
+        group=setting.group,
+        stage_group=stages.groups.data[index],
+        micro_batch_size=stage.micro_batch_size,
+        device=setting.device,
+        windows=windows_of(plan),
+        timeout_s=timeout_s,
+    )
 
 
 def different_data(step: int, *, checksum: int, rank: int) -> RuntimeFailure:

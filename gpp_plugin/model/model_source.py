@@ -82,8 +82,8 @@ from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.report.progress import shown_as, step
 from gpp_plugin.runtime.batches import Batch, UnitRule
-from gpp_plugin.runtime.lane import Lane, held_tensors
-from gpp_plugin.runtime.rank_lane import RankLane
+from gpp_plugin.runtime.rank_programs import held_tensors
+from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Meeting, call_on_rank_zero, exchange
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, joined_module
@@ -131,7 +131,7 @@ class ModelSource:
 
     @property
     def stages(self) -> UnitSource:
-        """Return this rank's own stages as the source of its runners' code."""
+        """Return this rank's own stages as the source of their code."""
         return self._job
 
     def prepare_batch(self, batch: Any) -> dict[str, Any]:
@@ -495,29 +495,29 @@ class ModelSource:
         return reference
 
     def meet(self, reference: Reference, batch: Batch) -> None:
-        """Learn the shapes that come of a batch like this one before a runner executes it.
+        """Learn the shapes that come of a batch like this one before it runs.
 
         Collective over all ranks, but of a plain model: each rank captures its new shapes alone.
         """
         self._job.meet(batch, is_training=reference.analysis.is_training)
 
     @shown_as("materialise")
-    def make_modules(self, runner: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
-        """Return this rank's stages in the plan's order and release what other ranks run."""
+    def make_modules(self, runner: RankRunner, sample_batch: Batch) -> tuple[StageModule, ...]:
+        """Return this rank's stages in the plan's order and let go of what other ranks run."""
         for spec in self._model.stages if isinstance(self._model, StageGraph) else ():
             if isinstance(spec.make, nn.Module) and self._setting.rank not in spec.ranks:
                 release_parameters(spec.make)
         functions = runner.prepare(sample_batch)
         made: dict[int, StageModule] = {}
-        # of captured parts: stage of the plan -> what it holds
-        held: dict[str, dict[int, tuple[str, ...]]] = {}
-        for own_runner, function in zip(runner.lanes, functions, strict=True):
-            stage = own_runner.stage_index
+        held: dict[
+            str, dict[int, tuple[str, ...]]
+        ] = {}  # of captured parts: stage of the plan -> what it holds
+        for stage, function in zip(runner.stages, functions, strict=True):
             own = self._job.owns[self._job.owner(runner.plan, stage)]
             if isinstance(own, UserModule):
                 made[stage] = own
             else:
-                held.setdefault(own.stage.name, {})[stage] = _names_held(own, own_runner, function)
+                held.setdefault(own.stage.name, {})[stage] = _names_held(own, runner, stage, function)
         for name, of_stages in held.items():
             part = self._job.owns[name]
             assert isinstance(part, CapturedPart)
@@ -528,7 +528,7 @@ class ModelSource:
                 prefix=part.stage.prefix,
                 called=part.called,
             )
-            modules = holder.make_modules(runner.lanes[0].reference, runner.plan, of_stages)
+            modules = holder.make_modules(runner.reference, runner.plan, of_stages)
             made.update(zip(of_stages, modules, strict=True))
             self._held.append((holder, modules))
         stages = tuple(made[stage] for stage in runner.stages)
@@ -764,19 +764,21 @@ def _separate(stages: Sequence[StageModule]) -> None:
         seen.update(tensor.data_ptr() for tensor in tensors)
 
 
-def _names_held(part: CapturedPart, runner: Lane, function: StageFunction) -> tuple[str, ...]:
+def _names_held(
+    part: CapturedPart, runner: RankRunner, stage: int, function: StageFunction
+) -> tuple[str, ...]:
     """Return what a stage of a captured part holds on this rank.
 
     What no block of the part reads must still be in files: it rests on the part's last stage.
     """
     graph, op_graph = runner.reference.block_graph, runner.reference.analysis.op_graph
-    own = set(runner.plan.stages[runner.stage_index].blocks)
+    own = set(runner.plan.stages[stage].blocks)
     names = [*function.tensors]
     names += [n for block in graph.blocks if block.name in own for n in block.parameters]
     is_alone, name = part.stage.is_alone, part.stage.name
     mine = {block.name for block in graph.blocks if is_alone or owner_of_block(block.name) == name}
-    last = max(i for i, stage in enumerate(runner.plan.stages) if not mine.isdisjoint(stage.blocks))
-    if last == runner.stage_index:
+    last = max(i for i, other in enumerate(runner.plan.stages) if not mine.isdisjoint(other.blocks))
+    if last == stage:
         used = {n for block in graph.blocks for n in block.parameters}
         names += [
             p.name

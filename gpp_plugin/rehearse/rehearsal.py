@@ -26,12 +26,12 @@ from gpp_plugin.rehearse.rehearsal_settings import (
 )
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
-from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
+from gpp_plugin.schedule.checks.validate_windows import validate_async, validate_prefetch
+from gpp_plugin.schedule.cut_graph import lengthened
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from gpp_plugin.schedule.windows import WindowPrograms, lengthened, lower_windows
+from gpp_plugin.schedule.program_sets import ProgramSet, lower_async, lower_prefetch
 from gpp_plugin.simulate.async_prediction import (
     measured_steady_us,
     num_windows,
@@ -59,29 +59,29 @@ def programs_of_plan(plan: PipelinePlan, *, validate: bool = True) -> tuple[Rank
     return programs
 
 
-def make_windows(plan: PipelinePlan, *, validate: bool = True) -> WindowPrograms:
-    """Return the windows of an asynchronous plan, as the engine lowers them.
+def make_async_programs(plan: PipelinePlan, *, validate: bool = True) -> ProgramSet:
+    """Return the programs of a plan of mode async, as the engine lowers them.
 
     Raises:
         PlanError: the plan cannot run so.
         ScheduleError: they are unsafe.
     """
     frozen = forward_only_stages(plan)
-    programs = lower_windows(plan, forward_only_stages=frozen)
+    programs = lower_async(plan, forward_only_stages=frozen)
     if validate:
-        validate_windows(plan, programs, forward_only_stages=frozen)
+        validate_async(plan, programs, forward_only_stages=frozen)
     return programs
 
 
-def make_ahead(plan: PipelinePlan, *, validate: bool = True) -> AheadPrograms:
+def make_prefetch_programs(plan: PipelinePlan, *, validate: bool = True) -> ProgramSet:
     """Return the programs of a plan whose frozen branch is prefetched, as the engine lowers them.
 
     Raises:
         ScheduleError: they are unsafe.
     """
-    programs = lower_ahead(plan)
+    programs = lower_prefetch(plan)
     if validate:
-        validate_ahead(plan, programs)
+        validate_prefetch(plan, programs)
     return programs
 
 
@@ -208,7 +208,7 @@ def _check_programs(plan: PipelinePlan) -> tuple[PipelinePlan, float]:
         ScheduleError: the plan's programs are unsafe.
     """
     if plan.mode == "async":
-        make_windows(plan)
+        make_async_programs(plan)
         rehearsed = lengthened(plan, num_windows(windows_of(plan)))
         return rehearsed, predict_drained_us(rehearsed)
     programs_of_plan(plan)

@@ -28,23 +28,19 @@ from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plugins import Transport, TransportRequest, find_transport
-from gpp_plugin.rehearse.rehearsal import make_ahead, make_windows, programs_of_plan
+from gpp_plugin.rehearse.rehearsal import make_async_programs, make_prefetch_programs, programs_of_plan
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
-from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
-from gpp_plugin.runtime.executor import StageExecutor
-from gpp_plugin.runtime.lane import channels_of
-from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
+from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
+from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.messages.wires import held_shape
-from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
+from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.runtime.ranks.agree import Meeting
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
-from gpp_plugin.runtime.window_lane import RankWindowRunner, WindowRunner
 from gpp_plugin.schedule.durations import Durations, duration_reader
-from gpp_plugin.schedule.look_ahead import Part, RankAhead
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
+from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramPlace, ProgramSet
 from gpp_plugin.simulate.async_prediction import num_windows
 
 # Stands for a stage's compute and optimizer: delays of the planned durations, tensors of the right shapes.
@@ -255,10 +251,6 @@ def _names(edges: Iterable[StageEdge]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for edge in edges for name in (*edge.batch_tensors, *edge.whole_tensors)))
 
 
-_MOST_EXECUTORS = 100
-"""Programs of a plan, of which there are a few a window."""
-
-
 class RehearsalRank:
     """This rank's part of a plan; made on all ranks of the plan together, which are those of the joined
     process group.
@@ -267,7 +259,7 @@ class RehearsalRank:
         plan: with times that are already scaled.
         has_step: ranks agree with each other before the optimizer step, as they do on the gradients' norm.
         durations: of single tasks, where the plan's times do not hold.
-        looks_ahead: the plan's frozen branch runs a mini-batch ahead; what is run is the steady part.
+        prefetches: the plan's frozen branch is prefetched; what is run is the steady program.
         placement: where the ranks run; None: on CPUs.
         group: a CPU group of all ranks; None: the default group is one.
     """
@@ -279,7 +271,7 @@ class RehearsalRank:
         *,
         has_step: bool = True,
         durations: Durations | None = None,
-        looks_ahead: bool = False,
+        prefetches: bool = False,
         placement: JobPlacement | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -293,16 +285,14 @@ class RehearsalRank:
         rank = dist.get_rank()
         device, backend = (CPU, "gloo") if placement is None else (placement.own_device, placement.backend)
         timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
-        windows = make_windows(plan, validate=False) if plan.mode == "async" else None
-        programs = programs_of_plan(plan, validate=False) if windows is None else windows.all
+        programs = _programs_of(plan, prefetches=prefetches)
         specs = scale_tensors(plan, settings.scale_bytes)
         make_groups = functools.partial(_make_groups, timeout_s=timeout_s, backend=backend)
         data_groups = make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)])
         tensor_groups = make_groups([s.tensor_ranks(d) for s in plan.stages for d in range(s.degree)])
-        transport = _make_transport(plan, programs, specs, device, backend, timeout_s)
-        own = None if windows is None else windows.of_rank(rank)
-        # Asynchronous programs differ by window; in the last, steady one is all that a stage receives and sends.
-        program = programs[rank] if own is None else own.steps[-1]
+        transport = _make_transport(plan, programs.all, specs, device, backend, timeout_s)
+        own = programs.of_rank(rank)
+        program, steps_alone = own.main, own.policy.steps_alone
         self._plan = plan
         names = [repr(plan.stages[index].name) for index in program.stages]
         self._meeting = Meeting(
@@ -312,7 +302,7 @@ class RehearsalRank:
         )
         # the ranks that agree on a norm: all of them, or those of a stage that steps alone
         everyone = tuple(range(plan.num_ranks))
-        agreeing = make_groups([s.ranks for s in plan.stages] if own else [everyone])
+        agreeing = make_groups([s.ranks for s in plan.stages] if steps_alone else [everyone])
         hand_overs = HandOvers()
 
         def maker(index: int) -> Callable[..., StageExecutor]:
@@ -321,7 +311,7 @@ class RehearsalRank:
             hooks = EmulatedHooks(
                 data_group=data_groups.get(stage.data_ranks(tensor_position)),
                 gradient_bytes=stage.gradient_bytes * settings.scale_bytes,
-                world_group=agreeing.get(stage.ranks if own else everyone) if has_step else None,
+                world_group=agreeing.get(stage.ranks if steps_alone else everyone) if has_step else None,
                 device=device,
             )
             tensor_group = tensor_groups.get(stage.tensor_ranks(data_position))
@@ -338,42 +328,15 @@ class RehearsalRank:
                 weights=EmulatedWeights.of(stage, hooks.data_group, settings.scale_bytes, device),
             )
 
-        makers = [maker(index) for index in program.stages]
         # Model inputs are not rehearsed: no batch is loaded, so each micro-batch has an empty tuple of them.
         inputs: list[list[tuple[Tensor, ...]]] = [[()] * plan.num_micro_batches(i) for i in program.stages]
         self._inputs = inputs
-        stages = list(zip(program.stages, makers, strict=True))
-        executors = RankExecutors(hand_overs=hand_overs, step=self._step, most=_MOST_EXECUTORS)
-        self._executor: RankExecutor | None = None
-        self._windows: RankWindowRunner | None = None
-        if own is not None:
-            runners = [WindowRunner.make(own.of_stage(i), m, mini_batch=plan.mini_batch) for i, m in stages]
-            self._windows = RankWindowRunner(own, runners, executors)
-        else:
-            self._executor = executors.of(program, [make(program.of_stage(i)) for i, make in stages])
-        self._ahead: RankAheadRunner | None = None
-        if looks_ahead:
-            self._look_ahead(make_ahead(plan, validate=False).of_rank(rank), stages, executors)
-
-    def _look_ahead(
-        self,
-        programs: RankAhead,
-        stages: Sequence[tuple[int, Callable[..., StageExecutor]]],
-        executors: RankExecutors,
-    ) -> None:
-        """Make what runs the branch before a first mini-batch, and then each one with it."""
-        frozen = forward_only_stages(self._plan)
-        runners = [
-            AheadRunner(plan=self._plan, programs=programs.of_stage(i), stage=i, is_trained=i not in frozen)
-            for i, _ in stages
-        ]
-        self._ahead = RankAheadRunner(programs, runners, executors)
-        names: tuple[Part, Part] = ("fill", "steady")
-        self._fill, self._steady = (
-            [make(r.program(part), r.place(part)) for (_, make), r in zip(stages, runners, strict=True)]
-            for part in names
-        )
-        self._is_filled = False
+        makers = [(own.of_stage(index), maker(index)) for index in program.stages]
+        self._parts = {
+            name: [make(of_stage.programs[name], of_stage.place(name)) for of_stage, make in makers]
+            for name in own.programs
+        }
+        self._executor = RankExecutor(own, hand_overs=hand_overs, step=self._step)
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; ``what`` is the occasion, for errors."""
@@ -391,31 +354,43 @@ class RehearsalRank:
         return None if timeline is None else dataclasses.replace(timeline, source="rehearsed")
 
     def _run(self, *, record: bool) -> list[Event]:
-        # A window's events number micro-batches from its own program; `_later` adds the shift since the
-        # pipeline was empty, so that all windows read as the one long mini-batch that they are simulated as:
+        # A program's events number micro-batches as it does. `_later` adds those that came before since the pipeline
+        # was empty, so that all read as the one long mini-batch that they are simulated as. In mode async, with two
+        # micro-batches a mini-batch and programs that repeat from the second on:
         #
-        #   window 1 (shift 0)   0F0 0F1 0B0        window 3 of programs that repeat from 2 on, M = 2: shift 2
-        #   window 2 (shift 0)   0F2 0B1 0F3 0B2    0F2 -> 0F4, 0B1 -> 0B3, 0F3 -> 0F5, 0B2 -> 0B4
-        if self._ahead is not None:
-            if not self._is_filled:
-                self._is_filled = True
-                self._ahead.run("fill", self._fill, self._inputs)
-            return self._ahead.run("steady", self._steady, self._inputs, record=record).events
-        if self._executor is not None:
-            return self._executor.run(self._inputs, record=record).events
-        runner = self._windows
-        assert runner is not None, "a plan is synchronous or asynchronous"
+        #   prologue 1 (0 before)   0F0 0F1 0B0        steady once more (2 before): 0F2 -> 0F4, 0B1 -> 0B3, ...
+        #   steady     (0 before)   0F2 0B1 0F3 0B2
+        executor, policy = self._executor, self._executor.programs.policy
+        windows = executor.programs.windows
         events: list[Event] = []
-        for _ in range(num_windows(runner.windows)):
-            found = runner.run(self._inputs, record=record).events
-            events += [_later(event, runner.shift) for event in found]
-        events += [_later(event, runner.shift) for event in runner.drain(record=record).events]
-        runner.empty()
-        return events
+        for _ in range(1 if windows is None else num_windows(windows)):
+            *first, last = policy.calls[executor.last, policy.can_prefetch]
+            for name in first:
+                self._run_program(name, record=False)
+            events += self._run_program(last, record=record)
+        drain = policy.drains.get(executor.last)
+        return events if drain is None else events + self._run_program(drain, record=record)
+
+    def _run_program(self, name: str, *, record: bool) -> list[Event]:
+        executor = self._executor
+        events = executor.run(name, self._parts[name], self._inputs, record=record).events
+        windows = executor.programs.windows
+        if windows is None:
+            return events
+        return [_later(event, executor.mini_batches_before * windows.micro_batches) for event in events]
 
 
-def _make_executor(program: RankProgram, window: WindowPlace | None = None, **common: Any) -> StageExecutor:
-    return StageExecutor(program=program, window=window, **common)
+def _programs_of(plan: PipelinePlan, *, prefetches: bool) -> ProgramSet:
+    if plan.mode == "async":
+        return make_async_programs(plan, validate=False)
+    if prefetches:
+        return make_prefetch_programs(plan, validate=False)
+    whole = programs_of_plan(plan, validate=False)
+    return ProgramSet(plan=plan, programs={"whole": whole}, policy=SYNCHRONOUS)
+
+
+def _make_executor(program: RankProgram, place: ProgramPlace | None, **common: Any) -> StageExecutor:
+    return StageExecutor(program=program, place=place, **common)
 
 
 def _make_compute(

@@ -1,7 +1,7 @@
 """What a stage computes: the forward and backward of one micro-batch, behind one small interface.
 
-The executor moves messages in the order of the program and knows nothing of autograd; a `StageCompute` gets
-whole tensors and keeps what a backward needs. `AutogradCompute` is the real one. Which tensors cross the
+The executor moves messages in the order of the program. A `StageCompute` gets whole tensors and keeps what a backward
+needs. `AutogradCompute` is the real one. Which tensors cross the
 stage's boundary, and in which order, is frozen when it is made, so that a task passes plain sequences.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.runtime.batches import Batch, ones_among
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.keeper import KeepAll, StageKeeper
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
@@ -48,6 +49,30 @@ class StageHooks(Protocol):
 
     def step(self) -> object:
         """Agree on norm and overflow with all ranks; update, or skip."""
+
+
+class VersionedHooks:
+    """A stage's optimizer side, whose updates make a new version of the weights."""
+
+    def __init__(self, hooks: StageHooks, versions: WeightVersions) -> None:
+        self._hooks = hooks
+        self._versions = versions
+        self.accumulate = hooks.accumulate
+        self.begin_reduction = hooks.begin_reduction
+        self.reduce_data = hooks.reduce_data
+        self.reduce_tied = hooks.reduce_tied
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor of every loss's seed gradient."""
+        return self._hooks.loss_scale
+
+    def step(self) -> object:
+        """Update the newest weights."""
+        self._versions.begin_update()
+        result = self._hooks.step()
+        self._versions.end_update()
+        return result
 
 
 class StageWeights(Protocol):
@@ -97,7 +122,7 @@ class StageCompute(Protocol):
         """
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Add up the gradients of parameters and return those of received tensors; lets go of the micro-batch.
+        """Add up the gradients of parameters and return those of received tensors; releases the micro-batch.
 
         Args:
             gradients: of the outputs; None where no consumer sends one for this micro-batch (a tensor without a
@@ -108,7 +133,7 @@ class StageCompute(Protocol):
         """Return the gradients of received tensors only; `weight_gradient` must follow."""
 
     def weight_gradient(self, micro_batch: int) -> None:
-        """Add up the gradients of parameters after `input_gradient`; lets go of the micro-batch."""
+        """Add up the gradients of parameters after `input_gradient`; releases the micro-batch."""
 
     def clear(self) -> None:
         """Forget all micro-batches: a mini-batch ended or failed."""
@@ -175,6 +200,25 @@ class HalfForwards:
     function: StageFunction
     input_axes: tuple[int, ...]
     axes: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls, function: StageFunction, *, inputs: Mapping[str, TensorSpec], tensors: Mapping[str, TensorSpec]
+    ) -> HalfForwards:
+        """Return what runs halves with this code.
+
+        Args:
+            inputs: the model's, by batch key; ``tensors`` those that cross the stage's boundary.
+        """
+
+        def axis(spec: TensorSpec) -> int:
+            return spec.layout.axis if spec.layout.kind is LayoutKind.BATCH else -1
+
+        return cls(
+            function=function,
+            input_axes=tuple(axis(inputs[key]) for key in function.batch_inputs),
+            axes={name: axis(spec) for name, spec in tensors.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,3 +475,191 @@ def _half_of(tensor: Tensor, axis: int, half: int) -> Tensor:
         return tensor
     rows = tensor.shape[axis] // 2
     return tensor.narrow(axis, half * rows, rows).contiguous()
+
+
+# ---- code by shape -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What passes a stage's boundary in a mini-batch: all that any of its units has, in an order.
+
+    Args:
+        keys: of the batch that are read; ``received``, ``outputs`` and gradients as of `StageCompute`.
+    """
+
+    keys: tuple[str, ...]
+    received: tuple[str, ...]
+    outputs: tuple[str, ...]
+    gradient_outputs: tuple[str, ...]
+    gradient_inputs: tuple[str, ...]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Boundary]) -> Boundary:
+        """Return what any of several has, the first one's first."""
+
+        def all_of(take: Callable[[Boundary], tuple[str, ...]]) -> tuple[str, ...]:
+            return tuple(dict.fromkeys(name for part in parts for name in take(part)))
+
+        return cls(
+            keys=all_of(lambda b: b.keys),
+            received=all_of(lambda b: b.received),
+            outputs=all_of(lambda b: b.outputs),
+            gradient_outputs=all_of(lambda b: b.gradient_outputs),
+            gradient_inputs=all_of(lambda b: b.gradient_inputs),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where what one unit's code takes and returns stands among all that passes the boundary (`Boundary`)."""
+
+    keys: tuple[int, ...]
+    received: tuple[int, ...]
+    outputs: tuple[int, ...]
+    gradient_outputs: tuple[int, ...]
+    gradient_inputs: tuple[int, ...]
+
+    @classmethod
+    def within(cls, whole: Boundary, part: Boundary) -> Places | None:
+        """Return the places of a part; None where it is the whole."""
+        if whole == part:
+            return None
+        return cls(
+            keys=tuple(map(whole.keys.index, part.keys)),
+            received=tuple(map(whole.received.index, part.received)),
+            outputs=tuple(map(whole.outputs.index, part.outputs)),
+            gradient_outputs=tuple(map(whole.gradient_outputs.index, part.gradient_outputs)),
+            gradient_inputs=tuple(map(whole.gradient_inputs.index, part.gradient_inputs)),
+        )
+
+
+class ComputeByShape:
+    """Computes each micro-batch with the code of its unit's shape.
+
+    Where units lack branches, their code takes and returns less. With other specialised values it may take the stage's
+    inputs in another order, or do without one: a mask that hides nothing. What passes the stage's boundary is then all
+    that any of the units has, and each unit's tensors stand at their places among it; the others are of no elements, or
+    None.
+
+    Args:
+        computes: of each micro-batch of the rank; the same object where shapes are the same; None where the stage has
+            nothing to do for the unit.
+        functions: their code.
+        reduces_in: the micro-batch in whose backward gradients may be summed over the stage's ranks; None: in none.
+        hooks: the optimizer side, which begins those sums.
+    """
+
+    def __init__(
+        self,
+        computes: Sequence[AutogradCompute | None],
+        functions: Sequence[StageFunction | None],
+        *,
+        reduces_in: int | None = None,
+        hooks: StageHooks | None = None,
+    ) -> None:
+        parts = [
+            Boundary(
+                keys=function.batch_inputs,
+                received=compute.received,
+                outputs=compute.outputs,
+                gradient_outputs=compute.gradient_outputs,
+                gradient_inputs=compute.gradient_inputs,
+            )
+            if compute is not None and function is not None
+            else None
+            for compute, function in zip(computes, functions, strict=True)
+        ]
+        whole = Boundary.joined(list({part: None for part in parts if part is not None}))
+        self.keys = whole.keys
+        self.is_alike = all(part == whole for part in parts)
+        self.received, self.outputs = whole.received, whole.outputs
+        self.gradient_outputs, self.gradient_inputs = whole.gradient_outputs, whole.gradient_inputs
+        self._places = tuple(None if part is None else Places.within(whole, part) for part in parts)
+        self._computes = tuple(computes)
+        self._choices = tuple(None if function is None else function.choice for function in functions)
+        self._ones: Sequence[frozenset[str]] = ()
+        # micro-batches of a prefetched mini-batch are numbered behind those of the present one
+        self._count = len(computes)
+        self._reduces_in = reduces_in
+        self._hooks = hooks
+
+    def use_masks(self, units: Sequence[Batch]) -> None:
+        """Run each unit from now on as an eager model would run it alone: attention without needless masks."""
+        self._ones = [
+            frozenset() if choice is None else ones_among(unit, choice.inputs)
+            for unit, choice in zip(units, self._choices, strict=True)
+        ]
+
+    def _of(self, micro_batch: int) -> AutogradCompute:
+        # a backward may run code again (recomputation), as its forward did
+        number = micro_batch % self._count
+        choice = self._choices[number]
+        if choice is not None:
+            choice.use(self._ones[number])
+        compute = self._computes[number]
+        assert compute is not None, "the program has no task for such a unit"
+        return compute
+
+    def _back(
+        self, run: Callable[..., Sequence[Tensor]], micro_batch: int, gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
+        """Return the gradients of received tensors that a part of a backward makes of those of outputs."""
+        places = self._places[micro_batch % self._count]
+        if places is None:
+            return run(micro_batch, gradients)
+        found = run(micro_batch, [gradients[place] for place in places.gradient_outputs])
+        return _spread(found, places.gradient_inputs, len(self.gradient_inputs))
+
+    def forward(
+        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the outputs of a unit."""
+        compute, places = self._of(micro_batch), self._places[micro_batch % self._count]
+        if places is None:
+            return compute.forward(micro_batch, half, inputs, received)
+        made = compute.forward(
+            micro_batch,
+            half,
+            [inputs[place] for place in places.keys],
+            [received[place] for place in places.received],
+        )
+        return _spread(made, places.outputs, len(self.outputs))
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Add up the gradients of parameters and return those of received tensors."""
+        if micro_batch == self._reduces_in and self._hooks is not None:
+            self._hooks.begin_reduction()
+        return self._back(self._of(micro_batch).backward, micro_batch, gradients)
+
+    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Return the gradients of received tensors only."""
+        return self._back(self._of(micro_batch).input_gradient, micro_batch, gradients)
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """Add up the gradients of parameters after `input_gradient`."""
+        self._of(micro_batch).weight_gradient(micro_batch)
+
+    def clear(self) -> None:
+        """Forget all micro-batches."""
+        for compute in self._computes:
+            if compute is not None:
+                compute.clear()
+
+    def start_counting(self, together: HeldTogether | None = None) -> None:
+        """Count what is kept; all units have one shape then, that of the sample batch (`MemoryWatch.is_due`)."""
+        assert self._computes[0] is not None
+        self._computes[0].start_counting(together)
+
+    def stop_counting(self) -> MemoryCounts | None:
+        """Count no longer, and return what was counted."""
+        assert self._computes[0] is not None
+        return self._computes[0].stop_counting()
+
+
+def _spread(tensors: Sequence[Tensor], places: Sequence[int], count: int) -> Sequence[Tensor]:
+    """Return tensors at their places among ``count``; of the others there is nothing, and nobody takes them."""
+    found: list[Any] = [None] * count
+    for place, tensor in zip(places, tensors, strict=True):
+        found[place] = tensor
+    return found

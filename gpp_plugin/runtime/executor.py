@@ -1,17 +1,27 @@
-"""Runs one rank's program: compiled once to bound callables, then called in order.
+"""Runs a rank's programs: each compiled once to bound callables, which are called in order.
 
-A `StageExecutor` has what one stage does on the rank; where a rank holds several, a `RankExecutor` (`rank_executor`)
-calls what each of them compiled in the order of the rank's program. Neither chooses nor computes anything: a `Mailbox`
-moves messages, and a `StageCompute` does the tasks. Each instruction of the `RankProgram` becomes one callable; which
-pieces make up what a task reads and where rows are sent from (`routes`) is resolved at compile time. Gradients that
-several consumers send for one tensor are summed in the order of edges, consumer micro-batches and ranks, whatever order
-they arrive in, so results do not depend on timing.
+    rank's program    0F0  send 0>2  receive 0>2  2F0  2B0  send 2>0  receive 2>0  0B0  reduce(0)  reduce(2)  step
+    of stage 0        x    x                                          x            x    x                     (x)
+    of stage 2                       x            x    x    x                                      x          (x)
+
+A `StageExecutor` compiles what one stage does in one program. A `RankExecutor` puts the steps of a rank's stages into
+one list, and runs the rank's programs one after the other; a step of all stages is in each one's program and runs once.
+Neither computes anything: a `Mailbox` moves messages, and a `StageCompute` does the tasks. Which pieces make up what a
+task reads and where rows are sent from (`routes`) is resolved at compile time. Gradients that several consumers send
+for one tensor are summed in the order of edges, consumer micro-batches and ranks, whatever order they arrive in, so
+results do not depend on timing.
+
+What outlives a program (`program_sets`) is in a `Carry` a stage.
+
+Source: this project
+Tests: tests/runtime/test_rank_runner.py, tests/runtime/test_prefetch.py
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,13 +35,17 @@ from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankPro
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights
-from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, WindowPlace, compile_reading
+from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, compile_reading
 from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
 from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.recorder import Recorder
+from gpp_plugin.schedule.program_sets import EMPTY, ProgramPlace, RankPrograms
+
+MOST_EXECUTORS = 64
+"""Programs joined for the stages of a rank, one for each set of shapes, that are kept."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +59,7 @@ class MiniBatchResult:
         step_result: what `StageHooks.step` returned.
         memories: what each stage kept for backward, by its index; empty where it was not counted, or the rank runs no
             backwards.
-        most_bytes: no less than all stages of the rank ever kept at once, what one handed to another counted once.
+        most_bytes: no less than all stages of the rank ever kept at once, local transfers counted once.
         message_bytes: most that messages under way took so far, each stage's at its own most.
     """
 
@@ -79,10 +93,9 @@ class StageExecutor:
         device: where the stage computes; receive buffers lie there.
         loss: node name of the loss if this stage yields it.
         named_outputs: output name -> node name, collected when running forward only.
-        window: where the program stands among those of a pipeline that carries messages over; None: it is run by
-            itself.
+        place: where the program stands among those of a pipeline that carries messages over; None: it runs by itself.
         next_specs: of the tensors that come for the next mini-batch, where its shapes are others.
-        known: routes of the same program and window at other shapes.
+        known: routes of the same program and place at other shapes.
         hand_overs: shared by the stages of the rank; None where it holds one.
         weights: what gathers the stage's parameters; None for a program that gathers none.
     """
@@ -100,7 +113,7 @@ class StageExecutor:
         loss: str | None = None,
         named_outputs: Mapping[str, str] | None = None,
         is_training: bool = True,
-        window: WindowPlace | None = None,
+        place: ProgramPlace | None = None,
         next_specs: BoundarySpecs | None = None,
         known: Routes | None = None,
         hand_overs: HandOvers | None = None,
@@ -116,7 +129,7 @@ class StageExecutor:
         self._hooks = hooks
         self._weights = weights
         self._device = device
-        # Tensor ranks have the same losses and outputs: the first one tells them.
+        # Tensor ranks have the same losses and outputs: the first one reports them.
         is_first = self._stage.position(self._rank)[1] == 0
         self._loss = -1 if loss is None or not is_first else compute.outputs.index(loss)
         self._named_outputs = {
@@ -128,13 +141,13 @@ class StageExecutor:
             instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD
             for instruction in program.instructions
         )
-        # an asynchronous window sends copies, which no update changes, and keeps micro-batches for the next one
-        self._is_endless = window is not None and not window.ends_mini_batch
+        # in mode async copies are sent, which no update changes
+        self._keeps_activations = place is not None and place.keeps_activations
         carried: tuple[Message, ...] = ()
         self._first_input = 0
-        if window is not None:
-            self._is_trained = window.is_trained
-            carried, self._first_input = window.carried, window.first_micro_batch
+        if place is not None:
+            self._is_trained = place.is_trained
+            carried, self._first_input = place.carried, place.first_micro_batch
         self.routes = resolve_routes(
             program,
             plan=plan,
@@ -238,7 +251,7 @@ class StageExecutor:
         Args:
             of_all: the step of all stages of the rank; None: the stage's own.
         """
-        if not self._is_endless:
+        if not self._keeps_activations:
             self.finish_sends()  # a sent tensor may be a view of a parameter
         start = self._recorder.now()
         if of_all is None:
@@ -297,9 +310,9 @@ class StageExecutor:
         return run
 
     def _guarded_forward(self, readings: Sequence[Reading]) -> Callable[..., Sequence[Tensor]]:
-        """Return the stage's forward; where it is handed tensors of another stage, one that refuses to write into them.
+        """Return the stage's forward; where it reads local transfers, one that refuses to write into them.
 
-        What is received is the stage's own to write into; what is handed over is its producer's, and perhaps read by
+        What is received is the stage's own to write into; a local transfer's is its producer's, and perhaps read by
         others.
         """
         forward = self._compute.forward
@@ -373,7 +386,7 @@ class StageExecutor:
         Args:
             inputs: for each micro-batch, this rank's rows of the model's inputs that the stage reads.
             record: whether to note the time of every task and message.
-            carry: what the windows before left, and this one leaves; required of a window.
+            carry: what the programs before left, and this one leaves; required of a program with a place.
 
         Raises:
             CommTimeout: a message did not come in time.
@@ -398,14 +411,19 @@ class StageExecutor:
         else:
             self._mail.hand_over(carry)
 
-    def let_go(self, *, is_carried: bool) -> None:
-        """Let go of everything; of an endless pipeline that went well micro-batches stay."""
+    def release(self, *, is_carried: bool) -> None:
+        """Release everything; in mode async saved activations stay for the next program."""
         self._inputs = ()
         self._gathering = None
         self._mail.clear()
         self._made.clear()
-        if not (is_carried and self._is_endless):
+        if not (is_carried and self._keeps_activations):
             self._compute.clear()
+
+    @property
+    def has_forwards(self) -> bool:
+        """Return whether the program runs forwards, which read rows of a mini-batch."""
+        return bool(self._forwards)
 
     @property
     def result(self) -> MiniBatchResult:
@@ -416,7 +434,7 @@ class StageExecutor:
         """Read the times that were noted."""
         self._recorder.finish()
 
-    def place(self, instruction: Instruction | None) -> str:
+    def where(self, instruction: Instruction | None) -> str:
         """Return where an instruction is run, for errors."""
         return f"rank {self._rank}, stage {self._stage.name}, at {instruction}"
 
@@ -430,11 +448,10 @@ def run_steps(
     record: bool,
     carries: Sequence[Carry | None],
 ) -> None:
-    """Run the steps of a rank's stages in order; let go of everything of all of them where one fails."""
+    """Run the steps of a rank's stages in order; release everything of all of them where one fails."""
     # One loop, no branches by kind: ``steps`` has the closures in the order of the program. The last instruction
-    # named is the one that failed. After a failure everything is let go of, a window's carry included
-    # (``is_carried``), as nobody knows what the other ranks have done; after success only what the next window
-    # has taken over stays.
+    # named is the one that failed. After a failure everything is released, a carry included (``is_carried``), as it is
+    # unknown what the other ranks have done; after success what is carried stays.
     instruction: Instruction | None = None
     is_carried = False
     here = HERE
@@ -464,16 +481,180 @@ def run_steps(
         ) from error
     finally:
         for part in parts:
-            part.let_go(is_carried=is_carried)
+            part.release(is_carried=is_carried)
 
 
 def _place(program: RankProgram, parts: Sequence[StageExecutor], instruction: Instruction | None) -> str:
     """Return where a rank failed: rank, stage and instruction."""
     stage = None if instruction is None else program.stage_of(instruction)
     part = parts[0] if stage is None else parts[program.stages.index(stage)]
-    return part.place(instruction)
+    return part.where(instruction)
 
 
 def empty_result() -> MiniBatchResult:
     """Return what a rank has before a mini-batch."""
     return MiniBatchResult(losses=[], outputs={}, events=[], step_result=None)
+
+
+# ---- all stages of a rank ----------------------------------------------------------------------------------
+
+Around = Callable[[Instruction, Step], Step]
+Steps = list[tuple[Instruction, Step]]
+
+
+class RankExecutor:
+    """Runs the programs of a rank one after the other, for all of its stages.
+
+    A carry holds what a program leaves for the next one; after the last of them (`StepPolicy.after`) it is empty.
+
+    Args:
+        programs: the rank's, by name.
+        hand_overs: shared by the executors of its stages.
+        step: of all stages of the rank; None where stages step alone, or none does.
+    """
+
+    def __init__(
+        self, programs: RankPrograms, *, hand_overs: HandOvers, step: Callable[[], object] | None = None
+    ) -> None:
+        self.programs = programs
+        self._hand_overs = hand_overs
+        self._step = step
+        self._joined: OrderedDict[tuple[int, ...], tuple[tuple[object, ...], Steps]] = OrderedDict()
+        self._before = 0
+        self._counts = [programs.plan.num_micro_batches(stage) for stage in programs.stages]
+        self.forget()
+
+    @property
+    def last(self) -> str:
+        """Return the name of the last program, or `EMPTY` where nothing is carried."""
+        return self._last
+
+    @property
+    def carries(self) -> tuple[Carry, ...]:
+        """Return what is carried, a stage each."""
+        return self._carries
+
+    @property
+    def mini_batches_before(self) -> int:
+        """Return how many mini-batches before the one that the last program counts from the pipeline was empty."""
+        return self._before
+
+    @property
+    def carried_bytes(self) -> int:
+        """Return the bytes that were received for the next program."""
+        received = (held for carry in self._carries for held, _ in carry.received.values())
+        return sum(tensor.nbytes for buffers in received for tensor in buffers)
+
+    def run(
+        self,
+        name: str,
+        parts: Sequence[StageExecutor],
+        inputs: Sequence[Sequence[Sequence[Tensor]]],
+        *,
+        record: bool = False,
+        program: RankProgram | None = None,
+        around: Around | None = None,
+    ) -> MiniBatchResult:
+        """Run a program.
+
+        Args:
+            parts: what each stage does in it, in the rank's order of stages, made with the same ``hand_overs``.
+            inputs, record: as of `StageExecutor.run`, one a stage.
+            program: in place of the one of that name, where units lack branches.
+            around: what runs in place of a stage's step; None: the step itself.
+        """
+        program = program or self.programs.programs[name]
+        carries: Sequence[Carry | None] = [None] * len(parts)
+        if name != "whole":
+            carries = self._carry_to(name)
+        try:
+            run_steps(
+                program, self._steps_of(program, parts, around), parts, inputs, record=record, carries=carries
+            )
+        except BaseException:
+            self.forget()
+            raise
+        finally:
+            self._hand_overs.clear()
+        self._last = self.programs.policy.after(name)
+        if self._last == EMPTY and name != "whole":
+            for carry in self._carries:
+                carry.wait()
+            self.forget()
+        return _join_results([part.result for part in parts])
+
+    def drop(self) -> None:
+        """Release what is carried when it has come; collective over all ranks, which carry the same."""
+        # Both ends of every message were posted in the program that sent it, so none waits for what is still to come.
+        for carry in self._carries:
+            carry.wait(received=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Release what is carried without waiting for it: a program failed."""
+        self._last = EMPTY
+        self._carries = tuple(Carry() for _ in self._counts)
+
+    def _carry_to(self, name: str) -> Sequence[Carry]:
+        """Return the carries in the numbers of a program."""
+        # Mode async, two micro-batches, of programs that repeat from the second on. Micro-batches 2 and 3 of "steady"
+        # mean 4 and 5 in the third mini-batch (``shift`` 2); what the second left for "micro-batch 3" it expects as 1.
+        policy, plan = self.programs.policy, self.programs.plan
+        if self._last == EMPTY:
+            self._before = 0
+        if (self._last, name) in policy.renumbered:
+            self._before += 1
+            for stage, carry in zip(self.programs.stages, self._carries, strict=True):
+                carry.renumber(plan, stage)
+        for carry, count in zip(self._carries, self._counts, strict=True):
+            carry.shift = self._before * count if policy.steps_alone else 0
+        return self._carries
+
+    def _steps_of(self, program: RankProgram, parts: Sequence[StageExecutor], around: Around | None) -> Steps:
+        """Return what each instruction of a program does."""
+        # told apart by identity, and held so that no other takes the place of one
+        key = tuple(map(id, (program, *parts)))
+        if key not in self._joined:
+            self._joined[key] = (program, *parts), self._join(program, parts, around)
+            if len(self._joined) > MOST_EXECUTORS:
+                self._joined.popitem(last=False)
+        self._joined.move_to_end(key)
+        return self._joined[key][1]
+
+    def _join(self, program: RankProgram, parts: Sequence[StageExecutor], around: Around | None) -> Steps:
+        """Return each instruction of a program with its stage's next step, or the step of all stages."""
+        own = {stage: iter(part.steps) for stage, part in zip(program.stages, parts, strict=True)}
+        joined: Steps = []
+        for instruction in program.instructions:
+            stage = program.stage_of(instruction)
+            if stage is None:
+                assert self._step is not None, "a program with a step of all stages needs one"
+                joined.append((instruction, functools.partial(_step_all, parts, self._step)))
+                for steps in own.values():
+                    next(steps)  # each stage's program has that step too
+                continue
+            found, compiled = next(own[stage])
+            assert found == instruction, "stages run what the rank's program has of theirs"
+            joined.append((instruction, compiled if around is None else around(instruction, compiled)))
+        return joined
+
+
+def _step_all(parts: Sequence[StageExecutor], step: Callable[[], object]) -> None:
+    for part in parts:
+        part.finish_sends()
+    parts[0].step(step)
+
+
+def _join_results(results: Sequence[MiniBatchResult]) -> MiniBatchResult:
+    """Return what several stages of a rank have, as one: losses and outputs stage by stage, events by their time."""
+    if len(results) == 1:
+        return results[0]
+    joined = empty_result()
+    for result in results:
+        joined.losses += result.losses
+        joined.outputs |= result.outputs
+        joined.events += result.events
+        joined.message_bytes += result.message_bytes
+        joined.step_result = joined.step_result if result.step_result is None else result.step_result
+    joined.events.sort(key=lambda event: event.start_us)
+    return joined

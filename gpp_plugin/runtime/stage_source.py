@@ -59,6 +59,18 @@ class StageCode:
     is_for_lengths: bool = False
 
 
+NO_CODE = StageCode(
+    function=StageFunction(
+        call=lambda: (), tensors=(), constants=(), batch_inputs=(), received=(), outputs=(), code=""
+    ),
+    tensors={},
+    inputs={},
+    loss=None,
+    outputs={},
+)
+"""Of a rank that has nothing to run."""
+
+
 class StageSource(Protocol):
     """Gives a rank the code of its stage."""
 

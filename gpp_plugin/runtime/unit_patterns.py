@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,9 +35,9 @@ from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.runtime.batches import Batch, units_of
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.evaluation import match_blocks
-from gpp_plugin.runtime.lane import channels_of, held_tensors, make_programs
 from gpp_plugin.runtime.memory.keeper import INSIDE
 from gpp_plugin.runtime.messages.transport import Transport
+from gpp_plugin.runtime.rank_programs import channels_of, held_tensors, make_programs
 from gpp_plugin.runtime.stage_source import Reference, StageCode, UnitSource
 from gpp_plugin.schedule.build_graph import Presence
 from gpp_plugin.schedule.gathers import last_backward, stages_that_reduce_early
@@ -124,7 +124,7 @@ class PatternProgram:
 
 
 class UnitPatterns:
-    """The patterns that a rank's lanes of units have met, and the rank's programs for mini-batches of them.
+    """The patterns that a rank's stages have met, and the rank's programs for mini-batches of them.
 
     Args:
         plan: of units.
@@ -398,57 +398,3 @@ def _check_results(
 def _made_by(reference: Reference, blocks: Sequence[str]) -> list[str]:
     wanted = set(blocks)
     return [node for block in reference.block_graph.blocks if block.name in wanted for node in block.nodes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """What passes a stage's boundary in a mini-batch: all that any of its units has, in an order.
-
-    Args:
-        keys: of the batch that are read; ``received``, ``outputs`` and gradients as of `StageCompute`.
-    """
-
-    keys: tuple[str, ...]
-    received: tuple[str, ...]
-    outputs: tuple[str, ...]
-    gradient_outputs: tuple[str, ...]
-    gradient_inputs: tuple[str, ...]
-
-    @classmethod
-    def joined(cls, parts: Sequence[Boundary]) -> Boundary:
-        """Return what any of several has, the first one's first."""
-
-        def all_of(take: Callable[[Boundary], tuple[str, ...]]) -> tuple[str, ...]:
-            return tuple(dict.fromkeys(name for part in parts for name in take(part)))
-
-        return cls(
-            keys=all_of(lambda b: b.keys),
-            received=all_of(lambda b: b.received),
-            outputs=all_of(lambda b: b.outputs),
-            gradient_outputs=all_of(lambda b: b.gradient_outputs),
-            gradient_inputs=all_of(lambda b: b.gradient_inputs),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where what one unit's code takes and returns stands among all that passes the boundary (`Boundary`)."""
-
-    keys: tuple[int, ...]
-    received: tuple[int, ...]
-    outputs: tuple[int, ...]
-    gradient_outputs: tuple[int, ...]
-    gradient_inputs: tuple[int, ...]
-
-    @classmethod
-    def within(cls, whole: Boundary, part: Boundary) -> Places | None:
-        """Return the places of a part; None where it is the whole."""
-        if whole == part:
-            return None
-        return cls(
-            keys=tuple(map(whole.keys.index, part.keys)),
-            received=tuple(map(whole.received.index, part.received)),
-            outputs=tuple(map(whole.outputs.index, part.outputs)),
-            gradient_outputs=tuple(map(whole.gradient_outputs.index, part.gradient_outputs)),
-            gradient_inputs=tuple(map(whole.gradient_inputs.index, part.gradient_inputs)),
-        )

@@ -31,8 +31,8 @@ from gpp_plugin.schedule.task_graph import NodeGroup, TaskGraph
 # Which stages run a loss unit, and which edges carry something of it, where units lack whole branches of the model.
 #
 # A unit without images runs no vision tower: no task, no message, no gradient there. With units as the samples of a
-# plan (`runtime.unit_lane`) every task is of one unit, so what is left out of a mini-batch's task graph are nodes and
-# messages:
+# plan (`runtime.stage_runner`) every task is of one unit, so what is left out of a mini-batch's task graph are nodes
+# and messages:
 #
 #     units          image  text  image  text
 #     stage vision   F0           F2                  B0  B2

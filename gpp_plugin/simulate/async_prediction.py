@@ -18,19 +18,19 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.build_graph import build_task_graph
+from gpp_plugin.schedule.cut_graph import part_durations
 from gpp_plugin.schedule.durations import Durations, task_durations
 from gpp_plugin.schedule.event_loop import TaskTimes, message_transfers, run_task_graph
-from gpp_plugin.schedule.look_ahead import ahead_graphs
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
+from gpp_plugin.schedule.program_sets import joined_windows, prefetch_graphs, window_schedules
 from gpp_plugin.schedule.task_graph import TaskGraph
-from gpp_plugin.schedule.windows import joined_windows, part_durations, window_schedules
 from gpp_plugin.simulate.predict import message_events, predict_iteration_us
 
 # Predicts what a plan gains where its frozen branch runs a mini-batch early.
 #
-# All ranks step together, so a mini-batch takes as long as its steady part (`schedule.look_ahead`) from an idle start:
-# what the branch made before is there, and only the step waits for what it makes meanwhile.
+# All ranks step together, so a mini-batch takes as long as its steady part (`schedule.program_sets`) from an idle
+# start: what the branch made before is there, and what it makes meanwhile nobody waits for but the step.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def predict_ahead(plan: PipelinePlan, *, cluster: Cluster | None = None) -> Ahea
     branch = frozen_branch(plan)
     if plan.mode != "sync" or not branch:
         return None
-    part = ahead_graphs(plan)["steady"]
+    part = prefetch_graphs(plan)["steady"]
     transfers = message_transfers(part, cluster) if cluster is not None else None
     times = run_task_graph(part, part_durations(part), transfers=transfers)
     frozen = forward_only_stages(plan)

@@ -49,7 +49,7 @@ def gpt2(
 
 def where(engine: Any) -> dict[str, str]:
     """Return where this rank computes and what its messages go over."""
-    return {"device": str(engine.device), "transport": type(engine._lane.lanes[0]._transport).__name__}
+    return {"device": str(engine.device), "transport": type(engine._rank_runner._shared.transport).__name__}
 
 
 def train_in_a_bound_group(device: str) -> dict[str, Any]:
@@ -198,8 +198,8 @@ def time_captured_and_eager(device: str, rounds: int) -> dict[str, float]:
 
 def captured_call(engine: Any, batch: dict[str, Any]) -> Callable[[], torch.Tensor]:
     """Return what runs the code of an engine's one stage on a batch and returns the loss."""
-    (compiled,) = engine._lane.lanes[0]._executors.values()
-    function, tensors = compiled.function, engine.module.named_tensors()
+    (compiled,) = engine._rank_runner.stage_runners[0]._compiled.values()
+    function, tensors = compiled.code.code.function, engine.module.named_tensors()
     arguments = [tensors[name] for name in function.tensors] + [batch[key] for key in function.batch_inputs]
     assert not function.received, "a model of one stage receives nothing"
 

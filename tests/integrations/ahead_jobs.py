@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 
 from gpp_plugin.api import format_timeline
 from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.runtime.kept_lanes import KeptAhead
 from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.integrations.frozen_jobs import frozen_model
 
@@ -124,8 +123,7 @@ def train(
             losses += disturb(interrupt, engine, iterator, make_batch, directory)
         losses.append(float(engine.train_batch(data_iter=iterator)))
         gradients.append({name: g.clone() for name, g in engine.gradients.items()})
-        lane = engine._lane
-        looked.append(isinstance(lane, KeptAhead) and lane.is_ahead)
+        looked.append(engine._rank_runner.has_prefetched)
     if not own:
         try:
             engine.train_batch(data_iter=iterator)
@@ -156,8 +154,7 @@ def disturb(
             timeline is not None
         ):  # rank 0's: the tower ran the next mini-batch, in the numbers behind this one's four
             run = [{e.micro_batch for e in timeline.events if e.task and e.stage == s} for s in (0, 1)]
-            lane = engine._lane
-            first = 4 if isinstance(lane, KeptAhead) and lane.is_ahead else 0
+            first = 4 if engine._rank_runner.has_prefetched else 0
             assert run == [set(range(first, first + 4)), {0, 1, 2, 3}], run
             assert "vision" in format_timeline(timeline, engine.plan)
             assert summarize_timeline(timeline, engine.plan).iteration_us > 0.0

@@ -23,7 +23,7 @@ def async_config(*, mini_batch: int, unit: int, block: dict[str, Any], **changes
 
 def held_by_stages(engine: Any) -> list[tuple[tuple[str, ...], int]]:
     """Return, of every stage, its parameters' names and how many micro-batches it holds."""
-    from gpp_plugin.runtime.lane import held_tensors
+    from gpp_plugin.runtime.rank_programs import held_tensors
 
     names = held_tensors(engine.plan, engine._reference)
     return [(own, stage.in_flight) for own, stage in zip(names, engine.plan.stages, strict=True)]
@@ -48,7 +48,7 @@ def train(
         if number in flush_at:
             flushed.append(float(engine.flush()))
     last = engine.flush()
-    versions = next(iter(engine._lane.lanes[0]._executors.values())).versions
+    versions = next(iter(engine._rank_runner.stage_runners[0]._codes._known.values())).versions
     return {
         "losses": losses,
         "flushed": [*flushed, None if last is None else float(last)],

@@ -71,8 +71,8 @@ def train(asked: Any, *, profile_dir: str, num_steps: int = 4, is_planned: bool 
                             parameter.mul_(1.25)
             losses.append(float(engine.train_batch(data_iter=iter([batch]))))
         losses.append(float(engine.eval_batch(iter([make_batch(B, 99)]))))
-        lane = engine._lane.lanes[0]
-        (compiled,) = lane._executors.values()
+        runner = engine._rank_runner.stage_runners[0]
+        (compiled,) = runner._compiled.values()
         call = getattr(compiled.compute, "_call", None)
         return {
             "losses": losses,
@@ -84,7 +84,7 @@ def train(asked: Any, *, profile_dir: str, num_steps: int = 4, is_planned: bool 
             "built": baked.num_built,
             "run": baked.num_run,
             "taken": isinstance(call, BackendForward) and call.is_taken,
-            "stage": engine.plan.stages[lane.stage_index].name,
+            "stage": engine.plan.stages[runner.stage_index].name,
         }
 
 

@@ -21,7 +21,7 @@ def config(block: dict[str, Any], *, zero: int = 0, clipping: float = 0.0) -> di
 
 def shards_of(engine: Any) -> dict[str, Any]:
     """Return what this rank holds in parts, by name: how it is cut, its position, and the number of ranks."""
-    reference = engine._lane.lanes[0].reference
+    reference = engine._rank_runner.reference
     found = {}
     for index in engine.rank_engine.indices:
         stage = engine._plan.stages[index]
@@ -78,7 +78,7 @@ def count_sums(name: str, block: dict[str, Any], directory: str) -> dict[str, An
     model, make_batch = build(name, layers=1)
     engine = make_engine(model, make_batch(B), config({**block, "profile_dir": f"{directory}/profiles"}))
     steps(engine, [make_batch(B)])
-    graph = engine._lane.lanes[0].reference.block_graph
+    graph = engine._rank_runner.reference.block_graph
     answer = {"forward": 0, "backward": 0, "planned forward": 0.0, "planned backward": 0.0}
     for index in engine.rank_engine.indices:
         stage = engine._plan.stages[index]

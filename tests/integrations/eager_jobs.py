@@ -36,7 +36,7 @@ def train_eager(jobs: list[Job], directory: str) -> list[dict[str, Any]]:
                 "losses": losses,
                 "gradients": gradients,
                 "plan": engine.plan,
-                "eager": engine._lane.lanes[0].reference.analysis.eager,
+                "eager": engine._rank_runner.reference.analysis.eager,
                 "weights": str(weights),
             }
         )

@@ -63,7 +63,7 @@ def train_frozen(tasks: list[Job]) -> list[dict[str, Any]]:
         for batch in batches:
             losses.append(float(engine.train_batch(data_iter=iter([batch]))))
             gradients = gradients or {name: g.clone() for name, g in engine.gradients.items()}
-        program = engine._lane.lanes[0]._program
+        program = engine._rank_runner.stage_runners[0]._programs.main
         kinds = [i.task.kind.value for i in program.instructions if i.task is not None]
         sent = [m.direction.value for m in program.messages(InstructionKind.SEND)]
         stage = engine.plan.stages[engine.stage_id]

@@ -32,15 +32,15 @@ def read_while_training(
         data_iter=iter(batches[:1])
     )  # the first one compiles, counts and finds out what is saved
     tasks, step = HostReads(), HostReads()
-    (compiled,) = engine._lane.lanes[0]._executors.values()
-    executor, hooks, updater = compiled.executor, engine._lane.lanes[0]._hooks, engine.stage_engine._updater
+    runner = engine._rank_runner
+    executor, hooks, updater = runner._executor, runner.stage_runners[0]._hooks, engine.stage_engine._updater
     run, take, apply = executor.run, hooks.step, updater.apply
     states = contextlib.ExitStack()
 
-    def watched_run(inputs: Any, **options: Any) -> Any:
+    def watched_run(*args: Any, **options: Any) -> Any:
         with states:
             states.enter_context(tasks.watching())
-            return run(inputs, **options)
+            return run(*args, **options)
 
     def watched_step() -> Any:
         states.close()  # the last task is done

@@ -47,9 +47,9 @@ def train_both_ways(names: list[str]) -> dict[str, dict[str, Any]]:
             losses.append(float(engine.eval_batch(iter([make_batch(B, 7)]))))
             answer[p2p] = losses
             answer[f"{p2p} notes"] = [note for note in engine.plan.notes if note.startswith("p2p")]
-            answer[f"{p2p} transport"] = type(engine._lane.lanes[0]._transport).__name__
+            answer[f"{p2p} transport"] = type(engine._rank_runner._shared.transport).__name__
             answer["pairs"] = sorted(
-                pair for pair, _ in getattr(engine._lane.lanes[0]._transport, "_communicators", {})
+                pair for pair, _ in getattr(engine._rank_runner._shared.transport, "_communicators", {})
             )
         answers[name] = answer
     return answers

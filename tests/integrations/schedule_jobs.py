@@ -24,7 +24,7 @@ def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         losses = [float(engine.train_batch(data_iter=iter([batches[0]])))]
         gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
         losses.append(float(engine.train_batch(data_iter=iter([batches[1]]))))
-        program = engine._lane.lanes[0]._program
+        program = engine._rank_runner.stage_runners[0]._programs.main
         answers.append(
             {
                 "losses": losses,

@@ -76,7 +76,9 @@ def train(case: str, zero: int, more: dict[str, Any]) -> dict[str, Any]:
         "state": engine.module_state_dict(),
         "compiled": [stage.compiled for stage in engine.plan.stages],
         "num_compiled": engine._backends.compiled.compiler.num_compiled,
-        "gathers": [i.stage for i in engine._lane._program.instructions if i.kind is InstructionKind.GATHER],
+        "gathers": [
+            i.stage for i in engine._rank_runner.program.instructions if i.kind is InstructionKind.GATHER
+        ],
         "stages": [stage.stage for stage in stages],
     }
     engine.destroy()

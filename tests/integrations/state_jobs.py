@@ -47,7 +47,7 @@ def evaluate_many() -> dict[str, Any]:
     cases = [(B, 1), (B, 2), (B, 1), *((size, 1) for size in range(1, 13)), (B, 2), (3, 3), (3, 4), (3, 5)]
     losses = [((n, p), float(engine.eval_batch(iter([powered_batch(n, p)])))) for n, p in cases]
     evaluator = engine._evaluator
-    return {"losses": losses, "lanes": len(evaluator._lanes), "graphs": len(evaluator._graphs)}
+    return {"losses": losses, "runners": len(evaluator._runners), "graphs": len(evaluator._graphs)}
 
 
 class Failing(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -109,7 +109,7 @@ def hold_weights(zero_stages: tuple[int, ...]) -> list[dict[str, Any]]:
             held.append(gradients.held_bytes())  # as a backward ends
             accumulate()
 
-        engine._lane.lanes[0]._hooks.accumulate = watch
+        engine._rank_runner.stage_runners[0]._hooks.accumulate = watch
         between: list[int] = []
         reduce_data = engine.stage_engine.reduce_data
 
@@ -119,10 +119,10 @@ def hold_weights(zero_stages: tuple[int, ...]) -> list[dict[str, Any]]:
             call()
             between.append(gradients.held_bytes())
 
-        engine._lane.lanes[0]._hooks.reduce_data = watch_reduce
+        engine._rank_runner.stage_runners[0]._hooks.reduce_data = watch_reduce
         losses = steps(engine, [batch])
         stage = dict(engine.module.named_parameters(remove_duplicate=False))
-        kinds = [i.kind.value for i in engine._lane.lanes[0]._program.instructions]
+        kinds = [i.kind.value for i in engine._rank_runner.stage_runners[0]._programs.main.instructions]
         answers.append(
             {
                 "losses": losses,

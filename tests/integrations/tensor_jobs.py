@@ -28,8 +28,8 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.runtime.compute import AutogradCompute, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
-from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.messages.transport import make_transport
+from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.evaluator import MAX_GRAPHS, MAX_LANES, Evaluator
+from gpp_plugin.engine.evaluator import MAX_GRAPHS, MAX_RUNNERS, Evaluator
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
@@ -78,7 +78,7 @@ def test_blocks_that_training_skips_run_where_their_parameters_are_behind_what_t
 
 
 class Job:
-    """A job of one rank whose lanes return what they are given; a batch's loss is the mean of its first column."""
+    """A job of one rank whose runners return what they are given; a batch's loss is the mean of its first column."""
 
     def __init__(self, plan: PipelinePlan, *, rank: int = 0, has_loss: bool = True) -> None:
         self.log: list[str] = []
@@ -112,7 +112,7 @@ class Job:
         setting: Any = SimpleNamespace(device=torch.device("cpu"))
         self.evaluator = Evaluator(
             source=source, setting=setting, plan=plan, reference=reference, modules={0: self.module},  # type: ignore[dict-item]
-            stages=stages, make_lane=self._make_lane, run=self._run, meeting=meeting,
+            stages=stages, make_runner=self._make_runner, run=self._run, meeting=meeting,
             stand_by=lambda batch: self.log.append("stand by"),
         )  # fmt: skip
 
@@ -121,8 +121,8 @@ class Job:
         self.log.append(how)
         yield
 
-    def _make_lane(self, reference: Any, plan: PipelinePlan) -> Any:
-        self.log.append(f"lane of {plan.mini_batch}")
+    def _make_runner(self, reference: Any, plan: PipelinePlan) -> Any:
+        self.log.append(f"runner of {plan.mini_batch}")
         if self.rank not in plan.stages[0].ranks:
             return None
         return SimpleNamespace(
@@ -130,7 +130,7 @@ class Job:
             bind=lambda modules, step, weights: None,
         )  # fmt: skip
 
-    def _run(self, lane: Any, rows: Any) -> Any:
+    def _run(self, runner: Any, rows: Any) -> Any:
         assert not any(part.training for part in self.module.modules())
         if isinstance(rows, UnitBatch):
             outputs = {"row": [(i, unit["x"]) for i, unit in enumerate(rows.units)]}
@@ -166,8 +166,8 @@ def test_losses_and_outputs_of_all_parts_are_those_of_the_batch_and_modes_come_b
     assert outputs["unit"].tolist() == [0.0, 4.0, 8.0, 10.0, 12.0]
     assert [part.training for part in job.module.modules()] == [True, True, False]
     assert job.log == [
-        "capture ['x']", "attached", "lane of 4", "complete", "gathered", "lane of 2", "complete", "gathered",
-        "lane of 1", "complete",
+        "capture ['x']", "attached", "runner of 4", "complete", "gathered", "runner of 2", "complete", "gathered",
+        "runner of 1", "complete",
     ]  # fmt: skip
     job.log.clear()
     assert job.evaluate(rows_of(4), "row", "same", "unit")[0] == pytest.approx(1.5) and job.log == [
@@ -175,7 +175,7 @@ def test_losses_and_outputs_of_all_parts_are_those_of_the_batch_and_modes_come_b
     ]
     idle = Job(PLAN, rank=1)
     assert idle.evaluate(rows_of(6))[0] == pytest.approx(1.5 * 4 / 6) and idle.log[-2:] == [
-        "lane of 2",
+        "runner of 2",
         "stand by",
     ]
     with pytest.raises(ConfigError, match="the model returns no loss"):
@@ -192,7 +192,7 @@ def test_units_of_their_own_shapes_are_never_joined_and_come_back_in_their_order
     assert [tensor.shape[1] for tensor in outputs["row"]] == [1, 5, 3, 2]
 
 
-def test_the_last_graphs_and_lanes_are_kept() -> None:
+def test_the_last_graphs_and_runners_are_kept() -> None:
     job = Job(PLAN)
     for number in range(MAX_GRAPHS):
         job.evaluate({**rows_of(4), "constant": number})
@@ -204,15 +204,15 @@ def test_the_last_graphs_and_lanes_are_kept() -> None:
         "used again lately"
     )
     job.evaluate({**rows_of(4), "constant": 1})
-    assert sum("capture" in line for line in job.log) == 2, "the oldest is gone, with its lanes"
-    assert "lane of 4" in job.log[-3:]
+    assert sum("capture" in line for line in job.log) == 2, "the oldest is gone, with its runners"
+    assert "runner of 4" in job.log[-3:]
     sizes = Job(PLAN)
-    for count in range(1, MAX_LANES + 1):
+    for count in range(1, MAX_RUNNERS + 1):
         sizes.evaluate(rows_of(4 * count))
     sizes.evaluate(rows_of(4))
     sizes.log.clear()
-    sizes.evaluate(rows_of(4 * MAX_LANES + 4))
+    sizes.evaluate(rows_of(4 * MAX_RUNNERS + 4))
     sizes.evaluate(rows_of(4))
-    assert sizes.log == ["attached", f"lane of {4 * MAX_LANES + 4}", "complete", "attached"]
+    assert sizes.log == ["attached", f"runner of {4 * MAX_RUNNERS + 4}", "complete", "attached"]
     sizes.evaluate(rows_of(8))
-    assert "lane of 8" in sizes.log
+    assert "runner of 8" in sizes.log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpp_plugin.engine.evaluator import MAX_GRAPHS, MAX_LANES
+from gpp_plugin.engine.evaluator import MAX_GRAPHS, MAX_RUNNERS
 from tests.integrations import state_jobs as jobs
 from tests.integrations.engine_jobs import U
 from tests.ranks import run_kept_ranks
@@ -20,7 +20,7 @@ def test_evaluation_depends_on_constants_and_keeps_a_few_plans() -> None:
             with torch.no_grad():
                 parts = [float(model(**part)["loss"]) * part["x"].shape[0] for part in units_of(batch, U)]
             assert loss == pytest.approx(sum(parts) / size, rel=1e-5), (size, power)
-        assert answer["lanes"] <= MAX_LANES and answer["graphs"] <= MAX_GRAPHS
+        assert answer["runners"] <= MAX_RUNNERS and answer["graphs"] <= MAX_GRAPHS
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])

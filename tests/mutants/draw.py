@@ -32,11 +32,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "lowering": (
         "schedule/lower.py", "schedule/messages.py", "schedule/lower.py", "schedule/gathers.py",
-        "schedule/gathers.py", "schedule/windows.py", "schedule/look_ahead.py", "schedule/build_graph.py",
+        "schedule/gathers.py", "schedule/program_sets.py", "schedule/cut_graph.py", "schedule/build_graph.py",
         "schedule/build*.py", "schedule/orders/*",
     ),
     "validators": ("schedule/checks/*", "plan/validate_plan.py", "plan/batch_rules.py"),
-    "messages": ("runtime/messages/*", "runtime/executor.py", "runtime/split.py", "runtime/rank_executor.py"),
+    "messages": ("runtime/messages/*", "runtime/executor.py", "runtime/split.py"),
     "gradients": (
         "engine/gradients/*", "engine/stage_step.py", "engine/sharded_weights.py", "engine/training_steps.py",
         "integrations/deepspeed/stage_optimizer.py",
@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("engine/checkpoints/*",),
     "data": ("engine/loading/*", "data/*"),
     "units": (
-        "plan/unit_order.py", "runtime/unit_lane.py", "runtime/unit_patterns.py", "runtime/batches.py",
+        "plan/unit_order.py", "runtime/code_by_shape.py", "runtime/stage_runner.py", "runtime/unit_patterns.py", "runtime/batches.py",
         "plan/unit_order.py", "runtime/input_rows.py",
     ),
     "guards of capture": ("capture/*.py", "capture/tracing/*", "capture/layout/*", "capture/eager/*", "model/verify/*"),

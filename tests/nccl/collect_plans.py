@@ -5,7 +5,7 @@
     python -m tests.nccl.collect_plans tests/schedule tests/simulate tests/runtime tests/rehearse tests/stage_graph \
         tests/compare tests/demo tests/integrations tests/test_api.py
 
-Each process started meanwhile writes down what `lower_schedules` and `lower_windows` are given, but for random plans.
+Each process started meanwhile writes down what `lower_schedules` and `lower_async` are given, but for random plans.
 What is kept is what programs are made of: stages, edges, orders; names, costs in memory and notes are not. Plans that
 differ in times only are one. A plan of one rank sends nothing and is left out.
 """
@@ -77,10 +77,10 @@ def install() -> None:
     folder = os.environ.get(FOLDER)
     if folder is None:
         return
-    from gpp_plugin.schedule import lower, windows
+    from gpp_plugin.schedule import lower, program_sets
 
     lower.lower_schedules = _noting(lower.lower_schedules, Path(folder))
-    windows.lower_windows = _noting(windows.lower_windows, Path(folder))
+    program_sets.lower_async = _noting(program_sets.lower_async, Path(folder))
 
 
 def _noting(call: Callable[..., Any], folder: Path) -> Callable[..., Any]:

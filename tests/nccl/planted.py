@@ -162,7 +162,7 @@ JOBS: dict[str, Callable[[], Recorded]] = {
     "tree": lambda: record(everything(Run(plan=simple_plan([1, 1, 1], [(0, 2), (1, 2)], mini_batch=4)))),
     "split": lambda: record(Run(plan=chain_plan(3, 6, schedule="zero_bubble"), computes=True, steps=2)),
     "windows": lambda: record(Run(plan=asynchronous(chain_plan(3, 6)), steps=2, computes=True)),
-    "ahead": lambda: record(Run(plan=_frozen(), looks_ahead=True, record=True)),
+    "ahead": lambda: record(Run(plan=_frozen(), prefetches=True, record=True)),
     "both": lambda: record(
         everything(
             Run(plan=on_ranks(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (0, 1)), computes=True)
@@ -214,7 +214,7 @@ FAULTS = (
     Fault(f"{_MAIL}.hand_over", "carry.sends.extend(self._sends)", "pass", job="windows"),
     Fault(f"{_MAIL}.take_over", "self._sends.extend(carry.sends)", "pass", job="windows"),
     Fault(f"{_MAIL}.take_over", "self._receives[number] = carry.received.pop(message)", "_ = carry.received.pop(message)", job="windows"),
-    Fault("runtime.window_lane:WindowRunner.finish", "pending.wait()", "pass", job="windows"),
+    Fault("runtime.messages.mailbox:Carry.wait", "pending.wait()", "pass", job="windows"),
     Fault(f"{_MAIL}.finish_sends_of", "pending.wait()", "pass", job="ahead", harmless="memory: sends of frozen stages stay until the step"),
     # buffers made ahead
     Fault(f"{_BUFFERS}.take", "self._beside.wait_event(unused)", "pass"),

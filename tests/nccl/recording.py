@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,29 +26,37 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.plugins import TransportRequest
-from gpp_plugin.runtime.ahead_lane import AheadRunner, RankAheadRunner
-from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, boundary_gradients
-from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.compute import (
+    AutogradCompute,
+    BoundaryGradients,
+    ComputeByShape,
+    VersionedHooks,
+    boundary_gradients,
+)
+from gpp_plugin.runtime.executor import MiniBatchResult, RankExecutor, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
-from gpp_plugin.runtime.lane import channels_of
-from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
+from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
-from gpp_plugin.runtime.rank_executor import RankExecutor, RankExecutors
+from gpp_plugin.runtime.rank_programs import channels_of, spec_of_unit
 from gpp_plugin.runtime.ranks import waiting
 from gpp_plugin.runtime.ranks.agree import Meeting
 from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
-from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
 from gpp_plugin.runtime.weight_versions import WeightVersions
-from gpp_plugin.runtime.window_lane import RankWindowRunner, VersionedHooks, WindowRunner
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.checks.validate_windows import validate_ahead
+from gpp_plugin.schedule.checks.validate_windows import validate_prefetch
 from gpp_plugin.schedule.gathers import last_backward, stages_that_reduce_early
-from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
+from gpp_plugin.schedule.program_sets import (
+    EMPTY,
+    SYNCHRONOUS,
+    ProgramPlace,
+    ProgramSet,
+    RankPrograms,
+    lower_async,
+    lower_prefetch,
+)
 from gpp_plugin.simulate.async_prediction import num_windows
 from tests.nccl.computing import LOSS, ComputingStages
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
@@ -73,7 +82,7 @@ class Run:
         steps: mini-batches, or windows more than those that fill an asynchronous pipeline.
         record: the last mini-batch is traced.
         evaluate: a mini-batch of evaluation behind the first one of training.
-        looks_ahead: the plan's frozen branch runs a mini-batch ahead, as `RankJob._look_ahead` says.
+        prefetches: the plan's frozen branch is prefetched, as `RankJob._prefetch` says.
         has_units: the plan's samples are units (`plan_of_units`) of shapes of their own, others in each mini-batch.
         computes: its stages really compute and train (`computing`); else tasks only read and make their tensors.
         sends_weights: what they send is a view of a weight.
@@ -88,7 +97,7 @@ class Run:
     record: bool = False
     evaluate: bool = False
     train: bool = True
-    looks_ahead: bool = False
+    prefetches: bool = False
     has_units: bool = False
     computes: bool = False
     sends_weights: bool = False
@@ -318,8 +327,8 @@ class Programs:
 
     training: tuple[RankProgram, ...] = ()
     evaluation: tuple[RankProgram, ...] = ()
-    windows: WindowPrograms | None = None
-    ahead: AheadPrograms | None = None
+    windows: ProgramSet | None = None
+    ahead: ProgramSet | None = None
     early: frozenset[int] = frozenset()
 
 
@@ -331,7 +340,7 @@ def lower(run: Run) -> Programs:
         single = dataclasses.replace(plan, mode="sync")
         evaluation = lower_schedules(single, forward_schedules(single), training=False)
     if plan.mode == "async":
-        return Programs(windows=lower_windows(plan, forward_only_stages=frozen), evaluation=evaluation)
+        return Programs(windows=lower_async(plan, forward_only_stages=frozen), evaluation=evaluation)
     training: tuple[RankProgram, ...] = ()
     if run.train:
         training = lower_schedules(
@@ -343,11 +352,11 @@ def lower(run: Run) -> Programs:
         )
     early = stages_that_reduce_early(plan, training) if training and not run.zero else frozenset[int]()
     ahead = None
-    if run.looks_ahead:  # as `LaneMaker` does
-        ahead = lower_ahead(plan, tied_stages=run.tied, reduce_each_backward=run.zero >= 2)
-        validate_ahead(plan, ahead)
-        for part in (ahead.steady, ahead.last):
-            early &= stages_that_reduce_early(plan, part)
+    if run.prefetches:  # as `RunnerFactory` does
+        ahead = lower_prefetch(plan, tied_stages=run.tied, reduce_each_backward=run.zero >= 2)
+        validate_prefetch(plan, ahead)
+        for name in ("steady", "epilogue"):
+            early &= stages_that_reduce_early(plan, ahead.programs[name])
     return Programs(training=training, evaluation=evaluation, early=early, ahead=ahead)
 
 
@@ -382,7 +391,6 @@ class RankJob:
                 num_sent=SIDE**3 if run.sends_weights else 0,
             )
         self._hooks: dict[int, Any] = {stage: self._make_hooks(stage) for stage in self._stages}
-        self._joined = RankExecutors(hand_overs=self._hand_overs, step=self._step, most=1000)
 
     def _make_hooks(self, stage: int) -> Any:
         if self._real is not None:
@@ -411,7 +419,7 @@ class RankJob:
         if programs.windows is not None:
             self._run_windows(programs.windows)
         if programs.ahead is not None:
-            self._look_ahead(programs.ahead)
+            self._prefetch(programs.ahead)
         elif self._run.has_units:
             self._run_units()
         elif programs.training:
@@ -423,9 +431,9 @@ class RankJob:
         else:
             self._evaluate()
 
-    def _train(self, executor: RankExecutor, *, record: bool) -> None:
+    def _train(self, run: Callable[..., MiniBatchResult], *, record: bool) -> None:
         with self._inputs() as inputs, self._attached():
-            result = executor.run(inputs, record=record)
+            result = run(inputs, record=record)
         self._cuda.memory.numbers += [loss for loss, _ in result.losses]
         self._agree_on_loss()
 
@@ -434,104 +442,104 @@ class RankJob:
         if programs:
             executor = self._executor(programs[self._rank], self._transport(programs), is_training=False)
             with self._inputs() as inputs, self._attached():
-                executor.run(inputs)
+                executor(inputs)
             self._agree_on_loss()
 
-    def _run_windows(self, programs: WindowPrograms) -> None:
+    def _run_windows(self, programs: ProgramSet) -> None:
         own = programs.of_rank(self._rank)
         transport = self._transport(programs.all)
-
-        def make(program: RankProgram, window: WindowPlace) -> StageExecutor:
-            steady = own.of_stage(program.stage).steps[-1]
-            of_stage = versions.get(program.stage) if has_backwards(steady) else None
-            return self._part(program, transport, window=window, boundary=steady, versions=of_stage)
-
         versions = {} if self._real is None else {s: self._real.versions(s) for s in self._stages}
 
-        runners = [
-            WindowRunner.make(own.of_stage(stage), make, mini_batch=self._plan.mini_batch)
-            for stage in self._stages
-        ]
-        runner = RankWindowRunner(own, runners, self._joined)
-        for step in range(count := num_windows(runner.windows) + self._run.steps - 1):
+        def make(of_stage: RankPrograms, name: str) -> StageExecutor:
+            return self._part(
+                of_stage.programs[name],
+                transport,
+                place=of_stage.place(name),
+                boundary=of_stage.main,
+                versions=versions.get(of_stage.main.stage) if of_stage.is_trained else None,
+            )
+
+        parts = {name: [make(own.of_stage(s), name) for s in self._stages] for name in own.programs}
+        rank, windows = self._rank_executor(own), own.windows
+        assert windows is not None
+        for step in range(count := num_windows(windows) + self._run.steps - 1):
+            (name,) = own.policy.calls[rank.last, False]
             with self._inputs() as inputs:
-                runner.run(inputs, record=self._run.record and step == count - 1)
+                rank.run(name, parts[name], inputs, record=self._run.record and step == count - 1)
             if self._real is not None:
                 self._real.engine.end_mini_batch()
             self._agree_on_loss()
-        runner.drain(record=self._run.record)
+        drain = own.policy.drains[rank.last]
+        rank.run(drain, parts[drain], [()] * len(self._stages), record=self._run.record)
         for each in versions.values():
             each.settle()
         self._evaluate()
 
-    def _look_ahead(self, programs: AheadPrograms) -> None:
-        """Train on mini-batches of two lengths in turn, as `LookAheadSteps` and `AheadLane` do.
+    def _prefetch(self, programs: ProgramSet) -> None:
+        """Train on mini-batches of two lengths in turn, as `TrainingSteps` and `RankRunner` do.
 
-        What was run ahead is dropped twice: for an evaluation, and since the caller comes with another iterator.
+        What was prefetched is dropped twice: for an evaluation, and since the caller comes with another iterator.
         """
         plan, own = self._plan, programs.of_rank(self._rank)
-        frozen = forward_only_stages(plan)
-        runners = [
-            AheadRunner(plan=plan, programs=own.of_stage(s), stage=s, is_trained=s not in frozen)
-            for s in self._stages
-        ]
         transport = self._transport(self._programs.training)
         made: dict[Any, StageExecutor] = {}
+        rank = self._rank_executor(own)
 
-        together = RankAheadRunner(own, runners, self._joined)
-
-        def run_part(part: Any, now: int, following: int | None) -> None:
+        def run_part(name: str, now: int, following: int | None) -> None:
             executors = []
-            for runner in runners:
-                is_next = runner.programs.is_ahead and following is not None
+            for of_stage in map(own.of_stage, self._stages):
+                is_next = of_stage.is_prefetched and following is not None
                 length = following if is_next else now
-                key = runner.stage, part, length, following
+                key = of_stage.main.stage, name, length, following
                 if key not in made:
                     made[key] = self._part(
-                        runner.program(part),
+                        of_stage.programs[name],
                         transport,
-                        window=runner.place(part),
+                        place=of_stage.place(name),
                         specs=made_up_specs(plan, length),
                         next_specs=None if following is None else made_up_specs(plan, following),
                     )
                 executors.append(made[key])
             with self._inputs() as inputs, self._attached():
-                together.run(part, executors, inputs, record=self._run.record)
+                rank.run(name, executors, inputs, record=self._run.record)
 
         # Every mini-batch has a number; those of odd numbers are of length 2. One is trained on as a whole first, then
         # each with the next one's branch. Behind 3 comes an evaluation, behind 4 mini-batch 7 in the place of 5.
         self._train(self._executor(self._programs.training[self._rank], transport), record=self._run.record)
         carried: int | None = None
         for number, following in ((1, 2), (2, 3), (3, 4), (4, 5), (7, 8), (8, None)):
-            self._meeting.sum(torch.zeros(3), "what is run ahead")
+            self._meeting.sum(torch.zeros(3), "what is prefetched")
             if carried not in (None, number):
-                together.drop()
+                rank.drop()
                 carried = None
-            if carried is None:
-                run_part("fill", number % 2 + 1, number % 2 + 1)
-            part = "last" if following is None else "steady"
-            run_part(part, number % 2 + 1, None if following is None else following % 2 + 1)
+            *first, last = own.policy.calls[rank.last, following is not None]
+            assert (carried is None) == (first == ["prologue"])
+            for name in first:
+                run_part(name, number % 2 + 1, number % 2 + 1)
+            carries = rank.carries
+            run_part(last, number % 2 + 1, None if following is None else following % 2 + 1)
             carried = following
             self._agree_on_loss()
             if number == 3 and self._programs.evaluation:
-                together.drop()
+                rank.drop()
                 carried = None
                 self._evaluate()
-        for runner in runners:
-            assert not runner.carry.received and not runner.carry.sends, "after the last one nothing is kept"
+        assert rank.last == EMPTY
+        for carry in carries:
+            assert not carry.received and not carry.sends, "after the last one nothing is kept"
 
     def _run_units(self) -> None:
-        """Train on mini-batches of units of unlike shapes, and evaluate between two, as lanes of units do."""
+        """Train on mini-batches of units of unlike shapes, and evaluate between two, as `RankRunner` does."""
         programs = self._programs
         for step in range(self._run.steps):
-            for lane in (programs.training, programs.evaluation if step == 0 else ()):
-                if lane:
+            for of_ranks in (programs.training, programs.evaluation if step == 0 else ()):
+                if of_ranks:
                     self._meeting.sum(torch.zeros(1), "code for a new shape")
                     specs = specs_of_units(self._plan, step)
                     executor = self._executor(
-                        lane[self._rank],
-                        self._transport(lane),
-                        is_training=lane is programs.training,
+                        of_ranks[self._rank],
+                        self._transport(of_ranks),
+                        is_training=of_ranks is programs.training,
                         specs=specs,
                     )
                     self._train(executor, record=self._run.record)
@@ -568,7 +576,7 @@ class RankJob:
         return contextlib.nullcontext() if self._real is None else self._real.engine.attached()
 
     def _transport(self, programs: Sequence[RankProgram]) -> Transport | None:
-        """Return the one transport of all lanes, as `LaneMaker` makes it."""
+        """Return the one transport of all programs, as `RunnerFactory` makes it."""
         channels = channels_of(programs)
         if not channels:
             return None
@@ -586,10 +594,16 @@ class RankJob:
         self._shared = self._run.make_transport(request)
         return self._shared
 
-    def _executor(self, program: RankProgram, transport: Transport | None, **options: Any) -> RankExecutor:
+    def _rank_executor(self, programs: RankPrograms) -> RankExecutor:
+        return RankExecutor(programs, hand_overs=self._hand_overs, step=self._step)
+
+    def _executor(
+        self, program: RankProgram, transport: Transport | None, **options: Any
+    ) -> Callable[..., MiniBatchResult]:
         """Return what runs a program of the rank; arguments as of `_part`, the same for all of its stages."""
         parts = [self._part(program.of_stage(stage), transport, **options) for stage in program.stages]
-        return RankExecutor(program, parts, hand_overs=self._hand_overs, step=self._step)
+        programs = RankPrograms(plan=self._plan, programs={"whole": program}, policy=SYNCHRONOUS)
+        return functools.partial(self._rank_executor(programs).run, "whole", parts)
 
     def _part(
         self,
@@ -597,7 +611,7 @@ class RankJob:
         transport: Transport | None,
         *,
         is_training: bool = True,
-        window: WindowPlace | None = None,
+        place: ProgramPlace | None = None,
         specs: BoundarySpecs | None = None,
         next_specs: Mapping[str, TensorSpec] | None = None,
         boundary: RankProgram | None = None,
@@ -648,7 +662,7 @@ class RankJob:
             device=CUDA,
             loss=LOSS if self._real is not None and index in self._plan.loss_stages() else None,
             is_training=is_training,
-            window=window,
+            place=place,
             next_specs=next_specs,
             hand_overs=self._hand_overs,
             weights=weights,
@@ -659,13 +673,13 @@ class RankJob:
         index: int,
         specs: Sequence[Mapping[str, TensorSpec]],
         compute: Callable[[Mapping[str, TensorSpec]], RecordedCompute],
-    ) -> UnitCompute:
+    ) -> ComputeByShape:
         """Return what runs each micro-batch of this rank with its own unit's tensors."""
         stage, count = self._plan.stages[index], self._plan.num_micro_batches(index)
         own = [specs[stage.samples(m, self._rank).first_sample] for m in range(count)]
         functions: Any = [types.SimpleNamespace(choice=None, batch_inputs=())] * count
         computes: Any = [compute(each) for each in own]
-        return UnitCompute(computes, functions)
+        return ComputeByShape(computes, functions)
 
 
 def _ties(stages: Sequence[int]) -> list[Any]:

@@ -12,7 +12,7 @@ from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
-from gpp_plugin.runtime.unit_lane import plan_of_units
+from gpp_plugin.runtime.rank_programs import plan_of_units
 from tests.nccl.collect_plans import read_plans
 from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.recording import Run, record_job
@@ -55,7 +55,7 @@ def test_partitioned_gradients(zero: int, tell: Tell) -> None:
 
 def ahead(plan: PipelinePlan, **given: Any) -> Run:
     """Return seven mini-batches whose frozen branch runs ahead, with an evaluation and another iterator between."""
-    return Run(plan=plan, looks_ahead=True, evaluate=True, record=True, **given)
+    return Run(plan=plan, prefetches=True, evaluate=True, record=True, **given)
 
 
 def test_branches_that_run_ahead(tell: Tell) -> None:

@@ -321,7 +321,7 @@ def test_whatever_else_computes(tell: Tell) -> None:
         ahead(with_family(random_frozen_plan(rng), FAMILIES[1], rng)),
         everything(with_more_edges(3000)),
         Run(plan=window.plan, forward_only=window.forward_only, steps=2),
-        Run(plan=branch.plan, forward_only=branch.forward_only, looks_ahead=True, evaluate=True),
+        Run(plan=branch.plan, forward_only=branch.forward_only, prefetches=True, evaluate=True),
         *(run for run in units if run is not None),
     ]
     report(

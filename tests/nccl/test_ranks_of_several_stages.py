@@ -53,7 +53,7 @@ def test_branches_that_run_ahead(tell: Tell) -> None:
         for s in some(range(10), every=4)
     ]
     runs = [
-        Run(plan=d.plan, forward_only=d.forward_only, looks_ahead=True, evaluate=True, record=True)
+        Run(plan=d.plan, forward_only=d.forward_only, prefetches=True, evaluate=True, record=True)
         for d in draws
     ]
     report(tell, check_runs([(f"seed {n}", run) for n, run in enumerate(runs)]))
@@ -107,6 +107,9 @@ def test_updates_of_two_stages_in_another_order_on_one_rank_are_found() -> None:
     programs = lower(run)
     assert programs.windows is not None and hangs(run, programs) == []
     updates = (InstructionKind.REDUCE_DATA, InstructionKind.STEP)
-    steps = tuple(turned(part, 1, lambda each: each.kind in updates) for part in programs.windows.steps)
-    damaged = dataclasses.replace(programs.windows, steps=steps)
+    turned_programs = {
+        name: part if name.startswith("drain") else turned(part, 1, lambda each: each.kind in updates)
+        for name, part in programs.windows.programs.items()
+    }
+    damaged = dataclasses.replace(programs.windows, programs=turned_programs)
     assert hangs(run, dataclasses.replace(programs, windows=damaged))

@@ -129,7 +129,7 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
                 "has_memory": [s.memory is not None for s in engine.plan.stages],
                 "memory": engine.memory_report() if job.get("memory") else None,
                 "depth": engine.plan.depth,
-                "transport": type(engine._lane.lanes[0]._transport).__name__,
+                "transport": type(engine._rank_runner._shared.transport).__name__,
                 "buffers": _buffers(engine),
                 "first_buffers": first_buffers,
             }

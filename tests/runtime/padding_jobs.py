@@ -45,13 +45,13 @@ def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for padding in job["paddings"]:
                 losses.append(float(engine.train_batch(data_iter=iter([make_batch(padding)]))))
                 gradients = gradients or {name: g.clone() for name, g in engine.gradients.items()}
-                windows.append(getattr(engine._lane.lanes[0], "window", 0))
+                windows.append(engine._rank_runner.num_running)
             answers.append(
                 {
                     "losses": losses,
                     "gradients": gradients,
                     "windows": windows,
-                    "num_shapes": len(engine._lane.lanes[0]._executors),
+                    "num_shapes": len(engine._rank_runner.stage_runners[0]._compiled),
                     "has_memory": [s.memory is not None for s in engine.plan.stages],
                 }
             )

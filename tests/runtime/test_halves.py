@@ -10,7 +10,7 @@ import pytest
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import Block, BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.runtime.lane import make_programs
+from gpp_plugin.runtime.rank_programs import make_programs
 from tests.ranks import run_ranks
 from tests.runtime import jobs
 from tests.runtime.test_equality import check

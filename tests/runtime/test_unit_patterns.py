@@ -18,7 +18,7 @@ from tests.integrations.absent_jobs import TwoTowers, tower_units
 from tests.integrations.unit_jobs import one_process
 from tests.reading_models import Reader, reader_batch
 from tests.reference import gradient_errors
-from tests.runtime.test_unit_lane import ThreadJob
+from tests.runtime.test_ragged_units import ThreadJob
 
 
 def check(
@@ -48,10 +48,15 @@ def test_units_without_images_of_a_model_whose_python_reads_values(tmp_path: Pat
 
     for step, kinds in enumerate(("btu", "tut", "otb", "btu")):
         check(job, plain, [unit(kind, 10 * step + number) for number, kind in enumerate(kinds)])
-    text = next(p for p in job.lanes[0].units[0]._patterns._known.values() if p.lacks)
+    text = next(p for p in job.runners[0].stage_runners[0]._patterns._known.values() if p.lacks)
     assert text.reference.analysis.reads_values
     # padded or not is another reading, so other code of the same pattern
-    keys = {key for lane in job.lanes for key, code in lane.units[0]._codes.items() if code.pattern.lacks}
+    keys = {
+        key
+        for runner in job.runners
+        for key, code in runner.stage_runners[0]._codes._known.items()
+        if code.pattern.lacks
+    }
     assert len(keys) == 2
 
 
@@ -85,4 +90,4 @@ def test_an_input_that_nobody_reads_may_be_absent(tmp_path: Path) -> None:
     plain = copy.deepcopy(model)
     job = ThreadJob(model, sample, 1, {"units": 2}, tmp_path)
     check(job, plain, [sample, {"x": torch.randn(2, 8)}])
-    assert all(i.kind is not InstructionKind.SEND for i in job.lanes[0]._program.instructions)
+    assert all(i.kind is not InstructionKind.SEND for i in job.runners[0].program.instructions)

@@ -10,14 +10,22 @@ from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.memory.keeper import backwards_after
-from gpp_plugin.schedule.checks.validate_windows import validate_windows
+from gpp_plugin.schedule.checks.validate_windows import validate_async
 from gpp_plugin.schedule.orders.async_1f1b import (
     Windows,
     asynchronous_in_flight,
     check_asynchronous,
     windows_of,
 )
-from gpp_plugin.schedule.windows import joined_windows, lower_windows, window_schedules
+from gpp_plugin.schedule.program_sets import (
+    EMPTY,
+    PREFETCH,
+    SYNCHRONOUS,
+    async_policy,
+    joined_windows,
+    lower_async,
+    window_schedules,
+)
 from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
 
 
@@ -58,20 +66,32 @@ def shared_async_plan(rng):
             return with_counts(shared, [stage.in_flight for stage in plan.stages])
 
 
+def drains_of(programs):
+    """Return what empties the pipeline behind each program of a mini-batch."""
+    return [of_name for name, of_name in programs.programs.items() if name.startswith("drain")]
+
+
+def steps_of(programs):
+    """Return the programs of mini-batches, in the order in which they are first run."""
+    return [of_name for name, of_name in programs.programs.items() if not name.startswith("drain")]
+
+
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_random_graphs_on_shared_ranks_are_proven(first):
     for seed in range(first, first + 10):
         rng = random.Random(seed)
         plan = shared_async_plan(rng)
         frozen = forward_only_of(plan, rng)
-        programs = lower_windows(plan, forward_only_stages=frozen)
-        validate_windows(plan, programs, forward_only_stages=frozen)
+        programs = lower_async(plan, forward_only_stages=frozen)
+        validate_async(plan, programs, forward_only_stages=frozen)
         for rank in range(plan.num_ranks):
             whole = programs.of_rank(rank)
             assert whole.stages == plan.stages_of_rank(rank)
             for stage in whole.stages:
                 own = whole.of_stage(stage)
-                for window, (program, drain) in enumerate(zip(own.steps, own.drains, strict=True), start=1):
+                for window, (program, drain) in enumerate(
+                    zip(steps_of(own), drains_of(own), strict=True), start=1
+                ):
                     is_trained = stage not in frozen
                     for part, due in (
                         (program, programs.windows.tasks(stage, window, is_trained=is_trained)),
@@ -82,18 +102,18 @@ def test_random_graphs_on_shared_ranks_are_proven(first):
 
 def test_two_stages_of_a_rank_step_by_themselves():
     plan = asynchronous(on_ranks(chain_plan(3, 2), 0, 1, 0))
-    programs = lower_windows(plan)
-    validate_windows(plan, programs)
-    lines = [str(i) for i in programs.steps[-1][0].instructions if i.message is None]
+    programs = lower_async(plan)
+    validate_async(plan, programs)
+    lines = [str(i) for i in programs.programs["steady"][0].instructions if i.message is None]
     for task, stage in (("0B0", 0), ("0B1", 0), ("2B2", 2), ("2B3", 2)):
         at = lines.index(task)
         assert lines[at + 1 : at + 3] == [f"reduce_data({stage})", f"step({stage})"]
-    assert [str(m) for m in programs.of_rank(0).of_stage(0).carried[1]] == ["grad e0 r1.0>r0.0 [0..0]"]
+    assert [str(m) for m in programs.of_rank(0).of_stage(0).carried("steady")] == ["grad e0 r1.0>r0.0 [0..0]"]
     plan = asynchronous(on_ranks(chain_plan(3, 1), 0, 1, 0))
-    programs = lower_windows(plan)
+    programs = lower_async(plan)
     for count in (1, 2, 3):  # joined they are the same tasks in the same order, the shorter drains among them
         joined = joined_windows(plan, count)
-        parts = (*programs.steps[:count], programs.drains[count - 1])
+        parts = (*steps_of(programs)[:count], drains_of(programs)[count - 1])
         for rank, order in joined.orders.items():
             ran = [joined.task(node) for node in order if node in joined.tasks]
             assert ran == [i.task for part in parts for i in part[rank].instructions if i.task is not None]
@@ -102,9 +122,9 @@ def test_two_stages_of_a_rank_step_by_themselves():
 def test_stages_on_the_same_two_ranks_are_updated_in_one_order():
     plan = simple_plan([2, 2, 2], [(0, 1), (1, 2)], mini_batch=8, forward_us=[1, 3, 2], backward_us=[5, 1, 2])
     plan = asynchronous(on_ranks(plan, (0, 1), (1, 0), (0, 1)))
-    programs = lower_windows(plan)
-    validate_windows(plan, programs)
-    for part in (*programs.steps, *programs.drains):
+    programs = lower_async(plan)
+    validate_async(plan, programs)
+    for part in programs.programs.values():
         updates = [[str(i) for i in p.instructions if i.kind is InstructionKind.STEP] for p in part]
         assert updates[0] == updates[1]
 
@@ -129,9 +149,40 @@ def test_windows_shorter_than_what_is_in_flight():
     assert [windows.num_reported(n) for n in range(1, 7)] == [1, 1, 1, 1, 2, 3]
     assert [schedule.num_in_flight for schedule in window_schedules(windows, 3)] == [3, 3, 2, 1]
     # a gradient that comes three windows before it is read is carried over each of them
-    own = lower_windows(with_counts(chain_plan(2, 1), [4, 1])).of_rank(0)
-    carried = [[message.dst_micro_batch for message in window] for window in own.carried]
+    own = lower_async(with_counts(chain_plan(2, 1), [4, 1])).of_rank(0)
+    carried = [
+        [message.dst_micro_batch for message in window]
+        for window in map(own.carried, ("prologue 1", "prologue 2", "prologue 3", "steady", "drain"))
+    ]
     assert carried == [[], [0], [0, 1], [0, 1, 2], [1, 2, 3]]
+
+
+def calls_of(policy, known):
+    """Return the programs of calls in a row, given whether each knows the next mini-batch."""
+    last, found = EMPTY, []
+    for is_known in known:
+        names = policy.calls[last, is_known]
+        found.append(" ".join(names))
+        last = policy.after(names[-1])
+    return found, last
+
+
+def test_which_program_comes_next():
+    assert calls_of(SYNCHRONOUS, [False, False]) == (["whole", "whole"], EMPTY)
+    assert calls_of(PREFETCH, [False, True, True, False, True, False]) == (
+        ["whole", "prologue steady", "steady", "epilogue", "prologue steady", "epilogue"],
+        EMPTY,
+    )
+    policy = async_policy(Windows(micro_batches=2, in_flight=(5, 3, 1)))
+    assert calls_of(policy, [False] * 5) == (["prologue 1", "prologue 2", *["steady"] * 3], "steady")
+    assert policy.drains == {"prologue 1": "drain 1", "prologue 2": "drain 2", "steady": "drain"}
+    assert {policy.after(drain) for drain in policy.drains.values()} == {EMPTY}
+    # numbers count from a new mini-batch where the same program runs again, or the prefetched one is trained
+    assert policy.renumbered == {("steady", "steady")}
+    assert ("prologue", "steady") in PREFETCH.renumbered and ("steady", "epilogue") in PREFETCH.renumbered
+    short = async_policy(Windows(micro_batches=4, in_flight=(1,)))
+    assert calls_of(short, [False] * 2) == (["steady", "steady"], "steady")
+    assert [p.steps_alone for p in (SYNCHRONOUS, PREFETCH, short)] == [False, False, True]
 
 
 def test_counts_come_from_the_sinks():
@@ -144,49 +195,51 @@ def test_random_graphs_are_proven_and_run_every_task_once_in_order(seed):
     rng = random.Random(seed)
     plan = random_async_plan(rng)
     frozen = forward_only_of(plan, rng)
-    programs = lower_windows(plan, forward_only_stages=frozen)
-    validate_windows(plan, programs, forward_only_stages=frozen)
+    programs = lower_async(plan, forward_only_stages=frozen)
+    validate_async(plan, programs, forward_only_stages=frozen)
     count = plan.num_micro_batches(0)
     for rank in range(plan.num_ranks):
         own = programs.of_rank(rank)
-        stage = own.steps[0].stage
-        for parts, is_draining in ((own.steps, False), (own.drains, True)):
+        stage = own.main.stage
+        for parts, is_draining in ((steps_of(own), False), (drains_of(own), True)):
             for program in parts:
                 for (is_backward, m, half), after in backwards_after(program).items():
                     kind = TaskKind.BACKWARD if is_backward else TaskKind.FORWARD
                     task = Task(stage=stage, kind=kind, micro_batch=m, half=half)
                     assert programs.windows.backward_after(task, is_draining=is_draining) == after
         orders = [
-            [i.task for i in p.instructions if i.task is not None] for p in (*own.steps, own.drains[-1])
+            [i.task for i in p.instructions if i.task is not None]
+            for p in (*steps_of(own), own.programs["drain"])
         ]
         ran = [task for order in orders for task in order]
         forwards = [task.micro_batch for task in ran if task.kind is TaskKind.FORWARD]
         backwards = [task.micro_batch for task in ran if task.kind is TaskKind.BACKWARD]
-        assert forwards == list(range(len(own.steps) * count))
+        assert forwards == list(range(len(steps_of(own)) * count))
         assert backwards == ([] if stage in frozen else forwards)
         for order in orders[:-1]:
             for before, task in zip(order, order[1:], strict=False):
                 if task.kind is TaskKind.BACKWARD:
                     assert before.micro_batch - task.micro_batch == plan.stages[stage].in_flight - 1
         # what a window takes over is what the one before left, the repeating one's from itself
-        shifted = [dataclasses.replace(m, dst_micro_batch=m.dst_micro_batch - count) for m in own.carried[-1]]
-        assert {m.dst_micro_batch for m in shifted} == {m.dst_micro_batch for m in own.carried[-2]}
+        shifted = [
+            dataclasses.replace(m, dst_micro_batch=m.dst_micro_batch - count) for m in own.carried("drain")
+        ]
+        assert {m.dst_micro_batch for m in shifted} == {m.dst_micro_batch for m in own.carried("steady")}
 
 
-def damaged(programs, part, rank, edit):
-    """Return the programs with one rank's instructions in a window changed."""
-    instructions = list(programs.steps[part][rank].instructions)
+def damaged(programs, name, rank, edit):
+    """Return the programs with one rank's instructions in one of them changed."""
+    found = list(programs.programs[name])
+    instructions = list(found[rank].instructions)
     edit(instructions)
-    changed = dataclasses.replace(programs.steps[part][rank], instructions=tuple(instructions))
-    row = (*programs.steps[part][:rank], changed, *programs.steps[part][rank + 1 :])
-    steps = (*programs.steps[:part], row, *programs.steps[part + 1 :])
-    return dataclasses.replace(programs, steps=steps)
+    found[rank] = dataclasses.replace(found[rank], instructions=tuple(instructions))
+    return dataclasses.replace(programs, programs={**programs.programs, name: tuple(found)})
 
 
 def test_damaged_windows_are_found():
     plan = asynchronous(chain_plan(2, 2))
-    programs = lower_windows(plan)
-    validate_windows(plan, programs)
+    programs = lower_async(plan)
+    validate_async(plan, programs)
 
     def without_step(instructions):
         instructions.remove(next(i for i in instructions if i.kind is InstructionKind.STEP))
@@ -199,11 +252,11 @@ def test_damaged_windows_are_found():
         instructions.insert(0, step)
 
     with pytest.raises(ScheduleError, match="before step|ends without step"):
-        validate_windows(plan, damaged(programs, 1, 1, without_step))
-    with pytest.raises(ScheduleError, match="a window needs nothing of later ones"):
-        validate_windows(plan, damaged(programs, 0, 0, without_last_receive))
+        validate_async(plan, damaged(programs, "steady", 1, without_step))
+    with pytest.raises(ScheduleError, match="a program needs nothing of later ones"):
+        validate_async(plan, damaged(programs, "prologue 1", 0, without_last_receive))
     with pytest.raises(ScheduleError, match="a backward is due"):
-        validate_windows(plan, damaged(programs, 1, 0, early_step))
+        validate_async(plan, damaged(programs, "steady", 0, early_step))
 
 
 def test_plans_that_cannot_run_asynchronously():

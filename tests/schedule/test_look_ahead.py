@@ -9,9 +9,9 @@ from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.schedule.checks.validate_windows import validate_ahead
-from gpp_plugin.schedule.look_ahead import _first_gap, _is_read_by, lower_ahead, repeated_schedules
+from gpp_plugin.schedule.checks.validate_windows import validate_prefetch
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
+from gpp_plugin.schedule.program_sets import _first_gap, _is_read_by, lower_prefetch, repeated_schedules
 from gpp_plugin.simulate.async_prediction import predict_ahead
 from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
 
@@ -63,27 +63,30 @@ def test_a_forward_only_stage_behind_a_trained_one_is_not_ahead():
 
 
 def test_parts_of_two_stages():
-    programs = lower_ahead(two_stages())
-    validate_ahead(two_stages(), programs)
-    assert [tasks(p) for p in programs.fill] == ["F2 F3", ""]
-    assert [tasks(p) for p in programs.steady] == ["F2 F3", "F0 B0 F1 B1"]
-    assert [tasks(p) for p in programs.last] == ["", "F0 B0 F1 B1"]
-    assert text(programs.last[0]) == ["step"]
-    assert programs.steady[1].messages(InstructionKind.RECEIVE) == programs.fill[1].messages(
-        InstructionKind.RECEIVE
-    )
-    carried = programs.of_rank(1).carried
+    programs = lower_prefetch(two_stages())
+    validate_prefetch(two_stages(), programs)
+    assert [tasks(p) for p in programs.programs["prologue"]] == ["F2 F3", ""]
+    assert [tasks(p) for p in programs.programs["steady"]] == ["F2 F3", "F0 B0 F1 B1"]
+    assert [tasks(p) for p in programs.programs["epilogue"]] == ["", "F0 B0 F1 B1"]
+    assert text(programs.programs["epilogue"][0]) == ["step"]
+    assert programs.programs["steady"][1].messages(InstructionKind.RECEIVE) == programs.programs["prologue"][
+        1
+    ].messages(InstructionKind.RECEIVE)
+    carried = programs.of_rank(1).carried("steady")
     assert [(m.src_micro_batch, m.dst_micro_batch, m.samples.first_sample) for m in carried] == [
         (0, 0, 0),
         (1, 1, 1),
     ]
-    assert programs.of_rank(0).carried == ()
+    assert programs.of_rank(0).carried("steady") == ()
 
 
 def test_a_receive_stands_where_its_message_is_due():
     """A frozen forward as long as a trained micro-batch: each arrives behind one of them."""
-    programs = lower_ahead(two_stages(forward_us=[20.0, 10.0], backward_us=[0.0, 10.0]))
-    kinds = [i.kind.value if i.task is None else str(i.task)[1:] for i in programs.steady[1].instructions]
+    programs = lower_prefetch(two_stages(forward_us=[20.0, 10.0], backward_us=[0.0, 10.0]))
+    kinds = [
+        i.kind.value if i.task is None else str(i.task)[1:]
+        for i in programs.programs["steady"][1].instructions
+    ]
     assert kinds == ["F0", "B0", "receive", "F1", "B1", "receive", "reduce_data", "step"]
     # as micro-batch 0 is read the first of the next mini-batch has not come: never three, and two at either end
     assert [programs.of_rank(rank).most_bytes for rank in (0, 1)] == [0, 16]
@@ -100,14 +103,16 @@ def test_the_most_bytes_are_those_in_between_where_a_quick_branch_is_early():
         backward_us=[0.0, 0.0, 30.0],
     )
     plan = freeze(plan, {0, 1})
-    own = lower_ahead(plan).of_rank(2)
+    own = lower_prefetch(plan).of_rank(2)
     assert own.most_bytes == 8 * (6 - 2 + 3 + 1)
     # each sender of a branch of two tensor ranks holds half of what it sends
     stages = (*plan.stages[:1], dataclasses.replace(plan.stages[1], tensor=2, ranks=(1, 3)), plan.stages[2])
     edges = (plan.edges[0], dataclasses.replace(plan.edges[1], src_shard_axis=1))
     halved = dataclasses.replace(plan, stages=stages, edges=edges)
     assert dataclasses.replace(own, plan=halved).most_bytes == 8 * (3 - 1 + 1) + 4 * (3 - 1 + 3)
-    message = next(m for m in own.steady.messages(InstructionKind.RECEIVE) if m.dst_micro_batch == 3)
+    message = next(
+        m for m in own.programs["steady"].messages(InstructionKind.RECEIVE) if m.dst_micro_batch == 3
+    )
     for half, task_half, is_read in ((None, None, True), (None, 1, True), (1, 1, True), (1, 0, False)):
         task = Task(stage=2, kind=TaskKind.FORWARD, micro_batch=3, half=task_half)
         assert _is_read_by(dataclasses.replace(message, dst_half=half), task) == is_read
@@ -152,15 +157,17 @@ def random_frozen_plan(rng):
 def test_random_graphs_are_proven(seed):
     rng = random.Random(seed)
     plan = random_frozen_plan(rng)
-    programs = lower_ahead(plan, reduce_each_backward=rng.random() < 0.5)
-    validate_ahead(plan, programs)
+    programs = lower_prefetch(plan, reduce_each_backward=rng.random() < 0.5)
+    validate_prefetch(plan, programs)
     branch = frozen_branch(plan)
     for rank in range(plan.num_ranks):
         own = programs.of_rank(rank)
-        count = plan.num_micro_batches(own.steady.stage)
-        micro_batches = {i.task.micro_batch for i in own.steady.instructions if i.task is not None}
-        assert own.is_ahead == (own.steady.stage in branch)
-        assert micro_batches == set(range(count, 2 * count) if own.is_ahead else range(count))
+        count = plan.num_micro_batches(own.programs["steady"].stage)
+        micro_batches = {
+            i.task.micro_batch for i in own.programs["steady"].instructions if i.task is not None
+        }
+        assert own.is_prefetched == (own.programs["steady"].stage in branch)
+        assert micro_batches == set(range(count, 2 * count) if own.is_prefetched else range(count))
 
 
 @pytest.mark.parametrize("first", range(0, 60, 10))
@@ -168,8 +175,8 @@ def test_random_graphs_on_shared_ranks_are_proven(first):
     for seed in range(first, first + 10):
         rng = random.Random(seed)
         plan = on_shared_ranks(random_frozen_plan(rng), rng, rng.randint(1, 6))
-        programs = lower_ahead(plan, reduce_each_backward=rng.random() < 0.5)
-        validate_ahead(plan, programs)
+        programs = lower_prefetch(plan, reduce_each_backward=rng.random() < 0.5)
+        validate_prefetch(plan, programs)
         branch = frozen_branch(plan)
         for rank in range(plan.num_ranks):
             whole = programs.of_rank(rank)
@@ -177,10 +184,10 @@ def test_random_graphs_on_shared_ranks_are_proven(first):
             for stage in whole.stages:
                 own = whole.of_stage(stage)
                 count = plan.num_micro_batches(stage)
-                run = {i.task.micro_batch for i in own.steady.instructions if i.task is not None}
-                assert own.is_ahead == (stage in branch)
-                assert run == set(range(count, 2 * count) if own.is_ahead else range(count))
-                assert not (own.is_ahead and own.carried)
+                run = {i.task.micro_batch for i in own.programs["steady"].instructions if i.task is not None}
+                assert own.is_prefetched == (stage in branch)
+                assert run == set(range(count, 2 * count) if own.is_prefetched else range(count))
+                assert not (own.is_prefetched and own.carried("steady"))
 
 
 def colocated(num_ranks, micro_batches, tower_us):
@@ -199,7 +206,7 @@ def colocated(num_ranks, micro_batches, tower_us):
 @pytest.mark.parametrize(("num_ranks", "micro_batches", "tower_us"), [(2, 4, 2.0), (4, 8, 2.0), (4, 16, 4.0)])
 def test_a_tower_runs_where_the_ranks_of_others_idle(num_ranks, micro_batches, tower_us):
     plan = colocated(num_ranks, micro_batches, tower_us)
-    validate_ahead(plan, lower_ahead(plan))
+    validate_prefetch(plan, lower_prefetch(plan))
     found = predict_ahead(plan)
     # 1F1B of the chain alone: no micro-second of the tower is seen
     assert found.steady_us == pytest.approx(3.0 * (micro_batches + num_ranks - 1))
@@ -208,36 +215,38 @@ def test_a_tower_runs_where_the_ranks_of_others_idle(num_ranks, micro_batches, t
 
 def test_what_a_rank_hands_over_to_itself_is_kept_until_its_turn():
     plan = freeze(on_ranks(chain_plan(3, 2, num_bytes=8.0), 0, 1, 0), {0})
-    own = lower_ahead(plan).of_rank(0)
-    assert own.stages == (0, 2) and own.carried == ()
+    own = lower_prefetch(plan).of_rank(0)
+    assert own.stages == (0, 2) and own.carried("steady") == ()
     plan = freeze(on_ranks(simple_plan([1, 1], [(0, 1)], mini_batch=2, num_bytes=8.0), 0, 0), {0})
-    own = lower_ahead(plan).of_rank(0)
-    assert [m.is_hand_over for m in own.carried] == [True, True] and own.most_bytes >= 16
-    assert own.of_stage(1).carried == own.carried and own.of_stage(0).carried == ()
+    own = lower_prefetch(plan).of_rank(0)
+    assert [m.is_hand_over for m in own.carried("steady")] == [True, True] and own.most_bytes >= 16
+    assert (
+        own.of_stage(1).carried("steady") == own.carried("steady") and own.of_stage(0).carried("steady") == ()
+    )
 
 
 def test_damage_is_found():
     plan = two_stages()
-    programs = lower_ahead(plan)
+    programs = lower_prefetch(plan)
 
     def damaged(part, rank, change):
-        found = list(getattr(programs, part))
+        found = list(programs.programs[part])
         found[rank] = dataclasses.replace(
             found[rank], instructions=tuple(change(list(found[rank].instructions)))
         )
-        return dataclasses.replace(programs, **{part: tuple(found)})
+        return dataclasses.replace(programs, programs={**programs.programs, part: tuple(found)})
 
     def without_receives(instructions):
         return [i for i in instructions if i.kind is not InstructionKind.RECEIVE]
 
     with pytest.raises(ScheduleError, match="no rank receives"):
-        validate_ahead(plan, damaged("steady", 1, without_receives))
+        validate_prefetch(plan, damaged("steady", 1, without_receives))
     with pytest.raises(ScheduleError, match="has no step"):
-        validate_ahead(plan, damaged("last", 0, lambda i: i[:-1]))
+        validate_prefetch(plan, damaged("epilogue", 0, lambda i: i[:-1]))
     with pytest.raises(ScheduleError, match="stop under serial rendezvous"):
-        validate_ahead(plan, damaged("fill", 0, lambda i: i[2:] + i[:2]))
+        validate_prefetch(plan, damaged("prologue", 0, lambda i: i[2:] + i[:2]))
     with pytest.raises(ScheduleError, match="runs 1F5 where the schedule has 1F4"):
-        validate_ahead(plan, damaged("last", 1, lambda i: i[2:4] + i[:2] + i[4:]))
+        validate_prefetch(plan, damaged("epilogue", 1, lambda i: i[2:4] + i[:2] + i[4:]))
 
 
 def test_what_is_gained_is_predicted():

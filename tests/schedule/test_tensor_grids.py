@@ -13,10 +13,10 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import dumps, from_plain, loads, to_plain
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.checks.validate_windows import validate_windows
+from gpp_plugin.schedule.checks.validate_windows import validate_async
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import tensor_pairs
-from gpp_plugin.schedule.windows import lower_windows
+from gpp_plugin.schedule.program_sets import lower_async
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan, simulate_programs
 from gpp_plugin.simulate.timeline_metrics import critical_path
 from tests.schedule.plans import make_plan
@@ -199,7 +199,7 @@ def test_asynchronous_windows_of_grids_are_proven():
     for seed in range(20):
         rng = random.Random(seed)
         plan = with_rows(random_async_plan(rng), rng)
-        validate_windows(plan, lower_windows(plan))
+        validate_async(plan, lower_async(plan))
 
 
 def test_tensor_ranks_run_each_task_together():

@@ -73,10 +73,12 @@ def run_in_double(
     from gpp_plugin.model.model_source import ModelSource
     from gpp_plugin.model.preparation import Setting
     from gpp_plugin.plan.costs.memory_formula import differences
-    from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
+    from gpp_plugin.runtime.code_by_shape import RunnerContext
     from gpp_plugin.runtime.messages.transport import make_transport
-    from gpp_plugin.runtime.rank_lane import RankLane
+    from gpp_plugin.runtime.rank_programs import channels_of, make_programs, tied_stages
+    from gpp_plugin.runtime.rank_runner import RankRunner
     from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
+    from gpp_plugin.schedule.program_sets import RankPrograms
 
     rank, device = dist.get_rank(), torch.device("cpu")
     setting = Setting(
@@ -96,18 +98,13 @@ def run_in_double(
     programs = make_programs(plan, reference)
     transport = make_transport(device=device, channels=channels_of(programs), timeout_s=60.0)
     program = next(program for program in programs if program.rank == rank)
-    lane = Lane(
-        source=source.stages,
-        reference=reference,
-        plan=plan,
-        program=program,
-        transport=transport,
-        device=device,
-        dtype=torch.float64,
+    shared = RunnerContext(
+        source=source.stages, reference=reference, transport=transport, device=device, dtype=torch.float64
     )
-    (module,) = source.make_modules(RankLane(program, [lane]), batch)
-    lane.bind(module, SumHooks(module, plan, tied_stages(plan, reference)))
-    result = lane.run(batch, count=count)
+    runner = RankRunner(RankPrograms(plan=plan, programs={"whole": program}), shared)
+    (module,) = source.make_modules(runner, batch)
+    runner.bind([module], [SumHooks(module, plan, tied_stages(plan, reference))])
+    result = runner.run(batch, count=count)
     total = torch.tensor(sum(float(loss) * count for loss, count in result.losses), dtype=torch.float64)
     dist.all_reduce(total)
     gradients: dict[str, Tensor] = {

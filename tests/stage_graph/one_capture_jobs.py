@@ -7,7 +7,7 @@ from typing import Any
 
 import gpp_plugin
 from gpp_plugin.ir.serialize import dumps
-from gpp_plugin.runtime.lane import make_programs
+from gpp_plugin.runtime.rank_programs import make_programs
 from tests.integrations.engine_jobs import B, config_of, steps
 from tests.models import build
 from tests.stage_graph.captured import caption_batch, make_language

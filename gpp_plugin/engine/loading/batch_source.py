@@ -260,7 +260,7 @@ class BatchSource:
             StopIteration: an iterator ended, here or on another rank.
             RuntimeFailure: another rank took nothing for another reason, or ranks have different mini-batches.
         """
-        # In mode async no rank waits for another one to begin: there `DataAgreement` finds it out a call later.
+        # In mode async no rank waits for another one to begin: there `DataCheck` finds it out a call later.
         if self._group is None or (compares and self._prefetches):
             if error is not None:
                 raise error

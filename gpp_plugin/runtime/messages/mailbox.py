@@ -2,8 +2,8 @@
 
 A send and a receive are posted where the program has them (a receive some receives early where the transport says that
 nothing can stand still for it). A task waits for the messages it reads, so a message delays nothing but its reader.
-What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. In asynchronous mode
-a window takes over what the one before has posted, and leaves its own to the next one (`Carry`).
+What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. A program takes over
+what the one before has posted, and leaves its own to the next one (`Carry`).
 
 What passes between two stages of one rank never travels: the producer's mailbox lays the very tensors down where the
 consumer's takes them (`HandOvers`), in the next instruction of the rank's program.
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
@@ -34,6 +35,7 @@ from gpp_plugin.runtime.messages.routes import MessageEntry, Piece, Reading, Rou
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.schedule.messages import sends_under_way
+from gpp_plugin.schedule.program_sets import moved_message
 
 # The buffers that messages are received into; on a CUDA device made early, so that a receive need not follow a task.
 #
@@ -216,31 +218,16 @@ def _join_rows(sources: Sequence[RowSource], axis: int, made: Mapping[int, Seque
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=axis)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowPlace:
-    """Where a program stands among the windows of an asynchronous pipeline, or of one that prefetches.
-
-    Args:
-        carried: messages received before it that it reads, or passes on.
-        first_micro_batch: that of its first forward; its inputs are counted from there.
-        is_trained: whether the stage runs backwards, in this window or another one.
-        ends_mini_batch: the window leaves no micro-batch that its stage has begun, and its step is of all stages.
-    """
-
-    carried: tuple[Message, ...]
-    first_micro_batch: int
-    is_trained: bool
-    ends_mini_batch: bool = False
-
-
 @dataclass(slots=True, kw_only=True)
 class Carry:
-    """What stays between two windows.
+    """The messages of a stage that outlive a program, in the numbers of the next one.
+
+    Saved activations and weight versions stay where the stage computes (`AutogradCompute`, `WeightVersions`).
 
     Args:
         received: message -> its buffers and what completes them; not read yet.
         sends: posted, perhaps not gone; ``sends_of`` those of a stage without backwards by micro-batch.
-        shift: how many micro-batches came before those that the window's program names.
+        shift: how many micro-batches came before those that the program names, since nothing was carried.
     """
 
     received: dict[Message, tuple[list[Tensor], Pending]] = field(default_factory=dict)
@@ -254,9 +241,18 @@ class Carry:
         self.sends.clear()
         self.sends_of.clear()
 
-    def renumber(self, rename: Callable[[Message], Message]) -> None:
-        """Name what was received as the next program does."""
-        self.received = {rename(message): held for message, held in self.received.items()}
+    def renumber(self, plan: PipelinePlan, stage: int) -> None:
+        """Count from the mini-batch behind the one that was counted from."""
+        count = plan.num_micro_batches(stage)
+        self.received = {moved_message(plan, message, -1): held for message, held in self.received.items()}
+        self.sends_of = {micro_batch - count: held for micro_batch, held in self.sends_of.items()}
+
+    def wait(self, *, received: bool = False) -> None:
+        """Wait until everything has been sent; ``received``: and has come."""
+        # What a transport writes into must not be released before.
+        came = [pending for _, pending in self.received.values()] if received else []
+        for pending in (*self.sends, *came):
+            pending.wait()
 
 
 class HandOvers:
@@ -280,7 +276,7 @@ class HandOvers:
 
 
 class _Taken:
-    """What completes a local transfer that a window leaves to a later one: it is there."""
+    """What completes a local transfer that a program leaves to a later one: it is there."""
 
     def wait(self) -> None:
         """Do nothing."""
@@ -300,7 +296,7 @@ class Mailbox:
         transport: where messages go; None where none does.
         names: how the plan's edges are called in errors.
         device: where receive buffers lie.
-        carried: messages that windows before have posted; the first of ``routes.receives``.
+        carried: messages that programs before have posted; the first of ``routes.receives``.
         in_flight: of the stage; bounds how many sends are under way.
         is_trained: the stage runs backwards; where it does not, its sends are also stored by micro-batch.
         hand_overs: shared with the other stages of the rank.
@@ -349,8 +345,8 @@ class Mailbox:
         self._receives: list[Pending] = [_TAKEN] * len(received)
         self._sends: deque[Pending] = deque()
         # What is under way, in bytes: sent and not waited for; made for receives, less what a task has waited for.
-        # Buffers that are made early count from then on, as memory is taken then. ``_sent_bytes`` is of the last ones
-        # of ``_sends``: what a window took over is not counted.
+        # Buffers that are made ahead count from then on, as memory is taken then. ``_sent_bytes`` is of the last ones
+        # of ``_sends``: what a program took over is not counted.
         self._sizes = [sum(wire.num_bytes for wire in wires) for _, wires in received]
         self._sent_bytes: deque[int] = deque()
         self._sending_bytes = self._read_bytes = 0
@@ -510,7 +506,7 @@ class Mailbox:
         self._sending_bytes += num_bytes
         self._note_bytes()
         if not self._is_trained:
-            self._sends_of[message.src_micro_batch + self.shift].append(pending)
+            self._sends_of[message.src_micro_batch].append(pending)
         if self._recorder.is_on:
             self._recorder.note_message(EventKind.SEND, message, start, [entry.wire for entry in entries])
 
@@ -522,8 +518,8 @@ class Mailbox:
         self._sending_bytes = 0
 
     def finish_sends_of(self, micro_batch: int) -> None:
-        """Wait until a micro-batch, counted without `shift`, has been sent by a stage without backwards."""
-        for pending in self._sends_of.pop(micro_batch + self.shift, ()):
+        """Wait until a micro-batch has been sent by a stage without backwards."""
+        for pending in self._sends_of.pop(micro_batch, ()):
             pending.wait()
 
     def _reap_sends(self) -> None:
@@ -549,24 +545,22 @@ class Mailbox:
         self._sent_bytes.clear()
         self._sending_bytes = self._read_bytes = 0
 
-    # ---- windows -------------------------------------------------------------------------------
+    # ---- carry ---------------------------------------------------------------------------------
 
     def take_over(self, carry: Carry) -> None:
-        """Continue with what the window before left."""
-        # What window 1 received for window 2 (a gradient of micro-batch 1, say) is named there as it was in window 1,
-        # and from the steady window on each program counts a window more: the runner has renamed it before
-        # (`renumber`).
+        """Go on with what the program before left."""
+        # It is in this program's numbers: where a mini-batch ended in between, it was renumbered before.
         self.shift = carry.shift
         for number, message in enumerate(self._carried):
             self.inbox[number], self._receives[number] = carry.received.pop(message)
         self._posted = self._num_carried
-        assert not carry.received, "a window reads or passes on all that it is left"
+        assert not carry.received, "a program reads or passes on all that it is left"
         self._sends.extend(carry.sends)
         self._sends_of.update(carry.sends_of)
         carry.clear()
 
     def hand_over(self, carry: Carry) -> None:
-        """Leave what was received for later windows, and what has not been sent yet."""
+        """Leave what was received for later programs, and what has not been sent yet."""
         is_read = {number for reads in self._routes.reads.values() for number in reads.waits}
         for number, (message, _) in enumerate(self._routes.receives):
             if number not in is_read:

@@ -136,7 +136,7 @@ def resolve_routes(
     Args:
         boundary: names the tensors that the stage reads and makes, and their order.
         carried: messages whose receives an earlier program posted; they are numbered first.
-        next_specs: of what is received for the mini-batch behind this one (`schedule.look_ahead`).
+        next_specs: of what is received for the mini-batch behind this one (`schedule.program_sets`).
         known: of the same program and the same messages carried, at other shapes.
 
     Raises:

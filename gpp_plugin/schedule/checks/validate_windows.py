@@ -1,14 +1,13 @@
-"""Proves the programs of windows, asynchronous or with frozen-branch prefetch: in a row, and each by itself.
+"""Proves programs that carry something from one to the next (`program_sets`): in a row, and each by itself.
 
-Windows that are run one after the other, and the drain after them, are one long program of a longer mini-batch: all
-that is proven for programs (`validate_programs`) is proven for that. The windows that repeat are run twice in it, the
-second time shifted. Besides, no window may need a later one:
+Programs that run one after the other, to the one that empties the pipeline, are one long program of a longer
+mini-batch. All that is proven for programs (`validate_programs`) is proven for that. The program that repeats runs
+twice in it, the second time with greater numbers. Besides, no program may need a later one:
 
-1. the messages of a window (or a drain) are sent and received in it;
-2. a window finishes by itself under serial rendezvous execution, whatever ranks do between two of them.
+1. its messages are sent and received in it;
+2. it finishes by itself under serial rendezvous execution, whatever ranks do between two programs.
 
-Programs with prefetch (`look_ahead`) are windows too: the branch by itself, mini-batches with the branch's next one,
-and one without. They end with a reduction and a step each, which are checked by the window.
+Those of a frozen prefetch end with a reduction and a step each, which are checked program by program.
 
 Source: this project
 Tests: tests/schedule/test_async.py, tests/schedule/test_look_ahead.py
@@ -25,58 +24,64 @@ from gpp_plugin.ir.program import Instruction, InstructionKind
 from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER
 from gpp_plugin.schedule.checks.order_check import execute_serially
 from gpp_plugin.schedule.checks.validate_programs import validate_programs, validate_tails
+from gpp_plugin.schedule.cut_graph import lengthened
 from gpp_plugin.schedule.grid import program_grid
-from gpp_plugin.schedule.look_ahead import AheadPrograms, moved_message, moved_task, repeated_schedules
-from gpp_plugin.schedule.windows import (
+from gpp_plugin.schedule.program_sets import (
     Programs,
-    WindowPrograms,
-    lengthened,
+    ProgramSet,
+    async_name,
+    moved_message,
+    moved_task,
+    repeated_schedules,
     window_schedules,
 )
 
 
-def validate_windows(
-    plan: PipelinePlan, programs: WindowPrograms, *, forward_only_stages: Collection[int] = frozenset()
+def validate_async(
+    plan: PipelinePlan, programs: ProgramSet, *, forward_only_stages: Collection[int] = frozenset()
 ) -> None:
-    """Check the programs of all windows and drains, of all ranks together.
+    """Check the programs of a plan of mode async, of all ranks together.
 
     Raises:
         ScheduleError: what is wrong, with which values, and the grid with the bad cell marked.
     """
-    for kind, parts in (("window", programs.steps), ("drain after window", programs.drains)):
-        for index, part in enumerate(parts):
-            _check_alone(plan, part, f"{kind} {index + 1}")
-    # Of two windows that differ: 1 and its drain; 1, 2 and the drain behind 2; 1, 2, 2 moved by one, and that drain
-    # moved too. A fourth window would be another 2 behind a 2, which the third run has proven.
-    count = len(programs.steps)
+    for name, of_ranks in programs.programs.items():
+        _check_alone(plan, of_ranks, name)
+    # Of two programs that differ: prologue 1 and its drain; prologue 1, steady and drain; prologue 1, steady, steady
+    # of a mini-batch later, and that drain, later too. Another steady would be one behind a steady, which the third
+    # run has proven.
+    windows = programs.windows
+    assert windows is not None, "programs of mode async"
+    count = windows.first_steady
     for last in range(1, count + 2):
         shift = last - min(last, count)
-        run = [programs.steps[min(i, count - 1)] for i in range(last)]
+        names = [async_name(min(window, count), count) for window in range(1, last + 1)]
+        names.append(async_name(min(last, count), count, is_drain=True))
         shifts = [0] * (last - shift) + [1] * shift
-        joined = _join([*run, programs.drains[min(last, count) - 1]], [*shifts, shift], plan)
+        joined = _join([programs.programs[name] for name in names], [*shifts, shift], plan)
         validate_programs(
             lengthened(plan, last),
-            window_schedules(programs.windows, last, forward_only_stages),
+            window_schedules(windows, last, forward_only_stages),
             joined,
             steps_each_backward=True,
         )
 
 
-def validate_ahead(plan: PipelinePlan, programs: AheadPrograms) -> None:
-    """Check the programs of a plan whose frozen branch runs a mini-batch early, of all ranks together.
+def validate_prefetch(plan: PipelinePlan, programs: ProgramSet) -> None:
+    """Check the programs of a plan whose frozen branch is prefetched, of all ranks together.
 
     Raises:
         ScheduleError: what is wrong, with which values, and the grid with the bad cell marked.
     """
-    fill, steady, last = programs.fill, programs.steady, programs.last
-    for name, part in (("fill", fill), ("steady", steady), ("last", last)):
-        _check_alone(plan, part, f"look-ahead, {name}")
-    for part in (steady, last):
-        validate_tails(plan, repeated_schedules(plan, 1), part)
+    row = ("prologue", "steady", "steady", "epilogue")
+    for name in dict.fromkeys(row):
+        _check_alone(plan, programs.programs[name], f"prefetch, {name}")
+    for name in ("steady", "epilogue"):
+        validate_tails(plan, repeated_schedules(plan, 1), programs.programs[name])
     # Three mini-batches, in the numbers of the first: the branch alone on 0, then 0 with the branch on 1, 1 with the
     # branch on 2, and 2. A fourth would be another steady part behind one, which these have proven. Without their ends,
     # which every part has proven by itself.
-    bare = [_without_ends(part) for part in (fill, steady, steady, last)]
+    bare = [_without_ends(programs.programs[name]) for name in row]
     joined = _join(bare, (-1, 0, 1, 2), plan)
     validate_programs(lengthened(plan, 3), repeated_schedules(plan, 3), joined)
 
@@ -94,7 +99,7 @@ def _check_alone(plan: PipelinePlan, programs: Programs, name: str) -> None:
     if sent != received:
         message = next(iter(sent ^ received))
         lacks = "receives" if message in sent else "sends"
-        raise ScheduleError(f"{name}: no rank {lacks} {message} in it; a window needs nothing of later ones")
+        raise ScheduleError(f"{name}: no rank {lacks} {message} in it; a program needs nothing of later ones")
     end = execute_serially(plan, {program.rank: program for program in programs})
     if end.stuck:
         raise ScheduleError(
@@ -104,7 +109,7 @@ def _check_alone(plan: PipelinePlan, programs: Programs, name: str) -> None:
 
 
 def _join(parts: Sequence[Programs], shifts: Sequence[int], plan: PipelinePlan) -> Programs:
-    """Return one program a rank: the parts one after the other, each moved by so many windows."""
+    """Return one program a rank: the parts one after the other, each moved by so many mini-batches."""
     joined = []
     for of_rank in zip(*parts, strict=True):
         instructions = [
@@ -116,12 +121,14 @@ def _join(parts: Sequence[Programs], shifts: Sequence[int], plan: PipelinePlan) 
     return tuple(joined)
 
 
-def _moved(instruction: Instruction, plan: PipelinePlan, num_windows: int) -> Instruction:
-    if not num_windows:
+def _moved(instruction: Instruction, plan: PipelinePlan, num_mini_batches: int) -> Instruction:
+    if not num_mini_batches:
         return instruction
     task, message = instruction.task, instruction.message
     return dataclasses.replace(
         instruction,
-        task=None if task is None else moved_task(task, num_windows * plan.num_micro_batches(task.stage)),
-        message=None if message is None else moved_message(plan, message, num_windows),
+        task=None
+        if task is None
+        else moved_task(task, num_mini_batches * plan.num_micro_batches(task.stage)),
+        message=None if message is None else moved_message(plan, message, num_mini_batches),
     )

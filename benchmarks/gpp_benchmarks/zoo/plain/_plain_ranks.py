@@ -94,7 +94,7 @@ class _Trial:
         }
         wrapped = gpp_plugin.GraphPipelineModule(self.entry.build(), sample_batch=units_of(self.entry)[0][0])
         engine, *_ = deepspeed.initialize(model=wrapped, config=config)
-        reference = engine._lane.lanes[0].reference
+        reference = engine._rank_runner.reference
         means = means_of(reference.analysis)
         self.cuttable = {
             "blocks": len(reference.block_graph.blocks),

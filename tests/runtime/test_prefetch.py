@@ -1,4 +1,4 @@
-"""Parts of two mini-batches on real executors: what a task reads is of its own mini-batch, whatever came when."""
+"""Two mini-batches in one program on real executors: what a task reads is of its own mini-batch, whatever came when."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.tensors import Layout, LayoutKind, TensorSpec
-from gpp_plugin.runtime.ahead_lane import AheadRunner
-from gpp_plugin.runtime.executor import StageExecutor
-from gpp_plugin.schedule.look_ahead import lower_ahead
+from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
+from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.schedule.program_sets import EMPTY, lower_prefetch
 from tests.schedule.plans import simple_plan
 from tests.schedule.test_look_ahead import freeze
 
@@ -106,47 +106,63 @@ def mini_batch(number: int) -> Tensor:
 @pytest.mark.parametrize(("frozen_size", "trained_size"), [(2, 4), (4, 2), (2, 2), (8, 1)])
 def test_every_task_reads_its_own_mini_batch(frozen_size: int, trained_size: int) -> None:
     plan = freeze(simple_plan([frozen_size, trained_size], [(0, 1)], mini_batch=8, num_bytes=8.0), {0})
-    programs = lower_ahead(plan)
+    programs = [lower_prefetch(plan).of_rank(rank) for rank in (0, 1)]
     wire, computes, hooks = Wire(), (Doubling(0), Doubling(1)), (Hooks(), Hooks())
-    runners = [
-        AheadRunner(plan=plan, programs=programs.of_rank(r), stage=r, is_trained=r == 1) for r in (0, 1)
-    ]
+    executors = [RankExecutor(own, hand_overs=HandOvers()) for own in programs]
 
-    def run(part: Any, now: int, following: int | None) -> list[Any]:
-        for rank in (0, 1):  # in turn: the frozen stage waits for nobody
+    def run(name: str, now: int, following: int | None) -> list[Any]:
+        for rank, own_programs in enumerate(programs):  # in turn: the frozen stage waits for nobody
             own = following if rank == 0 and following is not None else now
             executor = StageExecutor(
                 plan=plan,
-                program=runners[rank].program(part),
+                program=own_programs.programs[name],
                 compute=computes[rank],
                 specs=specs(WIDTHS[own]),
                 transport=wire,
                 hooks=hooks[rank],
                 device=torch.device("cpu"),
-                window=runners[rank].place(part),
+                place=own_programs.place(name),
                 next_specs=None if following is None else specs(WIDTHS[following]),
             )
             rows = [(r,) for r in mini_batch(own).split(frozen_size)] if rank == 0 else [()] * 8
-            runners[rank].run(part, executor, rows)
-        return list(runners[1].carry.received)
+            carries = executors[rank].carries
+            executors[rank].run(name, [executor], [rows])
+        return list(carries[0].received)
 
-    carried = run("fill", 0, 0)
-    assert {m.dst_micro_batch for m in carried} == set(range(8 // trained_size)) and hooks[0].steps == 0
+    carried = run("prologue", 0, 0)
+    count = 8 // trained_size
+    assert {m.dst_micro_batch for m in carried} == set(range(count, 2 * count)) and hooks[0].steps == 0
     for now in range(3):
         carried = run("steady", now, now + 1)
-        assert {m.samples.first_sample for m in carried} <= set(range(8))
+        assert {m.samples.first_sample for m in carried} <= set(range(8, 16)), (
+            "in the numbers of this program"
+        )
         found = torch.cat(computes[1].noted)
         assert torch.equal(found, mini_batch(now) * 2)
         computes[1].noted.clear()
-    assert run("last", 3, None) == []
+    assert run("epilogue", 3, None) == []
+    assert [executor.last for executor in executors] == [EMPTY, EMPTY]
     assert torch.equal(torch.cat(computes[1].noted), mini_batch(3) * 2)
     assert [h.steps for h in hooks] == [4, 4]
 
 
+def test_what_is_carried_is_numbered_as_the_next_program_does() -> None:
+    plan = freeze(simple_plan([2, 4], [(0, 1)], mini_batch=8, num_bytes=8.0), {0})
+    own = lower_prefetch(plan).of_rank(1)
+    (carry,) = RankExecutor(own, hand_overs=HandOvers()).carries
+    carry.received = {m: ([], Wire()) for m in own.programs["prologue"].messages(InstructionKind.RECEIVE)}
+    carry.renumber(plan, 1)
+    assert {m.dst_micro_batch for m in carry.received} == {0, 1}
+    assert {m.src_micro_batch for m in carry.received} == {0, 1, 2, 3}
+    assert {m.samples.first_sample for m in carry.received} <= set(range(8))
+    assert set(carry.received) == set(own.place("steady").carried)  # type: ignore[union-attr]
+
+
 def test_dropping_waits_for_what_came_and_keeps_nothing() -> None:
     plan = freeze(simple_plan([2, 2], [(0, 1)], mini_batch=8, num_bytes=8.0), {0})
-    runner = AheadRunner(plan=plan, programs=lower_ahead(plan).of_rank(1), stage=1, is_trained=True)
-    wire = Wire()
-    runner.carry.received = {m: ([], wire) for m in runner.programs.fill.messages(InstructionKind.RECEIVE)}
-    runner.drop()
-    assert wire.num_waited == 4 and not runner.carry.received
+    own = lower_prefetch(plan).of_rank(1)
+    executor, wire = RankExecutor(own, hand_overs=HandOvers()), Wire()
+    (carry,) = executor.carries
+    carry.received = {m: ([], wire) for m in own.programs["prologue"].messages(InstructionKind.RECEIVE)}
+    executor.drop()
+    assert wire.num_waited == 4 and not executor.carries[0].received

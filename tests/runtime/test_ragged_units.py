@@ -25,14 +25,16 @@ from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.runtime.batches import UnitBatch, batch_checksum, unit_key, without_keys
-from gpp_plugin.runtime.lane import make_programs
+from gpp_plugin.runtime.code_by_shape import RunnerContext
 from gpp_plugin.runtime.messages.wires import specs_of, wires_of
-from gpp_plugin.runtime.rank_lane import RankLane
-from gpp_plugin.runtime.unit_lane import UnitLane, plan_of_units, spec_of_unit
+from gpp_plugin.runtime.rank_programs import make_programs, plan_of_units, spec_of_unit
+from gpp_plugin.runtime.rank_runner import RankRunner
+from gpp_plugin.runtime.unit_patterns import UnitPatterns
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.program_sets import RankPrograms
 from tests.integrations.unit_jobs import Branching, unlike_units
 from tests.models import build
 from tests.runtime.test_tensor_grids import Hooks, ThreadTransport
@@ -206,38 +208,48 @@ class ThreadJob:
         self.plan = plan_of_units(on_seats(typical, seats))
         programs = make_programs(self.plan, reference)
         self.queues = Queues()
-        self.lanes, self.held = [], []
+        self.runners, self.held = [], []
         for program in programs:
-            lane = RankLane.make(
-                UnitLane,
-                program=program,
-                plan=self.plan,
+            transport = ThreadTransport(self.queues)
+            shared = RunnerContext(
                 source=self.source.stages,
                 reference=reference,
-                transport=ThreadTransport(self.queues),
+                transport=transport,
                 device=torch.device("cpu"),
                 sums_losses=config.loss_mean == "tokens",
+                patterns=UnitPatterns(
+                    self.plan,
+                    reference,
+                    self.source.stages,
+                    program=program,
+                    transport=transport,
+                    reduces_early=(),
+                    reduces_each_backward=False,
+                ),
             )
-            self.lanes.append(lane)
-            held: list[Any] = [Held(model, code.tensors) for code in lane.prepare(sample)]
-            lane.bind(held, [Hooks()] * len(held), step=Hooks().step if len(held) > 1 else None)
+            runner = RankRunner(RankPrograms(plan=self.plan, programs={"whole": program}), shared)
+            self.runners.append(runner)
+            held: list[Any] = [Held(model, code.tensors) for code in runner.prepare(sample)]
+            runner.bind(held, [Hooks()] * len(held), step=Hooks().step if len(held) > 1 else None)
             self.held += held
 
     def run(self, units: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
         """Return a mini-batch's loss, and the gradients summed over all ranks."""
         batch = UnitBatch(units=tuple(self.source.complete_batches(units)))
         batch = batch if self._rule is None else self._rule.units(batch)
-        for lane in self.lanes:  # captures are for one thread
-            if lane.has_new_shapes(batch):
-                lane.learn_patterns(batch)
-                lane.learn_shapes(batch)
-                lane.note_shapes(batch)
+        for runner in self.runners:  # captures are for one thread
+            if runner.has_new_shapes(batch):
+                runner.learn_branches(batch)
+                runner.make_code(batch)
+                runner.note_shapes(batch)
         for held in self.held:
             for tensor in held.named_tensors().values():
                 tensor.grad = None
-        with ThreadPoolExecutor(len(self.lanes)) as pool:
-            results = [future.result(60) for future in [pool.submit(lane.run, batch) for lane in self.lanes]]
-        weight = 1.0 if self.lanes[0].sums_losses else 1 / self.plan.mini_batch
+        with ThreadPoolExecutor(len(self.runners)) as pool:
+            results = [
+                future.result(60) for future in [pool.submit(each.run, batch) for each in self.runners]
+            ]
+        weight = 1.0 if self.runners[0].sums_losses else 1 / self.plan.mini_batch
         loss = sum(float(value) * weight for result in results for value, _ in result.losses)
         gradients: dict[str, Tensor] = {}
         for held in self.held:
@@ -277,7 +289,7 @@ def test_a_structure_that_changes_with_the_shape_is_refused_before_anything_runs
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 2
-    for lane in job.lanes:  # the code of known shapes runs on other parameters
-        lane.bind([Held(model, code.tensors) for code in lane.prepare(good)], [Hooks()])
+    for runner in job.runners:  # the code of known shapes runs on other parameters
+        runner.bind([Held(model, code.tensors) for code in runner.prepare(good)], [Hooks()])
     wanted = float(model(**good)["loss"].detach())
     assert job.run([good, good])[0] == pytest.approx(wanted, rel=1e-6) != first

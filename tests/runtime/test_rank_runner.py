@@ -20,15 +20,16 @@ from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.runtime import rank_executor as rank_executors
+from gpp_plugin.runtime import executor as executors
 from gpp_plugin.runtime.batches import UnitBatch
-from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.program_sets import RankPrograms
 from tests.integrations.absent_jobs import TwoTowers, tower_units
-from tests.runtime.test_unit_lane import ThreadJob
+from tests.runtime.test_ragged_units import ThreadJob
 
 
 def run_here(network: LinearNetwork, program: RankProgram, seed: int) -> float:
@@ -37,13 +38,13 @@ def run_here(network: LinearNetwork, program: RankProgram, seed: int) -> float:
         index: LinearHooks({name: p.clone() for name, p in network.starts[index].items()}, None)
         for index in program.stages
     }
-    executor = rank_executor(program, network, hooks, transport=None)
+    executor, parts = rank_executor(program, network, hooks, transport=None)
     generator = torch.Generator().manual_seed(seed)
     shape = (network.plan.mini_batch, DATA_WIDTH)
     worst = 0.0
     for number in range(3):
         data = torch.randn(shape, generator=generator, dtype=torch.float64)
-        executor.run([stage_rows(network, index, 0, data) for index in hooks])
+        executor.run("whole", parts, [stage_rows(network, index, 0, data) for index in hooks])
         ours = {index: own.done.gradients[number] for index, own in hooks.items()}
         parameters = [own.done.parameters[number] for own in hooks.values()]
         worst = max(worst, gradient_error(ours, network, parameters, data))
@@ -145,11 +146,11 @@ def watched_run(
 
     ranks.stage_compute = compute  # type: ignore[assignment]
     try:
-        executor = rank_executor(programs[0], network, hooks, transport=None)
+        executor, parts = rank_executor(programs[0], network, hooks, transport=None)
     finally:
         ranks.stage_compute = plain
     data = torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64)
-    result = executor.run([stage_rows(network, i, 0, data) for i in hooks], record=record)
+    result = executor.run("whole", parts, [stage_rows(network, i, 0, data) for i in hooks], record=record)
     return watched, result, lambda: executor._hand_overs
 
 
@@ -213,12 +214,14 @@ def test_what_was_handed_over_and_read_is_let_go(monkeypatch: pytest.MonkeyPatch
     network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
     hooks = {i: LinearHooks({n: p.clone() for n, p in network.starts[i].items()}, None) for i in range(3)}
     programs = lower_schedules(plan, build_schedules(plan))
-    executor = rank_executor(programs[0], network, hooks, transport=None)
+    executor, parts = rank_executor(programs[0], network, hooks, transport=None)
     executor.run(
+        "whole",
+        parts,
         [
             stage_rows(network, i, 0, torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64))
             for i in hooks
-        ]
+        ],
     )
     assert left and not any(left), "at the step nothing of the mini-batch is there"
     assert max(most) <= 8 < 12, most
@@ -248,7 +251,7 @@ def test_a_failure_of_one_stage_lets_go_of_all() -> None:
     programs = lower_schedules(plan, build_schedules(plan))
     network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
     hooks = {i: LinearHooks({n: p.clone() for n, p in network.starts[i].items()}, None) for i in range(2)}
-    executor = rank_executor(programs[0], network, hooks, transport=None)
+    executor, parts = rank_executor(programs[0], network, hooks, transport=None)
     failing = hooks[1].accumulate
 
     def fail() -> None:
@@ -257,8 +260,8 @@ def test_a_failure_of_one_stage_lets_go_of_all() -> None:
     hooks[1].accumulate = fail  # type: ignore[method-assign]
     data = torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64)
     with pytest.raises(RuntimeFailure, match=r"rank 0, stage loss, at 1B0: OSError: no more"):
-        executor.run([stage_rows(network, i, 0, data) for i in hooks])
-    for part in executor._parts:
+        executor.run("whole", parts, [stage_rows(network, i, 0, data) for i in hooks])
+    for part in parts:
         assert not part._made and not any(part._mail.inbox) and not part._compute._kept  # type: ignore[attr-defined]
     hooks[1].accumulate = failing  # type: ignore[method-assign]
     for own in hooks.values():
@@ -273,20 +276,24 @@ def test_the_memory_of_all_stages_of_a_rank(tmp_path: Path) -> None:
     block = {"units": 4, "data_parallel": 1, "planner": "uniform"}
     job = ThreadJob(TwoTowers(), units[0], 3, block, tmp_path, seats=1)
     job.run(units)
-    (lane,) = job.lanes
+    (runner,) = job.runners
     batch = UnitBatch(units=tuple(job.source.complete_batches(units)))
-    result = lane.run(batch, count=True)
-    assert set(result.memories) == set(lane.stages) == {0, 1, 2}
+    result = runner.run(batch, count=True)
+    assert set(result.memories) == set(runner.stages) == {0, 1, 2}
     peaks = [counts.peak_held_bytes for counts in result.memories.values()]
     assert max(peaks) <= result.most_bytes <= sum(peaks)
-    assert not lane.run(batch).memories
+    assert not runner.run(batch).memories
 
 
-def test_the_executors_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_executors, "RankExecutor", lambda *given, **options: object())
-    kept = rank_executors.RankExecutors(hand_overs=HandOvers(), most=2)
+def test_the_steps_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "MOST_EXECUTORS", 2)
+    plan = chain_on_one_rank((2, 2))
+    (whole,) = lower_schedules(plan, build_schedules(plan))
+    kept = executors.RankExecutor(RankPrograms(plan=plan, programs={"whole": whole}), hand_overs=HandOvers())
+    monkeypatch.setattr(kept, "_join", lambda *given: [])
     programs: list[Any] = [object() for _ in range(3)]
-    first, second = (kept.of(program, ()) for program in programs[:2])
-    assert kept.of(programs[0], ()) is first
-    kept.of(programs[2], ())
-    assert kept.of(programs[0], ()) is first and kept.of(programs[1], ()) is not second
+    first, second = (kept._steps_of(program, (), None) for program in programs[:2])
+    assert kept._steps_of(programs[0], (), None) is first
+    kept._steps_of(programs[2], (), None)
+    assert kept._steps_of(programs[0], (), None) is first
+    assert kept._steps_of(programs[1], (), None) is not second

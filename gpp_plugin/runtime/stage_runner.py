@@ -1,0 +1,481 @@
+"""Runs the programs of one stage on one rank.
+
+    code        by shape: of a uniform mini-batch, or of each loss unit (`code_by_shape`)
+    executor    of each program, for the shapes of a mini-batch together; it has the message buffers
+    weights     versions of them in mode async
+
+Programs name samples alone. In a plan of units (`plan_of_units`) a unit is a sample, so that programs are scheduled,
+lowered and proved once, each message holds whole tensors, and nothing is cut below a unit. A mini-batch whose units
+lack branches has another program (`unit_patterns`).
+
+A stage of a prefetched frozen branch runs the next mini-batch, at its shapes, every other stage the present one. So the
+executors of a stage that trains are by pairs of shapes.
+
+Nothing here depends on DeepSpeed. A rank runs its stages together (`rank_runner`).
+
+Source: this project; mode async: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
+Tests: tests/runtime/test_ragged_units.py, tests/integrations/test_units.py, tests/integrations/test_async.py,
+    tests/integrations/test_frozen_ahead.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.ir.memory_report import MemoryCounts
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.runtime.batches import Batch, ones_among, shape_key, unit_key, units_of
+from gpp_plugin.runtime.code_by_shape import MAX_SHAPES, CodeByShape, Key, RunnerContext, ShapeCode
+from gpp_plugin.runtime.compute import (
+    ComputeByShape,
+    CountedCompute,
+    StageCompute,
+    StageHooks,
+    StageWeights,
+    boundary_gradients,
+)
+from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.input_rows import InputLink, InputRows
+from gpp_plugin.runtime.memory.counting import HeldTogether
+from gpp_plugin.runtime.memory.keeper import Turn, backwards_after
+from gpp_plugin.runtime.messages.routes import Routes
+from gpp_plugin.runtime.messages.wires import BoundarySpecs
+from gpp_plugin.runtime.rank_programs import nothing_of
+from gpp_plugin.runtime.stage_module import StageFunction, StageModule
+from gpp_plugin.runtime.stage_source import NO_CODE, StageCode
+from gpp_plugin.runtime.weight_versions import MakePlaces, ParameterPlaces, WeightVersions
+from gpp_plugin.schedule.program_sets import ProgramPlace, RankPrograms
+
+logger = logging.getLogger(__name__)
+
+MAX_MINI_BATCHES = 64
+"""Executors of ragged mini-batches that are kept, one for the shapes of a rank's units together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    """A stage ready to run mini-batches of some shapes.
+
+    Args:
+        code: of the first micro-batch.
+        specs: the boundary tensors that the code makes and reads.
+        plan: with the edges of units that lack branches.
+        whole: the stage's program of a mini-batch by itself; ``backwards`` of it (`backwards_after`).
+        executors: (program's name, shapes of the prefetched mini-batch) -> what runs it.
+    """
+
+    code: ShapeCode
+    compute: CountedCompute
+    specs: BoundarySpecs
+    plan: PipelinePlan
+    whole: RankProgram
+    backwards: Mapping[Turn, int]
+    executors: OrderedDict[tuple[str, Key | None], StageExecutor] = field(default_factory=OrderedDict)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the inputs of the model that are read, by batch key."""
+        own = self.compute
+        return own.keys if isinstance(own, ComputeByShape) else self.code.code.function.batch_inputs
+
+    def choose_masks(self, batch: Batch, units: Callable[[Batch], Sequence[Batch]]) -> None:
+        """Run the forwards from now on as eager models would on this batch: attention without needless masks.
+
+        A uniform mini-batch decides as a whole, so that all ranks of a stage run the same code. A unit decides by
+        itself: another rank's units do not change this one's code.
+        """
+        if isinstance(self.compute, ComputeByShape):
+            self.compute.use_masks(units(batch))
+            return
+        for function in (self.code.code.function, self.code.half):
+            if function is not None and function.choice is not None:
+                function.choice.use(ones_among(batch, function.choice.inputs))
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadyStage:
+    """What runs one program of a stage: its executor, and the rows that each micro-batch reads."""
+
+    executor: StageExecutor
+    inputs: InputRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KnownRoutes:
+    """The routes of a program at the shapes it was last compiled for; those at others follow from them."""
+
+    program: RankProgram
+    place: ProgramPlace | None
+    routes: Routes
+
+
+class StageRunner:
+    """Runs the programs of one stage on one rank.
+
+    Args:
+        shared: with the other stages of the rank.
+        programs: what the rank does for the stage, by name.
+        reduces_early: the stage may sum gradients in its last backward (`schedule.early_reductions`).
+        make_places: of mode async: where the stage's trained weights may lie; called when parameters are bound.
+    """
+
+    def __init__(
+        self,
+        shared: RunnerContext,
+        programs: RankPrograms,
+        *,
+        reduces_early: bool = False,
+        make_places: MakePlaces = ParameterPlaces,
+    ) -> None:
+        self.plan = programs.plan
+        self.reference = shared.reference
+        self.stage_index = programs.main.stage
+        self.reduces_early = reduces_early
+        self.is_prefetched = programs.is_prefetched
+        self._shared = shared
+        self._patterns = shared.patterns
+        self._programs = programs
+        self._windows = programs.windows
+        self._stage: Stage = self.plan.stages[self.stage_index]
+        self._rank = programs.main.rank
+        self._tensors: Mapping[str, Tensor] = {}
+        self._hooks: StageHooks | None = None
+        self._weights: StageWeights | None = None
+        self.watch: Callable[[StageCompute], StageCompute] | None = None
+        """What is put around the compute of executors that are made from now on."""
+        self._codes = CodeByShape(
+            shared,
+            programs,
+            reduces_early=reduces_early,
+            make_places=make_places,
+            next_backward=self._next_backward,
+        )
+        self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()
+        self._routes: OrderedDict[int, _KnownRoutes] = OrderedDict()
+        self._has_warned = False
+        self._input_link = InputLink(shared.device)
+        self._active: _Compiled | None = None
+        self._counted: _Compiled | None = None
+        self._is_draining = False
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the stage computes."""
+        return self._shared.device
+
+    # ---- code --------------------------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> StageFunction:
+        """Return the stage's code for a batch like this one, or for one of its units that has all inputs."""
+        return self._codes.prepared(batch).code.function
+
+    def code_and_weights(self, batch: Batch) -> tuple[StageCode, list[Tensor]]:
+        """Return the stage's code as of `prepare`, and the weights that it takes, which are bound."""
+        code = self._codes.prepared(batch).code
+        return code, [self._tensors[name] for name in code.function.tensors]
+
+    def gradient_inputs(self, code: StageCode) -> tuple[str, ...]:
+        """Return which of the tensors that a stage's code receives take a gradient."""
+        return boundary_gradients(self._programs.main, self.plan, code.tensors).inputs
+
+    def bind(
+        self, module: StageModule, hooks: StageHooks | None, weights: StageWeights | None = None
+    ) -> None:
+        """Use these parameters and this optimizer side from now on; code stays as it is.
+
+        Args:
+            weights: gathers the parameters where the rank holds a part of them; None: it has them whole.
+        """
+        self._tensors = module.named_tensors()
+        self._hooks = hooks
+        self._weights = weights
+        self._compiled.clear()
+        self._codes.bind(self._tensors, hooks, weights)
+
+    def make_code(self, batch: Batch) -> None:
+        """Make the code for this rank's units before any of them runs.
+
+        Raises:
+            CaptureError: the model's structure depends on the shape of its inputs.
+        """
+        for unit in self.own_units(batch):
+            if self._is_run(unit):
+                self._codes.computing(unit, unit_key(unit))
+
+    def own_units(self, batch: Batch) -> list[Batch]:
+        """Return the units of this rank's micro-batches, in order; of some it may have nothing to run."""
+        units = units_of(batch)
+        count = self.plan.num_micro_batches(self.stage_index)
+        return [units[self._stage.samples(m, self._rank).first_sample] for m in range(count)]
+
+    def num_writes(self) -> int:
+        """Return how often the stage's parameters and buffers were written; what is frozen never is by training."""
+        return sum(tensor._version for tensor in self._tensors.values())
+
+    def _is_run(self, unit: Batch) -> bool:
+        """Return whether the stage has something to do for a unit."""
+        assert self._patterns is not None
+        return self.stage_index in self._patterns.of(unit).stages
+
+    def _next_backward(self, turn: Turn) -> int | None:
+        """Return the micro-batch whose backward is the next task; None where that is a forward."""
+        if self._windows is None:
+            return None if self._active is None else self._active.backwards.get(turn)
+        is_backward, micro_batch, _ = turn
+        kind = TaskKind.BACKWARD if is_backward else TaskKind.FORWARD
+        task = Task(stage=self.stage_index, kind=kind, micro_batch=micro_batch)
+        return self._windows.backward_after(task, is_draining=self._is_draining)
+
+    # ---- executors ---------------------------------------------------------------------------------
+
+    def compile(self, batch: Batch) -> None:
+        """Make what runs a mini-batch, if there is none at its shape.
+
+        Raises:
+            CaptureError, ConfigError: it is refused; on every rank alike.
+        """
+        self._compiled_for(batch)
+
+    def has_shape(self, batch: Batch) -> bool:
+        """Return whether a mini-batch has the shape of the one that runs, or ran last."""
+        return self._compiled_for(batch) is self._active
+
+    def _compiled_for(self, batch: Batch) -> _Compiled:
+        # Least recently used first: a hit moves to the end, and a new shape beyond the limit replaces the first.
+        key = self._key_of(batch)
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._compile_uniform(batch, key) if self._is_uniform else self._compile_ragged(batch)
+            self._compiled[key] = found
+            if len(self._compiled) > (MAX_SHAPES if self._patterns is None else MAX_MINI_BATCHES):
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return found
+
+    @property
+    def _is_uniform(self) -> bool:
+        """Return whether one code serves all micro-batches; in mode async weights have versions for one alone."""
+        return self._patterns is None or self._windows is not None
+
+    def _key_of(self, batch: Batch) -> Key:
+        """Return what executors for a mini-batch depend on."""
+        if self._patterns is None:
+            assert not self.reference.analysis.takes_whole_units, "whole units have patterns"
+            return shape_key(batch, self.plan.mini_batch)
+        if self._windows is None:
+            patterns, _ = self._patterns.program(batch)
+            return (patterns, *(unit_key(unit) for unit in self.own_units(batch)))
+        self.refuse_unlike_units(batch)
+        return unit_key(units_of(batch)[0])
+
+    def refuse_unlike_units(self, batch: Batch) -> None:
+        """Refuse units of mode async that lack inputs or differ from each other: in flight together they must not.
+
+        Raises:
+            ConfigError: some do; the same on every rank.
+        """
+        patterns, units = self._patterns, units_of(batch)
+        if patterns is None or self._windows is None:
+            return
+        if not all(map(patterns.is_full, units)):
+            raise ConfigError(
+                "a unit lacks inputs that the sample batch has; in mode async the tasks of all units are the same: "
+                'give it these keys, or set mode to "sync"'
+            )
+        if len({unit_key(unit) for unit in units}) > 1:
+            raise ConfigError(
+                "units of one mini-batch differ in shapes or in values that the model's Python reads; in mode async "
+                'those in flight together must not: give every mini-batch units of one kind, or set mode to "sync"'
+            )
+
+    def _compile_uniform(self, batch: Batch, key: Key) -> _Compiled:
+        unit = batch if self._patterns is None else units_of(batch)[0]
+        code = self._codes.computing(unit, key)
+        is_full = self._patterns is None and len(self._compiled) >= MAX_SHAPES
+        if is_full and not code.code.is_for_lengths and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "more than %d input shapes seen; each new one is captured again (about a second). "
+                "Pad sequences to a few lengths (bucketing) to avoid it",
+                MAX_SHAPES,
+            )
+        assert code.compute is not None
+        main = self._programs.main
+        return _Compiled(
+            code=code,
+            compute=code.compute,
+            specs=code.code.tensors,
+            plan=self.plan,
+            whole=main,
+            backwards=backwards_after(main),
+        )
+
+    def _compile_ragged(self, batch: Batch) -> _Compiled:
+        assert self._patterns is not None
+        _, of_patterns = self._patterns.program(batch)
+        codes = [
+            self._codes.computing(unit, unit_key(unit)) if self._is_run(unit) else None
+            for unit in self.own_units(batch)
+        ]
+        compute = ComputeByShape(
+            [None if code is None else code.compute for code in codes],
+            [None if code is None else code.code.function for code in codes],
+            reduces_in=of_patterns.reduces_in[self.stage_index],
+            hooks=self._hooks,
+        )
+        # of the other units this rank has no tensors, and no messages; what a unit lacks of all is of no elements
+        specs: list[Mapping[str, TensorSpec]] = [{}] * self.plan.mini_batch
+        lacking = {name: nothing_of(name) for name in (*compute.received, *compute.outputs)}
+        for micro_batch, code in enumerate(codes):
+            if code is not None:
+                tensors = code.tensors if compute.is_alike else {**lacking, **code.tensors}
+                specs[self._stage.samples(micro_batch, self._rank).first_sample] = tensors
+        # a rank that runs none of the units reduces and steps with the others
+        nothing = ShapeCode(code=NO_CODE, half=None, tensors={}, hooks=self._hooks)
+        program = of_patterns.parts[self.stage_index]
+        return _Compiled(
+            code=next((code for code in codes if code is not None), nothing),
+            compute=compute,
+            specs=specs,
+            plan=of_patterns.plan,
+            whole=program,
+            backwards=backwards_after(program),
+        )
+
+    def _executor_of(self, compiled: _Compiled, name: str, following: Batch | None) -> StageExecutor:
+        """Return what runs a program at the stage's shapes, and at those of a prefetched mini-batch."""
+        key = (name, None if following is None else self._key_of(following))
+        executors = compiled.executors
+        if key not in executors:
+            if len(executors) > 2 * MAX_SHAPES + len(self._programs.programs):
+                executors.popitem(last=False)
+            executors[key] = self._make_executor(compiled, name, following)
+        executors.move_to_end(key)
+        return executors[key]
+
+    def _make_executor(self, compiled: _Compiled, name: str, following: Batch | None) -> StageExecutor:
+        shared, code = self._shared, compiled.code.code
+        program = compiled.whole if name == "whole" else self._programs.programs[name]
+        place = self._programs.place(name)
+        # at other shapes the same messages are made up of the same rows; programs are told apart by identity, and held
+        known = self._routes.get(id(program))
+        executor = StageExecutor(
+            plan=compiled.plan,
+            program=program,
+            compute=compiled.compute if self.watch is None else self.watch(compiled.compute),
+            specs=compiled.specs,
+            transport=shared.transport,
+            hooks=compiled.code.hooks,
+            device=self.device,
+            loss=code.loss,
+            named_outputs=code.outputs,
+            is_training=self.reference.analysis.is_training,
+            place=place,
+            next_specs=None if following is None else self._compiled_for(following).specs,
+            known=known.routes if known is not None and known.place == place else None,
+            hand_overs=shared.hand_overs,
+            weights=self._weights,
+        )
+        self._routes[id(program)] = _KnownRoutes(program=program, place=place, routes=executor.routes)
+        if len(self._routes) > MAX_SHAPES:
+            self._routes.popitem(last=False)
+        return executor
+
+    # ---- running -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def ready(self, name: str, batch: Batch | None, following: Batch | None = None) -> Iterator[ReadyStage]:
+        """Get ready to run a program while the context lasts; only this rank's rows are read.
+
+        Args:
+            batch: the mini-batch that is trained; None: the one that runs goes on, to its end.
+            following: the one that a frozen branch runs.
+        """
+        own = following if self.is_prefetched and following is not None else batch
+        if own is not None:
+            self._active = self._compiled_for(own)
+        assert self._active is not None, "nothing is in flight"
+        compiled, self._is_draining = self._active, batch is None
+        executor = self._executor_of(compiled, name, following)
+        if own is None or not (executor.has_forwards or name == "whole"):
+            yield ReadyStage(executor=executor, inputs=InputRows(()))
+            return
+        compiled.choose_masks(own, self.own_units)
+        with self._rows_of(own, compiled) as inputs:
+            yield ReadyStage(executor=executor, inputs=inputs)
+
+    def _rows_of(self, batch: Batch, compiled: _Compiled) -> InputRows:
+        """Return the rows of the batch that this rank reads in each micro-batch."""
+        if self._patterns is not None:
+            units = [unit if self._is_run(unit) else {} for unit in self.own_units(batch)]
+            return self._input_link.bring_units(units, compiled.keys, dtype=self._shared.dtype)
+        return self._input_link.slice_batch(
+            batch,
+            compiled.keys,
+            stage=self._stage,
+            rank=self._rank,
+            num_micro_batches=self.plan.num_micro_batches(self.stage_index),
+            specs=compiled.code.code.inputs,
+            dtype=self._shared.dtype,
+        )
+
+    def start_counting(self, held: HeldTogether | None) -> None:
+        """Count what the stage that is ready keeps for backward, together with other stages in ``held``."""
+        assert self._active is not None
+        self._counted = self._active
+        self._counted.compute.start_counting(held)
+
+    def stop_counting(self) -> MemoryCounts | None:
+        """Count no longer; return what was counted, if anything was."""
+        counted, self._counted = self._counted, None
+        if counted is None:
+            return None
+        counts, versions = counted.compute.stop_counting(), counted.code.versions
+        if counts is None or versions is None:
+            return counts
+        return dataclasses.replace(counts, stashed_bytes=versions.stashed_bytes)
+
+    # ---- weight versions ---------------------------------------------------------------------------
+
+    @property
+    def versions(self) -> WeightVersions | None:
+        """Return the versions of the stage's weights in mode async, at the shape that is in flight."""
+        return None if self._active is None else self._active.code.versions
+
+    def check_staleness(self) -> None:
+        """Refuse gradients that are older than planned.
+
+        Raises:
+            RuntimeFailure: says how old.
+        """
+        versions = self.versions
+        if self._windows is None or versions is None:
+            return
+        planned = self._windows.staleness(self.stage_index)
+        if versions.staleness > planned:
+            raise RuntimeFailure(
+                f"stage {self._stage.name}: a gradient was {versions.staleness} updates old, the plan says {planned}; "
+                "this is a bug"
+            )
+
+    def release(self, *, has_failed: bool) -> None:
+        """Note that nothing of the stage is in flight any more."""
+        if self.versions is not None:
+            if has_failed:
+                self.versions.forget()
+            else:
+                self.versions.settle()
+        self.stop_counting()
+        self._active = None

@@ -60,10 +60,10 @@ from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.schedule.cut_graph import lengthened
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.simulate.async_prediction import (
-    AheadPrediction,
     AsyncPrediction,
+    PrefetchPrediction,
     num_windows,
-    predict_ahead,
+    predict_prefetch,
     simulate_windows,
 )
 from gpp_plugin.simulate.predict import simulate_plan
@@ -245,14 +245,14 @@ def simulate_async(plan: PipelinePlan, cluster: ClusterSource | None = None) -> 
     return simulate_windows(plan, cluster=_links(plan, cluster))
 
 
-def simulate_ahead(plan: PipelinePlan, cluster: ClusterSource | None = None) -> AheadPrediction | None:
+def simulate_ahead(plan: PipelinePlan, cluster: ClusterSource | None = None) -> PrefetchPrediction | None:
     """Return what a mini-batch takes where frozen stages run the next one's forwards; None where none can.
 
     Raises:
         ConfigError, PlanError, ScheduleError: as `simulate`.
     """
     _check_times(plan)
-    return predict_ahead(plan, cluster=_links(plan, cluster))
+    return predict_prefetch(plan, cluster=_links(plan, cluster))
 
 
 def rehearse(

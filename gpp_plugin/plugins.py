@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
     from gpp_plugin.collage.patterns import BasePatternRule, OperatorPattern
     from gpp_plugin.plan.request import PlanRequest
+    from gpp_plugin.runtime.messages.payloads import Payload
     from gpp_plugin.runtime.messages.pending import Post
-    from gpp_plugin.runtime.messages.wires import Wire
 
 # The registry: planners, schedules, transports and backends by name, the plugin's own and those of other packages.
 #
@@ -493,12 +493,12 @@ class Schedule(Protocol):
 
 
 class Transport(Protocol):
-    """Binds messages; ``wires`` are the tensors they hold, at least one, ``edge`` is how errors call their edge.
+    """Binds messages; ``payloads`` are the tensors they hold, at least one, ``edge`` is how errors call their edge.
 
     Messages of one `Channel` are posted on both sides in the same order and may be matched by it. Ranks post messages
     in an order in which all programs finish even if each post waited for its other end (`schedule.placement`), so a
     transport may let them wait for each other in that order, and in no other. Shapes and types are frozen in the
-    wires: nothing but rows is sent. ``bind_*`` is called once a message when a program is compiled, what it returns
+    payloads: nothing but rows is sent. ``bind_*`` is called once a message when a program is compiled, what it returns
     once a mini-batch.
 
     One transport serves all programs of a job, in training and in evaluation, which run one after the other.
@@ -514,10 +514,10 @@ class Transport(Protocol):
     """How many receives ahead buffers on a CUDA device are made. Where any are, a receive is posted with a current
     stream that waits for what used their memory before and for nothing else (`runtime.messages.receive_buffers`)."""
 
-    def bind_send(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
+    def bind_send(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
         """Return what sends the message."""
 
-    def bind_receive(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
+    def bind_receive(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
         """Return what receives the message."""
 
     def open(self, channels: Collection[Channel]) -> None:

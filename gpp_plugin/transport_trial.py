@@ -29,8 +29,8 @@ from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plugins import Transport, TransportRequest, find_transport
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
+from gpp_plugin.runtime.messages.payloads import Payload, payloads_of
 from gpp_plugin.runtime.messages.pending import Pending, Post
-from gpp_plugin.runtime.messages.wires import Wire, wires_of
 from gpp_plugin.runtime.rank_programs import channels_of
 
 TIMEOUT_S = 60.0
@@ -100,19 +100,19 @@ def trial_plan() -> PipelinePlan:
     )
 
 
-def rows_of(mini_batch: int, message: Message, wire: Wire) -> Tensor:
-    """Return what a wire of a message holds in this trial: the same at both ends, another in every mini-batch."""
+def rows_of(mini_batch: int, message: Message, payload: Payload) -> Tensor:
+    """Return what a payload of a message holds in this trial: the same at both ends, another in every mini-batch."""
     key = (
         mini_batch,
         message.edge,
         message.direction is Direction.ACTIVATION,
         message.samples.first_sample,
-        wire.slot,
+        payload.slot,
     )
     generator = torch.Generator().manual_seed(hash(key) & 0x7FFFFFFF)
-    if wire.dtype.is_floating_point:
-        return torch.randn(wire.shape, generator=generator).to(wire.dtype)
-    return torch.randint(-(2**60), 2**60, wire.shape, generator=generator, dtype=wire.dtype)
+    if payload.dtype.is_floating_point:
+        return torch.randn(payload.shape, generator=generator).to(payload.dtype)
+    return torch.randint(-(2**60), 2**60, payload.shape, generator=generator, dtype=payload.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class _Arriving:
     """A message that is on its way into ``buffers``."""
 
     message: Message
-    wires: Sequence[Wire]
+    payloads: Sequence[Payload]
     buffers: Sequence[Tensor]
     pending: Pending
 
@@ -131,9 +131,9 @@ class _Arriving:
             AssertionError: a tensor is not what its sender sent.
         """
         self.pending.wait()
-        for buffer, wire in zip(self.buffers, self.wires, strict=True):
-            is_same = torch.equal(buffer.cpu(), rows_of(mini_batch, self.message, wire))
-            assert is_same, f"{self.message}: tensor {wire.name!r} did not arrive as it was sent"
+        for buffer, payload in zip(self.buffers, self.payloads, strict=True):
+            is_same = torch.equal(buffer.cpu(), rows_of(mini_batch, self.message, payload))
+            assert is_same, f"{self.message}: tensor {payload.name!r} did not arrive as it was sent"
 
 
 class _Trial:
@@ -144,16 +144,18 @@ class _Trial:
     ) -> None:
         self._transport = transport
         self._device = device
-        # (is it sent, message, wires, what posts it), in the order of the program
-        self._posts: list[tuple[bool, Message, Sequence[Wire], Post]] = []
+        # (is it sent, message, payloads, what posts it), in the order of the program
+        self._posts: list[tuple[bool, Message, Sequence[Payload], Post]] = []
         for instruction in program.instructions:
             message = instruction.message
             if message is None:
                 continue
             is_sent = instruction.kind is InstructionKind.SEND
-            wires = wires_of(message, is_sender=is_sent, plan=plan, specs=SPECS)
+            payloads = payloads_of(message, is_sender=is_sent, plan=plan, specs=SPECS)
             bind = transport.bind_send if is_sent else transport.bind_receive
-            self._posts.append((is_sent, message, wires, bind(message, wires, plan.edge_name(message.edge))))
+            self._posts.append(
+                (is_sent, message, payloads, bind(message, payloads, plan.edge_name(message.edge)))
+            )
         self._receives = [entry for entry in self._posts if not entry[0]]
 
     def run(self, mini_batch: int) -> None:
@@ -168,9 +170,9 @@ class _Trial:
         posted: list[_Arriving] = []
         leaving: list[tuple[Pending, list[Tensor]]] = []
         num_received = 0
-        for is_sent, message, wires, post in self._posts:
+        for is_sent, message, payloads, post in self._posts:
             if is_sent:
-                rows = [rows_of(mini_batch, message, wire).to(self._device) for wire in wires]
+                rows = [rows_of(mini_batch, message, payload).to(self._device) for payload in payloads]
                 leaving.append((post(rows), rows))
                 continue
             while len(posted) < min(num_received + 1 + self._transport.prepost_depth, len(self._receives)):
@@ -181,9 +183,11 @@ class _Trial:
             pending.wait()
             assert pending.is_done(), "a message that was waited for is not done"
 
-    def _posted(self, message: Message, wires: Sequence[Wire], post: Post) -> _Arriving:
-        buffers = [torch.empty(wire.shape, dtype=wire.dtype, device=self._device) for wire in wires]
-        return _Arriving(message=message, wires=wires, buffers=buffers, pending=post(buffers))
+    def _posted(self, message: Message, payloads: Sequence[Payload], post: Post) -> _Arriving:
+        buffers = [
+            torch.empty(payload.shape, dtype=payload.dtype, device=self._device) for payload in payloads
+        ]
+        return _Arriving(message=message, payloads=payloads, buffers=buffers, pending=post(buffers))
 
 
 def main() -> None:

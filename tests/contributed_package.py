@@ -120,8 +120,8 @@ class PostOffice:
         self.timeout = datetime.timedelta(seconds=request.timeout_s)
         self.group = dist.new_group(None, timeout=self.timeout, backend="gloo")
 
-    def bind_send(self, message, wires, edge):
-        tags = [message.edge * 1000 + wire.slot for wire in wires]
+    def bind_send(self, message, payloads, edge):
+        tags = [message.edge * 1000 + payload.slot for payload in payloads]
 
         def post(tensors):
             global SENT
@@ -135,8 +135,8 @@ class PostOffice:
 
         return post
 
-    def bind_receive(self, message, wires, edge):
-        tags = [message.edge * 1000 + wire.slot for wire in wires]
+    def bind_receive(self, message, payloads, edge):
+        tags = [message.edge * 1000 + payload.slot for payload in payloads]
 
         def post(buffers):
             parcels = [torch.empty(b.numel() * b.element_size(), dtype=torch.uint8) for b in buffers]

@@ -26,7 +26,7 @@ from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.launch import emit_event, end_rank, real_time
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 TIMEOUT_S = 120.0
@@ -138,7 +138,7 @@ def _generator(model: nn.Module, group: dist.ProcessGroup, micro_batches: int) -
         plan=plan,
         config=GenerateConfig(micro_batches=micro_batches),
         setting=setting,
-        meeting=Meeting(group=group, who=f"rank {rank}", timeout_s=TIMEOUT_S),
+        collectives=Collectives(group=group, who=f"rank {rank}", timeout_s=TIMEOUT_S),
         free_bytes=lambda: None,
     )
 

@@ -303,13 +303,13 @@ def _play(
             continue
         _, dst, size, sender, receiver = messages[which[0], which[1], which[2], which[3]]
         link = _link(cluster, sender, receiver)
-        wire = size / link.bytes_per_s * 1e6
+        payload = size / link.bytes_per_s * 1e6
         if kind == 1:
             begin = max(now, out_free[sender])
-            out_free[sender] = begin + wire
+            out_free[sender] = begin + payload
             heapq.heappush(events, (begin, 2, which))
             continue
-        in_free[receiver] = max(now, in_free[receiver]) + wire
+        in_free[receiver] = max(now, in_free[receiver]) + payload
         arrived[dst] = max(arrived[dst], in_free[receiver] + link.latency_us)
         lacking[dst] -= 1
         if orders[dst[0]][min(position[dst[0]], len(orders[dst[0]]) - 1)] == dst:

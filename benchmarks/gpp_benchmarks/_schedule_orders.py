@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_in_flight
-from gpp_plugin.compare.alternated_benchmarks import Contest, Outcome
+from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, Outcome
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.choose_schedule import choose_slicing
@@ -22,7 +22,7 @@ DIAMOND = ((0, 1), (0, 2), (1, 3), (2, 3), (3, 4))
 DIAMOND_MICRO_BATCHES = (8, 16)
 
 Race = Callable[..., dict[str, Outcome]]
-"""`run_contests` with its rounds and priority."""
+"""`run_alternated` with its rounds and priority."""
 
 
 def slicing_rows(*, forward_us: float, backward_us: float, race: Race) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def zero_bubble_rows(*, forward_us: float, backward_us: float, race: Race) -> li
 def _run(variants: dict[str, PipelinePlan], num_ranks: int, race: Race) -> Outcome:
     name = f"{next(iter(variants.values())).model} of {num_ranks}"
     seconds = sum(simulate_plan(plan).iteration_us for plan in variants.values()) / 1e6
-    contest = Contest(name=name, plans=variants, has_timelines=True)
+    contest = AlternatedBenchmark(name=name, plans=variants, has_timelines=True)
     return race([contest], num_ranks=num_ranks, seconds=seconds)[name]
 
 
@@ -250,7 +250,7 @@ def _placed(plan: PipelinePlan, ranks: Sequence[tuple[int, ...]]) -> PipelinePla
 
 def _race(name: str, plans: Mapping[str, PipelinePlan], race: Race) -> dict[str, list[float]]:
     seconds = sum(predict_iteration_us(plan) for plan in plans.values()) / 1e6
-    outcomes = race([Contest(name=name, plans=dict(plans))], num_ranks=RANKS, seconds=seconds)
+    outcomes = race([AlternatedBenchmark(name=name, plans=dict(plans))], num_ranks=RANKS, seconds=seconds)
     return outcomes[name].times_ms
 
 

@@ -214,17 +214,17 @@ def _case(args: argparse.Namespace, samples: Samples) -> _Case:
 
 def _measure(args: argparse.Namespace, cases: Sequence[_Case]) -> list[dict[Way, list[float]]]:
     """Return the milliseconds of each mini-batch; those of one case's epochs take turns."""
-    from gpp_plugin.compare.alternated_benchmarks import Contest, run_contests
+    from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, run_alternated
 
     contests = [
-        Contest(
+        AlternatedBenchmark(
             name=case.plan.model,
             plans={", ".join(way): case.plan for way in case.epochs},
             by_round={", ".join(way): epoch for way, epoch in case.epochs.items()},
         )
         for case in cases
     ]
-    outcomes = run_contests(
+    outcomes = run_alternated(
         contests,
         num_ranks=args.ranks,
         rounds=max(len(epoch) for case in cases for epoch in case.epochs.values()),

@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         slicing_rows,
         zero_bubble_rows,
     )
-    from gpp_plugin.compare.alternated_benchmarks import run_contests
+    from gpp_plugin.compare.alternated_benchmarks import run_alternated
 
-    race = functools.partial(run_contests, rounds=args.rounds, tell=_tell, is_real_time=args.real_time)
+    race = functools.partial(run_alternated, rounds=args.rounds, tell=_tell, is_real_time=args.real_time)
     rows: list[dict[str, Any]] = []
     if "chain" in args.what:
         for num_ranks in args.ranks:
@@ -135,7 +135,7 @@ def _race(
     plans: Sequence[PipelinePlan], num_ranks: int, peers: tuple[str, ...], race: Callable[..., Any]
 ) -> list[dict[str, Any]]:
     """Run plans and, in turn with each, its stages in a line on other runtimes; return their rows."""
-    from gpp_plugin.compare.alternated_benchmarks import Contest
+    from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark
     from gpp_plugin.compare.chains import Chain
 
     contests = []
@@ -147,7 +147,9 @@ def _race(
             boundary_bytes=linear_bytes(plan),
             num_micro_batches=plan.num_micro_batches(0),
         )
-        contests.append(Contest(name=plan.model, plans={"gpp": plan}, chain=stock, runtimes=peers))
+        contests.append(
+            AlternatedBenchmark(name=plan.model, plans={"gpp": plan}, chain=stock, runtimes=peers)
+        )
     seconds = sum((1 + len(peers)) * bound_us(linear_plan(plan)) / 1e6 for plan in plans)
     outcomes = race(contests, num_ranks=num_ranks, seconds=seconds)
     return [row for plan in plans for row in _race_rows(plan, outcomes[plan.model].times_ms)]

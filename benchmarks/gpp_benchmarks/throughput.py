@@ -41,7 +41,7 @@ from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.heterogeneous_devices import exchange_stages
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
@@ -282,7 +282,7 @@ def _row(
 
 def _placed_us(plan: PipelinePlan, request: PlanRequest, costs: CostModel) -> float:
     """Return what a step takes with the plan's stages on the best nodes that are found: of every planner's plan."""
-    timed = dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+    timed = dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
     return exchange_stages(timed, request).iteration_us
 
 

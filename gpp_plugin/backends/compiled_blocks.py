@@ -26,7 +26,7 @@ from gpp_plugin.backends.forward_code import READS_VALUES, named_operator, opera
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.layout.layouts import is_random
 from gpp_plugin.errors import BackendRefused
-from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.random_streams import restored_streams
 
 Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 """Returns what computes a module on tensors like these, whose gradients flow back through it."""
@@ -78,7 +78,10 @@ class BlockCompiler:
             try:
                 # tracing may draw random numbers, which must not change training's. Code that an evaluation runs first
                 # is compiled with its backward, as training may run it next.
-                with torch.enable_grad(), kept_streams(tensors[0].device if tensors else torch.device("cpu")):
+                with (
+                    torch.enable_grad(),
+                    restored_streams(tensors[0].device if tensors else torch.device("cpu")),
+                ):
                     found = self._compile(fx.GraphModule(module, module.graph), examples)
             except Exception as error:  # whatever a compiler raises
                 calls = [node for node in module.graph.nodes if node.op == "call_function"]

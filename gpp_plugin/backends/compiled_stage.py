@@ -28,7 +28,7 @@ from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, first_line
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.relative_errors import least_scale
-from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.random_streams import restored_streams
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.stage_source import StageCode
 
@@ -183,7 +183,7 @@ def try_code(code: CompiledCode, parameters: Sequence[Tensor], tensors: Sequence
         tensors: like those that it will take, each with its flag whether it takes a gradient.
     """
     try:
-        with kept_streams(tensors[0].device if tensors else parameters[0].device):
+        with restored_streams(tensors[0].device if tensors else parameters[0].device):
             right = run_both(code.function.call, parameters, tensors)
             compare_results(run_both(code, parameters, tensors), right)
     except BackendRefused as error:

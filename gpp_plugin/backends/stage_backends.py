@@ -34,7 +34,7 @@ from gpp_plugin.errors import BackendRefused, ConfigError, nearest
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.plugins import BACKENDS, find_backend, named_backends
-from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.random_streams import restored_streams
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.stage_source import StageCode
 
@@ -57,7 +57,7 @@ def requested_backends(requested: Asked, stage: str) -> tuple[str, ...]:
     return tuple(name for name in requested if name != TORCH)
 
 
-def check_asked(requested: Asked) -> None:
+def check_backends_installed(requested: Asked) -> None:
     """Refuse backends whose packages are not there, before a model is captured.
 
     Raises:
@@ -221,7 +221,7 @@ class BuiltOfStage:
             return build()
 
         # building may draw random numbers (examples, tuning), which must not change training's
-        with kept_streams(expected[0].device):
+        with restored_streams(expected[0].device):
             found = build_checked(again, code.examples, expected)
         self._built[key] = code.bound, writes, found
         return found

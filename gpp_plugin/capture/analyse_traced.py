@@ -35,7 +35,7 @@ from gpp_plugin.capture.mask_values import Mask, MaskFinder
 from gpp_plugin.capture.sharding.find_regions import find_sharding
 from gpp_plugin.capture.tracing.carried_state import LeavesState, states_of_written
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
-from gpp_plugin.capture.tracing.shadow import MetaCopy, dtype_name, overlapping, tracing_device
+from gpp_plugin.capture.tracing.meta_copy import MetaCopy, dtype_name, overlapping, tracing_device
 from gpp_plugin.capture.tracing.traced import Traced, structure_of
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis, Sharding

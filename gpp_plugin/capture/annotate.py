@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.eager.trial_run import FlopCount
 from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
-from gpp_plugin.capture.tracing.shadow import MetaCopy
+from gpp_plugin.capture.tracing.meta_copy import MetaCopy
 from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 
 

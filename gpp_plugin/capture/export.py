@@ -18,7 +18,7 @@ from gpp_plugin.capture.eager.trial_run import (
     GLOBAL_HOOKS,
     MAX_ATTEMPTS,
     Untraceable,
-    find_asked,
+    find_eager_modules,
     has_hooks,
     hooked_modules,
     is_within,
@@ -28,9 +28,9 @@ from gpp_plugin.capture.eager.trial_run import (
 )
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
+from gpp_plugin.capture.tracing.meta_copy import MetaCopy, make_meta_copy
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
-from gpp_plugin.capture.tracing.shadow import MetaCopy, make_shadow
 from gpp_plugin.capture.tracing.torch_export import Call, call_by_key
 from gpp_plugin.capture.tracing.traced import Exported, Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
@@ -78,7 +78,7 @@ def capture_model(
         CaptureError: the model cannot be exported, has no loss, or its structure depends on the number
             of samples; the message names the module, the line and the remedy.
     """
-    requested = find_asked(model, eager)
+    requested = find_eager_modules(model, eager)
     hooked = hooked_modules(model)
     whole = without_inner((*requested, *hooked))
     if has_hooks(model):
@@ -193,7 +193,7 @@ def _capture(
     # One export at the batch's own number of samples, n; more at 2 and 4 (3 and 6 where n is 3): what is twice as long
     # at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself. Profiles are
     # measured at such numbers too: they take what was exported here.
-    meta_copy = make_shadow(model, training=training, dtype=dtype, device=device, carried=states)
+    meta_copy = make_meta_copy(model, training=training, dtype=dtype, device=device, carried=states)
     export = functools.partial(
         trace, meta_copy, outputs=outputs, received=received, training=training, call=call, eager=eager
     )

@@ -21,8 +21,8 @@ from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
 from gpp_plugin.capture.tracing.clean import copied
+from gpp_plugin.capture.tracing.meta_copy import MetaCopy, make_meta_copy
 from gpp_plugin.capture.tracing.outside import noted_reads
-from gpp_plugin.capture.tracing.shadow import MetaCopy, make_shadow
 from gpp_plugin.capture.tracing.symbolic_sizes import (
     SizeTexts,
     is_open,
@@ -349,7 +349,7 @@ def _meta_copy_of(model: nn.Module, analysis: Analysis, device: torch.device | s
             f"device is {where}, but the model was analysed for {analysis.device_type}; use one type"
         )
     dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
-    return make_shadow(
+    return make_meta_copy(
         model, training=analysis.is_training, dtype=dtype, device=where, carried=analysis.carried
     )
 

@@ -54,7 +54,7 @@ RankTimes = Mapping[tuple[int, TaskKind, int, int], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
+class AlternatedBenchmark:
     """What is run in turn on the same ranks.
 
     Args:
@@ -87,8 +87,8 @@ class Outcome:
     timelines: dict[str, list[Timeline]]
 
 
-def run_contests(
-    contests: Sequence[Contest],
+def run_alternated(
+    contests: Sequence[AlternatedBenchmark],
     *,
     num_ranks: int,
     rounds: int,
@@ -145,7 +145,7 @@ def run_contests(
     return outcomes
 
 
-def _write(folder: Path, number: int, benchmark: Contest) -> dict[str, Any]:
+def _write(folder: Path, number: int, benchmark: AlternatedBenchmark) -> dict[str, Any]:
     for name, plan in benchmark.plans.items():
         save(plan, folder / f"{number}.{name}.plan.json")
     names = ("runtimes", "has_timelines", "megatron", "ahead")

@@ -26,7 +26,7 @@ from gpp_plugin.errors import GppError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, initialize
 from gpp_plugin.launch import emit_event
 from gpp_plugin.model.weights.materialize import resident_bytes
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 
 _REFUSAL_S = 10.0
 """How long the other ranks wait while rank 0 reports why a mode is refused."""
@@ -105,16 +105,16 @@ def _notes_on_carried(engine: Any) -> list[str]:
     ]
 
 
-def _join(settings: CompareSettings) -> Meeting:
+def _join(settings: CompareSettings) -> Collectives:
     """Return the collectives of all processes of the mode."""
     group: dist.ProcessGroup | None = None
     if dist.is_initialized() and dist.get_world_size() > 1:
         timeout = datetime.timedelta(seconds=settings.timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
-    return Meeting(group=group, who=f"rank {os.environ['RANK']}", timeout_s=settings.timeout_s)
+    return Collectives(group=group, who=f"rank {os.environ['RANK']}", timeout_s=settings.timeout_s)
 
 
-def _commands(path: str, collectives: Meeting) -> Iterator[dict[str, Any]]:
+def _commands(path: str, collectives: Collectives) -> Iterator[dict[str, Any]]:
     """Yield commands on every rank until there are no more."""
     # Only rank 0 holds the FIFO; the others get commands by a collective in which they sleep, instead of by reading
     # files in a loop while another mode is measured. An empty line, "{}", is the end.
@@ -164,7 +164,7 @@ def main() -> None:
 
 
 def _run_command(
-    command: dict[str, Any], trainer: _Single | _Pipeline, built: BuiltModel, collectives: Meeting
+    command: dict[str, Any], trainer: _Single | _Pipeline, built: BuiltModel, collectives: Collectives
 ) -> dict[str, Any]:
     # By number, not by a stream: every mode trains on the same batch in the same step, however often it runs.
     batch = built.batch_at(command["step"])

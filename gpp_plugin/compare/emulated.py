@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpp_plugin.compare.alternated_benchmarks import Contest, run_contests
+from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, run_alternated
 from gpp_plugin.compare.chains import Chain
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK, CompareSettings
 from gpp_plugin.compare.compared_models import BuiltModel, build_model
@@ -160,8 +160,8 @@ def _run(planned: dict[str, _Planned], settings: CompareSettings, tell: Tell) ->
     seconds = sum(p.plan.iteration_us for p in planned.values()) / 1e6
     times: dict[str, list[float]] = {}
     for num_ranks, parts in by_ranks.items():
-        benchmark = Contest(name="step", **{"plans": {}, **parts})
-        outcomes = run_contests(
+        benchmark = AlternatedBenchmark(name="step", **{"plans": {}, **parts})
+        outcomes = run_alternated(
             [benchmark], num_ranks=num_ranks, rounds=settings.steps, seconds=seconds, tell=tell
         )
         found = outcomes["step"].times_ms

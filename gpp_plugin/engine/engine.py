@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gpp_plugin.backends.job_backends import choose_backends, compile_stages, with_backends
 from gpp_plugin.backends.measured_backends import BackendLog
-from gpp_plugin.backends.stage_backends import StageBackends, check_asked
+from gpp_plugin.backends.stage_backends import StageBackends, check_backends_installed
 from gpp_plugin.capture.tracing.sample_batches import (
     WholeUnit,
     as_unit,
@@ -94,7 +94,7 @@ from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.memory.counting import storage_bytes
 from gpp_plugin.runtime.rank_programs import plan_of_units, tied_stages
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import Meeting, do_together
+from gpp_plugin.runtime.ranks.agree import Collectives, do_together
 from gpp_plugin.runtime.ranks.job_board import watched_calls
 from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
@@ -162,7 +162,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._is_destroyed = False
         self._generator: Generator | None = None
         find_transport(config.p2p).check(str(setting.device))
-        check_asked(config.backends)
+        check_backends_installed(config.backends)
         check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
         unit, is_whole = setting.sizes.loss_unit, False
@@ -194,7 +194,7 @@ class GraphPipelineEngine(PipelineSurface):
         HERE.stage = name = plan.names_on_rank(setting.rank)
         limit_s = collective_timeout_s(plan, config.comm_timeout_s)
         self._wait_s = max(limit_s, LOADING_TIMEOUT_S)
-        self._meeting = Meeting(
+        self._collectives = Collectives(
             group=setting.group, who=f"rank {setting.rank}, stage {name!r}", timeout_s=self._wait_s
         )
         self._groups = StageGroups.create(plan, tied, timeout_s=limit_s, backend=setting.placement.backend)
@@ -203,7 +203,9 @@ class GraphPipelineEngine(PipelineSurface):
         source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)
         monitor = self._make_monitor(framework)
-        self._metrics = Metrics(ds_config, setting, reference, plan, monitor=monitor, meeting=self._meeting)
+        self._metrics = Metrics(
+            ds_config, setting, reference, plan, monitor=monitor, collectives=self._collectives
+        )
         self._join(stages, modules, reference, sample_batch)
         files = PipelineFiles(
             stages=stages,
@@ -212,7 +214,7 @@ class GraphPipelineEngine(PipelineSurface):
             source=source,
             parameters=reference.analysis.op_graph.parameters,
             setting=setting,
-            meeting=self._meeting,
+            collectives=self._collectives,
             timeout_s=max(config.comm_timeout_s, EXPORT_TIMEOUT_S),
             keeping=config.checkpoint,
             take_written=lambda: self._watch.take_written(),
@@ -354,7 +356,7 @@ class GraphPipelineEngine(PipelineSurface):
             setting=setting,
             sample_batch=sample_batch,
             reads=[inputs_read(plan, reference.block_graph, [index]) for index in stages.indices],
-            meeting=self._meeting,
+            collectives=self._collectives,
             sized=self._source.sized_plan(reference, plan),
         )
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
@@ -386,7 +388,7 @@ class GraphPipelineEngine(PipelineSurface):
             make_runner=self._runners.make,
             run=self._runner.run,
             stand_by=self._runner.stand_by,
-            meeting=self._meeting,
+            collectives=self._collectives,
         )
         self._steps = self._make_steps(stages)
 
@@ -400,13 +402,13 @@ class GraphPipelineEngine(PipelineSurface):
             reads = self._batch_source.reads_inputs
             data = DataCheck(group=setting.group, rank=setting.rank, reads=reads, timeout_s=self._wait_s)
         else:
-            meeting = None if setting.group is None else self._meeting
-            losses = LossSum(meeting, mini_batch=runner.plan.mini_batch, is_sum=runner.sums_losses)
+            collectives = None if setting.group is None else self._collectives
+            losses = LossSum(collectives, mini_batch=runner.plan.mini_batch, is_sum=runner.sums_losses)
         return TrainingSteps(
             runner,
             stages,
             self._runner,
-            meeting=self._meeting,
+            collectives=self._collectives,
             losses=losses,
             data=data,
             learn_shapes=lambda batch: self._source.meet(runner.reference, batch),
@@ -473,7 +475,7 @@ class GraphPipelineEngine(PipelineSurface):
         following = self._data.peek(data_iter) if self._steps.can_prefetch else None
         if following is not None and self._memory.refusal(following):
             following = None  # nothing of it runs early; it is refused in its own turn
-        clock = start_clock(self._meeting) if self.record_timelines else None
+        clock = start_clock(self._collectives) if self.record_timelines else None
         self._source.meet(self._reference, batch)
         watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
         with watching, self._watch.as_captured(), self.rank_engine.attached():
@@ -513,7 +515,7 @@ class GraphPipelineEngine(PipelineSurface):
             return
         where = ""
         if call.step.overflow and self._locator is not None:
-            where = first_found(self._locator.found, self._meeting)
+            where = first_found(self._locator.found, self._collectives)
             if self.global_rank == 0:
                 logger.warning(
                     "step %d skipped, gradients are not finite: %s",
@@ -528,7 +530,7 @@ class GraphPipelineEngine(PipelineSurface):
             call.events,
             clock,
             plan=self.plan,
-            meeting=self._meeting,
+            collectives=self._collectives,
             path=self.config.trace_path,
             step=self.global_steps,
         )
@@ -676,7 +678,7 @@ class GraphPipelineEngine(PipelineSurface):
                 self._plan,
                 self._reference,
                 [stage.module for stage in self.rank_engine.stages],
-                meeting=self._meeting,
+                collectives=self._collectives,
                 free_bytes=self._free_for_caches,
             )
         try:
@@ -747,7 +749,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._is_destroyed = True
         self._runner.failure = "its engine was destroyed"
         group = self._setting.group
-        self._meeting.meet("the end")  # what others still send arrives before its group is destroyed
+        self._collectives.meet("the end")  # what others still send arrives before its group is destroyed
         self._evaluator.close()
         if self._generator is not None:
             self._generator.close()

@@ -29,7 +29,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import Parameter, is_carried
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.report.progress import shown_as
-from gpp_plugin.runtime.ranks.agree import Meeting, do_together
+from gpp_plugin.runtime.ranks.agree import Collectives, do_together
 from gpp_plugin.runtime.ranks.waiting import finish
 
 EXPORT_NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -58,7 +58,7 @@ class PipelineFiles:
         source: ModelSource,
         parameters: Sequence[Parameter],
         setting: Setting,
-        meeting: Meeting,
+        collectives: Collectives,
         timeout_s: float,
         keeping: CheckpointConfig,
         take_written: Callable[[], None],
@@ -72,7 +72,7 @@ class PipelineFiles:
         self._source = source
         self._parameters = parameters
         self._setting = setting
-        self._meeting = meeting
+        self._collectives = collectives
         self._timeout_s = timeout_s
 
     @shown_as("save a checkpoint")
@@ -201,7 +201,7 @@ class PipelineFiles:
         return gather_state_dict(
             own,
             parameters=self._parameters,
-            meeting=self._meeting,
+            collectives=self._collectives,
         )
 
     def _joined(self, stage: StageEngine) -> dict[str, Tensor]:
@@ -299,20 +299,20 @@ def gather_parts(own: Tensor, *, size: int, group: dist.ProcessGroup | int, is_f
 
 
 def gather_state_dict(
-    state: Mapping[str, Tensor], *, parameters: Sequence[Parameter], meeting: Meeting
+    state: Mapping[str, Tensor], *, parameters: Sequence[Parameter], collectives: Collectives
 ) -> dict[str, Tensor] | None:
     """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
 
     Args:
         state: what this rank brings of it.
         parameters: of the model; tied ones are returned under all their names.
-        meeting: of all ranks.
+        collectives: of all ranks.
 
     Raises:
         CommTimeout: a rank did not come.
     """
     own = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
-    gathered = meeting.gather_on_first(own, "the whole model's weights")
+    gathered = collectives.gather_on_first(own, "the whole model's weights")
     if gathered is None:
         return None
     whole: dict[str, Tensor] = {}

@@ -28,7 +28,7 @@ from gpp_plugin.runtime.evaluation import EvaluationPart, evaluation_plan, split
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_programs import held_tensors, plan_of_units
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
 
@@ -56,7 +56,7 @@ class Evaluator:
         modules: the parameters of this rank's stages, by their index in the plan; ``stages`` trains them.
         make_runner: returns this rank's runner for a plan, or None where the plan leaves it idle; collective.
         run: runs a batch; ``stand_by`` is called where a plan leaves this rank idle.
-        meeting: of all ranks; those that a plan leaves idle wait here for the others.
+        collectives: of all ranks; those that a plan leaves idle wait here for the others.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Evaluator:
         make_runner: Callable[[Reference, PipelinePlan], RankRunner | None],
         run: Callable[[RankRunner, Batch], MiniBatchResult],
         stand_by: Callable[[Batch], None],
-        meeting: Meeting,
+        collectives: Collectives,
     ) -> None:
         self._source = source
         self._setting = setting
-        self._meeting = meeting
+        self._collectives = collectives
         self._plan = plan
         self._reference = reference
         self._modules = dict(modules)
@@ -131,7 +131,7 @@ class Evaluator:
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
         # Losses come weighted by their samples of all: the sum over parts and ranks is the batch's.
-        whole = self._meeting.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
+        whole = self._collectives.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
         given = batch if are_units else None
         return float(whole), self._gather(collected, graph.reference, given)
 
@@ -193,7 +193,7 @@ class Evaluator:
             return {}
         # Each rank brings pieces with the number of their first sample; sorted by it they are the batch again.
         own = {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in collected.items()}
-        slots = self._meeting.gather(own, "the outputs of an evaluation")
+        slots = self._collectives.gather(own, "the outputs of an evaluation")
         layouts = {node.name: node.output.layout for node in reference.analysis.op_graph.nodes if node.output}
         joined: dict[str, Any] = {}
         for name in collected:

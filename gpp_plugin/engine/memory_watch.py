@@ -48,7 +48,7 @@ from gpp_plugin.runtime.batches import (
     unit_key,
     units_of,
 )
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class MemoryWatch:
     Args:
         sample_batch: what the plan's figures are for.
         reads: of each of this rank's stages, the keys of the batch that it reads.
-        meeting: of all ranks.
+        collectives: of all ranks.
         sized: what the plan's stages hold at other lengths, where it is known.
     """
 
@@ -88,10 +88,10 @@ class MemoryWatch:
         setting: Setting,
         sample_batch: Batch,
         reads: Sequence[Collection[str]],
-        meeting: Meeting,
+        collectives: Collectives,
         sized: SizedPlan | None = None,
     ) -> None:
-        self._meeting = meeting
+        self._collectives = collectives
         self._sized = sized
         lengths = config.lengths
         self._longest = None if lengths is None else lengths.max
@@ -235,7 +235,7 @@ class MemoryWatch:
         self._inputs = sum(
             self._bytes_read(batch, keys, s) for s, keys in zip(self._stages, self._reads, strict=True)
         )
-        everyone = self._meeting.gather(self._counts, "what the first mini-batch saved")
+        everyone = self._collectives.gather(self._counts, "what the first mini-batch saved")
         if self._setting.rank != 0 or not self._plan.memory:
             return
         more = self._differences(everyone, only_more=True)
@@ -307,8 +307,8 @@ class MemoryWatch:
             CommTimeout: not every rank requested it; nothing that takes long can keep one from it.
         """
         mine = self._mine(stages.stages, *ahead, most_gathered=stages.whole_bytes.most), self._counts
-        meeting = dataclasses.replace(self._meeting, timeout_s=self._config.comm_timeout_s)
-        everyone = meeting.gather(mine, "memory_report(), which every rank calls")
+        collectives = dataclasses.replace(self._collectives, timeout_s=self._config.comm_timeout_s)
+        everyone = collectives.gather(mine, "memory_report(), which every rank calls")
         return MemoryReport(
             measure=ALLOCATOR if self._setting.device.type == "cuda" else COUNTED,
             ranks=tuple(rank for rank, _ in everyone),
@@ -322,7 +322,12 @@ class MemoryWatch:
         )
 
     def _mine(
-        self, stages: Sequence[StageEngine], ahead_bytes: int, held_prefetched: int, *, most_gathered: int
+        self,
+        stages: Sequence[StageEngine],
+        prefetched_bytes: int,
+        held_prefetched: int,
+        *,
+        most_gathered: int,
     ) -> RankMemory:
         counts = joined_counts(list(self._counts.values()))
         held = HeldBytes(
@@ -348,7 +353,7 @@ class MemoryWatch:
             held=held,
             counts=counts,
             measured_peak_bytes=peak,
-            ahead_bytes=ahead_bytes,
+            prefetched_bytes=prefetched_bytes,
         )
 
 

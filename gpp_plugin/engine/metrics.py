@@ -21,7 +21,7 @@ from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.timeline_chart import PhaseTimes, format_messages, format_phases, mean_phases
 from gpp_plugin.runtime.batches import Batch, num_elements, units_of
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.recorder import Clock, gather_timeline
 from gpp_plugin.runtime.stage_source import Reference
 
@@ -118,7 +118,7 @@ class Metrics:
 
     Args:
         monitor: writes events, where the configuration requests any.
-        meeting: of all ranks.
+        collectives: of all ranks.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Metrics:
         plan: PipelinePlan,
         *,
         monitor: Monitor | None,
-        meeting: Meeting,
+        collectives: Collectives,
     ) -> None:
         self._is_writer = setting.rank == 0
         steps = ds_config.get("steps_per_print", DEFAULT_STEPS_PER_PRINT)
@@ -146,7 +146,7 @@ class Metrics:
         self._num_tokens = 0
         self._phases = PhaseTimes()
         self._monitor = monitor if monitor is not None and monitor.enabled else None
-        self._meeting = meeting
+        self._collectives = collectives
         self._outliers = OutlierMonitor()
         self._flops = _FlopCount(reference, plan)
         name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else ""
@@ -214,7 +214,7 @@ class Metrics:
 
     def _gather_phases(self) -> dict[int, PhaseTimes] | None:
         """Return what all ranks noted since the last line, on rank 0; begin anew."""
-        gathered = self._meeting.gather_on_first(self._phases, "the phases of steps")
+        gathered = self._collectives.gather_on_first(self._phases, "the phases of steps")
         self._phases = PhaseTimes()
         return None if gathered is None else dict(enumerate(gathered))
 
@@ -333,12 +333,12 @@ def keep_timeline(
     clock: Clock,
     *,
     plan: PipelinePlan,
-    meeting: Meeting,
+    collectives: Collectives,
     path: str | None,
     step: int,
 ) -> Timeline | None:
     """Gather a step's events on rank 0, write them to ``path`` if there is one, and return them there."""
-    timeline = gather_timeline(events, clock, plan=plan, meeting=meeting)
+    timeline = gather_timeline(events, clock, plan=plan, collectives=collectives)
     if path is not None and timeline is not None:
         write_trace(timeline, plan, path, step=step)
     return timeline

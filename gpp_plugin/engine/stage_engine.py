@@ -119,13 +119,13 @@ class StageEngine:
         self._rule, self._ties = rule, ties
 
     def _make_gradients(self, reduces_early: bool) -> StageGradients:
-        wire = self.config.communication_dtype
+        payload = self.config.communication_dtype
         common: dict[str, Any] = {
             "dtype": getattr(torch, self.config.accumulation_dtype),
             "group": self.groups.data[self.stage_index],
             "position": self.position,
             "degree": self.stage.degree,
-            "communication_dtype": None if wire is None else getattr(torch, wire),
+            "communication_dtype": None if payload is None else getattr(torch, payload),
             "bucket_elements": self.config.bucket_elements,
         }
         if not self.is_partitioned:

@@ -45,7 +45,7 @@ from gpp_plugin.ir.timeline import Event
 from gpp_plugin.runtime.batches import Batch, UnitBatch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import Meeting, do_together
+from gpp_plugin.runtime.ranks.agree import Collectives, do_together
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
@@ -185,7 +185,7 @@ class MiniBatchRunner:
             CaptureError: a rank could not; the same on every rank.
         """
         # A rank makes code for its own units alone: before any message all know whether all could. Ranks that a plan
-        # leaves idle have met nothing, and come to every such meeting (`stand_by`), but know no sets of inputs.
+        # leaves idle have met nothing, and come to every such collectives (`stand_by`), but know no sets of inputs.
         if not runner.has_ragged_units:
             return
         has_idle = runner.plan.num_ranks < self._num_ranks
@@ -243,7 +243,7 @@ class TrainingSteps:
     """Trains one mini-batch after the other; every method is collective over all ranks.
 
     Args:
-        meeting: of all ranks.
+        collectives: of all ranks.
         losses: the loss of a call.
         data: checks in mode async that all ranks are given the same; None: they agree before a call.
         learn_shapes: learns the shapes of a mini-batch before it runs; collective.
@@ -256,7 +256,7 @@ class TrainingSteps:
         stages: RankEngine,
         runner: MiniBatchRunner,
         *,
-        meeting: Meeting,
+        collectives: Collectives,
         losses: LossSum | LossReports,
         data: DataCheck | None = None,
         learn_shapes: Callable[[Batch], None],
@@ -265,7 +265,7 @@ class TrainingSteps:
         self._rank_runner = rank_runner
         self._stages = stages
         self._runner = runner
-        self._meeting = meeting
+        self._collectives = collectives
         self._losses = losses
         self._data = data
         self._learn_shapes = learn_shapes
@@ -365,7 +365,7 @@ class TrainingSteps:
         mine = [runner.is_stale(batch), following is None, runner.is_stateful]
         facts = torch.tensor(mine, dtype=torch.float32)
         with self._runner.ending_on_failure():
-            is_stale, is_missing, is_stateful = self._meeting.sum(facts, "what is prefetched").tolist()
+            is_stale, is_missing, is_stateful = self._collectives.sum(facts, "what is prefetched").tolist()
             if is_stale:
                 runner.drop()
         if is_stateful:
@@ -392,22 +392,22 @@ class LossSum:
     """The loss of a synchronous mini-batch, which ranks sum when it ends.
 
     Args:
-        meeting: of all ranks; None of a single one.
+        collectives: of all ranks; None of a single one.
         mini_batch: what losses are means over, in all; ``is_sum``: they are sums, divided already.
     """
 
-    def __init__(self, meeting: Meeting | None, *, mini_batch: int, is_sum: bool) -> None:
-        self._meeting = meeting
+    def __init__(self, collectives: Collectives | None, *, mini_batch: int, is_sum: bool) -> None:
+        self._collectives = collectives
         self._mini_batch = mini_batch
         self._is_sum = is_sum
 
     def of_call(self, result: MiniBatchResult, step: int, num_running: int) -> float:
         """Return the mean loss on every rank."""
         mine = share_of_loss(result.losses, self._mini_batch, is_sum=self._is_sum)
-        if self._meeting is None:
+        if self._collectives is None:
             return mine
         own = torch.tensor([mine], dtype=torch.float64)
-        return float(self._meeting.sum(own, f"the loss of step {step}"))
+        return float(self._collectives.sum(own, f"the loss of step {step}"))
 
     def note_drain(self, num_running: int) -> None:
         """Do nothing: no loss is left."""

@@ -131,7 +131,7 @@ class RankMemory:
         held: what was found there.
         counts: of the first mini-batch; None before it, and for stages without backwards.
         measured_peak_bytes: in the measure of the report; 0 before the first mini-batch.
-        ahead_bytes: predicted, beside the plan, of what frozen stages send for the next mini-batch.
+        prefetched_bytes: predicted, beside the plan, of what frozen stages send for the next mini-batch.
     """
 
     rank: int
@@ -140,14 +140,14 @@ class RankMemory:
     held: HeldBytes
     counts: MemoryCounts | None
     measured_peak_bytes: int
-    ahead_bytes: int = 0
+    prefetched_bytes: int = 0
 
     @property
     def predicted_peak_bytes(self) -> int:
         """Return the plan's figure, messages, and what comes early; 0 where nothing is predicted."""
         # the sum of the parts: all are there at once at the end of the last forward of a full stage
         part = self.predicted
-        return 0 if part is None else part.total + part.messages + self.ahead_bytes
+        return 0 if part is None else part.total + part.messages + self.prefetched_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ class TiedCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptStorage:
+class SavedStorage:
     """One storage that a user's module keeps from forward to backward.
 
     Args:
@@ -149,7 +149,7 @@ class ModuleMemory:
     """
 
     block: str
-    storages: tuple[KeptStorage, ...] = ()
+    storages: tuple[SavedStorage, ...] = ()
     dropped_bytes_per_sample: MeanBytes = 0.0
     dropped_bytes_fixed: MeanBytes = 0.0
     held_bytes_per_sample: SignedBytes = 0.0
@@ -250,7 +250,7 @@ class Profile:
         """Return the costs keyed by block name."""
         return {cost.block: cost for cost in self.costs}
 
-    def kept_with_others(self, blocks: Iterable[str]) -> tuple[float, float]:
+    def saved_with_others(self, blocks: Iterable[str]) -> tuple[float, float]:
         """Return bytes a sample, and fixed bytes, that ``blocks`` keep and blocks elsewhere are charged with."""
         # An encoder's output is saved by itself and by decoder layers 0 to 5: ``blocks`` (encoder, d0, ..., d5),
         # charged to the encoder. Stage {d2, d3} receives it and holds it too: its bytes are here. Stage {encoder, d0}

@@ -56,7 +56,7 @@ class Message:
         return (self.src_rank, self.dst_rank)
 
     @property
-    def is_hand_over(self) -> bool:
+    def is_local_transfer(self) -> bool:
         """Return whether it passes between two stages of one rank."""
         return self.src_rank == self.dst_rank
 

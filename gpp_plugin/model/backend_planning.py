@@ -42,7 +42,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.plugins import find_schedule
 from gpp_plugin.profile.block_survey import BlockCode, BlockSurvey
@@ -52,7 +52,7 @@ from gpp_plugin.report.plan_text import format_ranks
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import format_ms
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.random_streams import restored_streams
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
@@ -217,7 +217,7 @@ def measure_compiled(
     # Blocks are taken by signature: {"A": layers.0 to layers.23, "B": head}; "auto" those whose gain is above noise.
     check_paths(requested, [block.name for block in graph.blocks])
     trial = _Trial(captured, compiler or BlockCompiler(), log, requested)
-    with step("compile blocks"), kept_streams(captured.device):
+    with step("compile blocks"), restored_streams(captured.device):
         survey = BlockSurvey(
             captured=captured,
             block_graph=graph,
@@ -391,7 +391,7 @@ class StageTrials:
         if code.function.module is None and code.function.choice is None:
             return None
         weights = [self._weight(name) for name in code.function.tensors]
-        with kept_streams(device):
+        with restored_streams(device):
             return choose_backend(
                 self._requested,
                 stage.name,
@@ -525,7 +525,7 @@ def _timed(plan: PipelinePlan, costs: CostModel, found: Mapping[int, StageBacken
     timed = dataclasses.replace(plan, stages=tuple(stages))
     if timed == plan:
         return plan
-    return dataclasses.replace(timed, iteration_us=judge_us(timed, costs))
+    return dataclasses.replace(timed, iteration_us=evaluate_us(timed, costs))
 
 
 def _cut_of(plan: PipelinePlan) -> list[tuple[tuple[str, ...], tuple[int, ...], int]]:

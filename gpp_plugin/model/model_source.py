@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.backends.measured_backends import BackendLog
+from gpp_plugin.capture.tracing.meta_copy import set_modes
 from gpp_plugin.capture.tracing.sample_batches import (
     count_samples,
     is_clearly_counted,
     is_counted,
     rows_per_sample,
 )
-from gpp_plugin.capture.tracing.shadow import set_modes
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.job_context import WatchedModule
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
@@ -84,7 +84,7 @@ from gpp_plugin.report.progress import shown_as, step
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.rank_programs import held_tensors
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import Meeting, call_on_rank_zero, exchange
+from gpp_plugin.runtime.ranks.agree import Collectives, call_on_rank_zero, exchange
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, joined_module
 from gpp_plugin.runtime.stage_source import Reference, UnitSource
@@ -631,7 +631,7 @@ class ModelSource:
         reference: Reference,
         stages: Sequence[nn.Module],
         *,
-        meeting: Meeting,
+        collectives: Collectives,
         free_bytes: Callable[[], int | None],
     ) -> Generator:
         """Return what generates with the weights of this rank's stages and those of the others.
@@ -680,7 +680,7 @@ class ModelSource:
             plan=plan,
             config=self._config.generate,
             setting=self._setting,
-            meeting=meeting,
+            collectives=collectives,
             free_bytes=free_bytes,
         )
 

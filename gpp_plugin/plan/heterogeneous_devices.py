@@ -42,7 +42,7 @@ from gpp_plugin.plan.costs.cost_model import (
     prefix_sums,
     ring_us,
 )
-from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, judge_us
+from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us
 from gpp_plugin.plan.costs.time_formula import full_pipeline_us, us_per_sample
 from gpp_plugin.plan.linear_order import linear_order
 from gpp_plugin.plan.make import with_ranks
@@ -77,7 +77,7 @@ def exchange_stages(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     if len(plan.stages) < 2 or plan.shares_ranks or not _has_places(plan, request):
         return plan
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    first_us = plan.iteration_us or judge_us(plan, costs)
+    first_us = plan.iteration_us or evaluate_us(plan, costs)
     best, best_us = plan, first_us
     tasks = sum(2 * plan.num_micro_batches(i) for i in range(len(plan.stages)))
     left = min(NUM_EXCHANGES, MAX_TASKS // max(tasks, 1))
@@ -94,7 +94,7 @@ def exchange_stages(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
         estimated, _, changed = min(found)
         if estimated > before * (1 - LEAST_GAIN):
             break
-        us = judge_us(changed, costs)
+        us = evaluate_us(changed, costs)
         if us > best_us * (1 - LEAST_GAIN):
             break
         best, best_us, before = dataclasses.replace(changed, iteration_us=us), us, estimated

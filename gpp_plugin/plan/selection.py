@@ -13,7 +13,7 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import estimate_plan_us, judge_us
+from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.costs.memory_formula import rank_bytes
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
@@ -83,7 +83,7 @@ def best_plan(
     drafts, extra = best
     plan = build_plan(request, drafts, planner=planner, notes=notes, costs=costs)
     plan = plan if extra is None else with_in_flight(plan, costs, extra=extra)
-    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+    return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
 
 
 def quickest_in_flight(
@@ -130,7 +130,7 @@ def best_optimized(
         fitter.fitted(build_plan(request, drafts, planner=planner, costs=costs)) for drafts in candidates
     ]
     timed = [
-        dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+        dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
         for plan in plans
         if any(stage.memory is not None for stage in plan.stages) and memory_excess(request, plan)[0] <= 0
     ]

@@ -21,8 +21,8 @@ from gpp_plugin.capture.attention import without_choices
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.keep_whole import hooks_at_rest
 from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device
+from gpp_plugin.capture.tracing.meta_copy import dtype_name
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
-from gpp_plugin.capture.tracing.shadow import dtype_name
 from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, ProfileError, first_line
 from gpp_plugin.ir.block_graph import Block, BlockGraph, Parameter, is_carried

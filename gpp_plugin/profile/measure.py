@@ -43,7 +43,7 @@ from gpp_plugin.profile.cost_store import CostStore
 from gpp_plugin.profile.held_storages import HeldStorages, fit_bytes, shared_storages
 from gpp_plugin.profile.machine import describe_device, processor_name
 from gpp_plugin.profile.timing import clock_of
-from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.random_streams import restored_streams
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ def _report_from(progress: Progress | None, survey: int, num_surveys: int) -> Ca
 def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
     """Measure with ``threads`` CPU threads; leave thread count and random state as they were."""
     before = torch.get_num_threads()
-    with kept_streams(device):
+    with restored_streams(device):
         torch.set_num_threads(threads)
         try:
             yield

@@ -33,9 +33,9 @@ from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, Rehears
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import HandOvers
-from gpp_plugin.runtime.messages.wires import held_shape
+from gpp_plugin.runtime.messages.payloads import held_shape
 from gpp_plugin.runtime.rank_programs import channels_of
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
@@ -105,7 +105,7 @@ class EmulatedCompute:
         self.gradient_inputs = gradients.inputs
         self._task_us = task_us
         self._tensor_group = tensor_group
-        self._meeting = torch.zeros(1, device=device)
+        self._collectives = torch.zeros(1, device=device)
         own = plan.stages[stage]
         # The axis along which a stage's tensor ranks hold shards of a tensor; the two ends of an
         # edge may differ in it.
@@ -156,7 +156,7 @@ class EmulatedCompute:
     def _run(self, kind: TaskKind, micro_batch: int, half: int | None = None) -> None:
         # Before the delay, not after: real tensor ranks synchronise in the first collective of a task.
         if self._tensor_group is not None:
-            dist.all_reduce(self._meeting, group=self._tensor_group)
+            dist.all_reduce(self._collectives, group=self._tensor_group)
         wait_us(self._task_us(kind, half, micro_batch))
 
 
@@ -295,7 +295,7 @@ class RehearsalRank:
         program, steps_alone = own.main, own.policy.steps_alone
         self._plan = plan
         names = [repr(plan.stages[index].name) for index in program.stages]
-        self._meeting = Meeting(
+        self._collectives = Collectives(
             group=(group or dist.group.WORLD) if plan.num_ranks > 1 else None,
             who=f"rank {rank}, stage {' and '.join(names)}",
             timeout_s=timeout_s,
@@ -340,7 +340,7 @@ class RehearsalRank:
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; ``what`` is the occasion, for errors."""
-        self._meeting.meet(what)
+        self._collectives.meet(what)
 
     def iterate(self) -> None:
         """Run one mini-batch; of an asynchronous plan as many as fill the pipeline and some more, and empty it."""
@@ -348,9 +348,9 @@ class RehearsalRank:
 
     def run(self) -> Timeline | None:
         """Do so again; return all ranks' timeline on the first one, None elsewhere."""
-        clock = start_clock(self._meeting)
+        clock = start_clock(self._collectives)
         events = self._run(record=True)
-        timeline = gather_timeline(events, clock, plan=self._plan, meeting=self._meeting)
+        timeline = gather_timeline(events, clock, plan=self._plan, collectives=self._collectives)
         return None if timeline is None else dataclasses.replace(timeline, source="rehearsed")
 
     def _run(self, *, record: bool) -> list[Event]:

@@ -54,7 +54,7 @@ def _row(rank: RankMemory) -> list[str]:
         _pair(planned.get("transient"), None),
         _pair(planned.get("inputs"), held.buffers),
         _pair(planned.get("messages"), held.messages),
-        _pair(rank.ahead_bytes, held.ahead),
+        _pair(rank.prefetched_bytes, held.ahead),
         _pair(None, counted.swapped_bytes),
         _pair(None, counted.recomputed_bytes),
         _pair(rank.predicted_peak_bytes or None, rank.measured_peak_bytes),

@@ -37,8 +37,8 @@ from gpp_plugin.runtime.compute import (
     VersionedHooks,
     boundary_gradients,
 )
-from gpp_plugin.runtime.memory.keeper import NextBackward, StageKeeper
-from gpp_plugin.runtime.memory.module_policies import KnownSaves, make_keeper
+from gpp_plugin.runtime.memory.keeper import NextBackward, StageActivations
+from gpp_plugin.runtime.memory.module_policies import KnownSaves, make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.messages.transport import Transport
@@ -286,13 +286,13 @@ class CodeByShape:
         half: StageFunction | None,
         stage: Stage,
         gradient_inputs: tuple[str, ...],
-    ) -> StageKeeper | None:
+    ) -> StageActivations | None:
         """Return what executes the stage's memory plan, if it has one."""
         if stage.memory is None:
             return None
         if self._host_link is None:
             self._host_link = SwapLink(self._shared.device)
-        return make_keeper(
+        return make_stage_activations(
             stage=stage.name,
             plan=stage.memory,
             blocks=stage.blocks,

@@ -22,7 +22,7 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, ones_among
 from gpp_plugin.runtime.memory.counting import HeldTogether
-from gpp_plugin.runtime.memory.keeper import KeepAll, StageKeeper
+from gpp_plugin.runtime.memory.keeper import KeepAll, StageActivations
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -275,7 +275,7 @@ class AutogradCompute:
         loss: str | None = None,
         loss_share: float = 1.0,
         halves: HalfForwards | None = None,
-        keeper: StageKeeper | None = None,
+        keeper: StageActivations | None = None,
         versions: WeightVersions | None = None,
         reduces_in: int | None = None,
         splitter: BackwardSplitter | None = None,
@@ -386,7 +386,7 @@ class AutogradCompute:
     def start_counting(self, together: HeldTogether | None = None) -> None:
         """Count what the forwards from now on keep for their backwards, if there are any."""
         if self._keeper is None and self._hooks is not None:
-            self._keeper = StageKeeper(
+            self._keeper = StageActivations(
                 whole=KeepAll(self._call),
                 half=KeepAll(self._halves.function.call) if self._halves is not None else None,
                 leaves=self._leaves,

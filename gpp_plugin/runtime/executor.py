@@ -36,9 +36,9 @@ from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights
 from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, compile_reading
+from gpp_plugin.runtime.messages.payloads import BoundarySpecs
 from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
-from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
 from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.recorder import Recorder
@@ -320,7 +320,7 @@ class StageExecutor:
             (position, reading.name)
             for position, reading in enumerate(readings)
             for pieces in reading.groups
-            if len(pieces) == 1 and self.routes.receives[pieces[0].number][0].is_hand_over
+            if len(pieces) == 1 and self.routes.receives[pieces[0].number][0].is_local_transfer
         ]
         if not handed:
             return forward

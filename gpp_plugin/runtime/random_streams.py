@@ -17,7 +17,7 @@ Streams = tuple[Tensor, Tensor | None]
 
 
 @contextmanager
-def kept_streams(device: torch.device | str) -> Iterator[None]:
+def restored_streams(device: torch.device | str) -> Iterator[None]:
     """Let a block draw; the CPU's generator and that of a CUDA ``device`` are as before afterwards."""
     where = torch.device(device)
     with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):

@@ -111,7 +111,7 @@ def channels_of(programs: Sequence[RankProgram]) -> set[Channel]:
         m.channel
         for program in programs
         for m in program.messages(InstructionKind.SEND)
-        if not m.is_hand_over
+        if not m.is_local_transfer
     }
 
 

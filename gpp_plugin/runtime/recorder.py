@@ -18,8 +18,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Message
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
-from gpp_plugin.runtime.messages.wires import Wire
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.messages.payloads import Payload
+from gpp_plugin.runtime.ranks.agree import Collectives
 
 Moment = float | torch.cuda.Event
 """Microseconds of this rank's clock; on CUDA a mark in the stream that computes, to be read when it is through."""
@@ -92,7 +92,9 @@ class Recorder:
         if self.is_on:
             self._noted.append(({"kind": kind, "micro_batch": micro_batch, "half": half}, start, self.now()))
 
-    def note_message(self, kind: EventKind, message: Message, start: Moment, wires: Sequence[Wire]) -> None:
+    def note_message(
+        self, kind: EventKind, message: Message, start: Moment, payloads: Sequence[Payload]
+    ) -> None:
         """Note a message that has been posted (a send) or has come (a receive) by now."""
         if not self.is_on:
             return
@@ -103,7 +105,7 @@ class Recorder:
             "half": message.src_half if is_send else message.dst_half,
             "edge": message.edge,
             "peer": message.dst_rank if is_send else message.src_rank,
-            "bytes": sum(wire.num_bytes for wire in wires),
+            "bytes": sum(payload.num_bytes for payload in payloads),
         }
         self._noted.append((what, start, self.now()))
 
@@ -120,18 +122,18 @@ class Clock:
     barrier_us: float
 
 
-def start_clock(meeting: Meeting) -> Clock:
+def start_clock(collectives: Collectives) -> Clock:
     """Meet all ranks and note the time; collective.
 
     Raises:
         CommTimeout: a rank did not come.
     """
-    meeting.meet("the start of a timeline")
+    collectives.meet("the start of a timeline")
     return Clock(host=socket.gethostname(), barrier_us=time.perf_counter_ns() / 1e3)
 
 
 def gather_timeline(
-    events: Sequence[Event], clock: Clock, *, plan: PipelinePlan, meeting: Meeting
+    events: Sequence[Event], clock: Clock, *, plan: PipelinePlan, collectives: Collectives
 ) -> Timeline | None:
     """Return the events of all ranks on rank 0 (None elsewhere); collective.
 
@@ -143,7 +145,7 @@ def gather_timeline(
     # Clocks of two hosts differ by a constant that nobody knows; leaving one barrier is as near to one moment as
     # ranks get. Rank 0's host left it at 1,000 us of its clock and another at 5,000 of its own: there 4,000 are taken
     # off. At the end all times begin with 0 at the first event.
-    gathered = meeting.gather_on_first((clock, list(events)), "the end of a timeline")
+    gathered = collectives.gather_on_first((clock, list(events)), "the end of a timeline")
     if gathered is None:
         return None
     first = gathered[0][0]

@@ -50,8 +50,8 @@ from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.keeper import Turn, backwards_after
+from gpp_plugin.runtime.messages.payloads import BoundarySpecs
 from gpp_plugin.runtime.messages.routes import Routes
-from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.rank_programs import nothing_of
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import NO_CODE, StageCode

@@ -330,7 +330,7 @@ def _in_gap(gap: Sequence[Instruction], attempt: int) -> int:
     sent = [
         at + 1
         for at, each in enumerate(gap)
-        if each.message is not None and (each.kind is InstructionKind.SEND or each.message.is_hand_over)
+        if each.message is not None and (each.kind is InstructionKind.SEND or each.message.is_local_transfer)
     ]
     return max(sent, default=0) if attempt == _BEHIND_SENDS else 0
 

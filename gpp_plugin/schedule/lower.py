@@ -298,7 +298,9 @@ def _with_reductions(
     due: list[int] = []
     for instruction in program.instructions:
         message = instruction.message
-        is_sent = message is not None and (instruction.kind is InstructionKind.SEND or message.is_hand_over)
+        is_sent = message is not None and (
+            instruction.kind is InstructionKind.SEND or message.is_local_transfer
+        )
         for stage in tuple(due):
             attempt = attempts.get((stage, num_tasks[stage]), 0)
             if instruction.task is not None or (attempt == 1 and not is_sent):

@@ -147,7 +147,7 @@ def gradient_bytes(edge: StageEdge, num_samples: int, has_whole_tensors: bool) -
     return edge.gradient_bytes_per_sample * num_samples + fixed
 
 
-BUFFERS_AHEAD = 2
+PREFETCHED_BUFFERS = 2
 """How many receives before their place a CUDA device has buffers for (`runtime.messages.receive_buffers`)."""
 
 
@@ -164,8 +164,8 @@ def under_way_bytes(plan: PipelinePlan, index: int, *, more_samples: float = 1.0
     """Return the most that messages of one rank of a stage hold beside what its tasks keep.
 
     Sent, of so many micro-batches as may be under way, activations and gradients, and one message more while an older
-    one is waited for. To be received, all that one task reads, and the buffers that are made early (`BUFFERS_AHEAD`). A
-    stage of 2 micro-batches in flight that receives 10 MB and sends 30 MB, with gradients as large:
+    one is waited for. To be received, all that one task reads, and the buffers made early (`PREFETCHED_BUFFERS`).
+    A stage of 2 micro-batches in flight that receives 10 MB and sends 30 MB, with gradients as large:
     2 x (30 + 10) + 30 + 30 + 2 x 30 = 200 MB.
 
     Of stages that run before those they send to, or in other micro-batches, ranks may have more to receive than one
@@ -198,7 +198,7 @@ def under_way_bytes(plan: PipelinePlan, index: int, *, more_samples: float = 1.0
             largest[not is_sent] = max(largest[not is_sent], row * rows + whole)
     micro_batches = min(sends_under_way(stage.in_flight), plan.num_micro_batches(index))
     leaving = micro_batches * sum(sent) + largest[0]
-    return round(leaving + max(read) + BUFFERS_AHEAD * largest[1])
+    return round(leaving + max(read) + PREFETCHED_BUFFERS * largest[1])
 
 
 def gradient_kinds(edge: StageEdge) -> tuple[bool, bool]:

@@ -34,7 +34,7 @@ from gpp_plugin.simulate.predict import message_events, predict_iteration_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AheadPrediction:
+class PrefetchPrediction:
     """Microseconds of a mini-batch by itself, and with its frozen branch a mini-batch early.
 
     Args:
@@ -46,7 +46,7 @@ class AheadPrediction:
     steady_us: float
 
 
-def predict_ahead(plan: PipelinePlan, *, cluster: Cluster | None = None) -> AheadPrediction | None:
+def predict_prefetch(plan: PipelinePlan, *, cluster: Cluster | None = None) -> PrefetchPrediction | None:
     """Predict a plan with and without frozen-branch prefetch, no reductions or steps; None where nothing runs early.
 
     Args:
@@ -59,7 +59,7 @@ def predict_ahead(plan: PipelinePlan, *, cluster: Cluster | None = None) -> Ahea
     transfers = message_transfers(part, cluster) if cluster is not None else None
     times = run_task_graph(part, part_durations(part), transfers=transfers)
     frozen = forward_only_stages(plan)
-    return AheadPrediction(
+    return PrefetchPrediction(
         stages=tuple(plan.stages[index].name for index in sorted(branch)),
         whole_us=predict_iteration_us(plan, cluster=cluster, forward_only_stages=frozen),
         steady_us=max(times.end),

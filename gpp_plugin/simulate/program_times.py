@@ -186,7 +186,7 @@ class _ProgramRun:
         while self._position[rank] < len(program.instructions):
             instruction = program.instructions[self._position[rank]]
             task, message = instruction.task, instruction.message
-            if message is not None and message.is_hand_over:
+            if message is not None and message.is_local_transfer:
                 self._arrived.add(message)
                 awaited: list[_Awaited] = []
             elif message is not None:

@@ -26,7 +26,7 @@ from gpp_plugin.backends.place_forward import CuttableForward, choose_single, pl
 from gpp_plugin.backends.stage_backends import (
     BackendForward,
     StageBackends,
-    check_asked,
+    check_backends_installed,
     check_stages,
     forward_code,
     requested_backends,
@@ -456,8 +456,8 @@ def test_a_backend_that_is_asked_for_and_absent_is_refused_before_anything_is_ca
             with pytest.raises(
                 ConfigError, match="backend 'absent' needs a package: pip install it, or leave it out"
             ):
-                check_asked(asked)
-        check_asked("auto")
+                check_backends_installed(asked)
+        check_backends_installed("auto")
         assert "absent" not in requested_backends("auto", "vision")
     assert requested_backends({"vision": "openvino"}, "language") == requested_backends("off", "vision") == ()
 

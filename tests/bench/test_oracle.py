@@ -29,7 +29,7 @@ from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan import validate_plan as validate
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.graphpipe.intervals import Component, decompose
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.request import PlanRequest
@@ -148,7 +148,7 @@ def test_oracles_and_planners_agree_on_bytes_and_times(seed: int) -> None:
         ]
         assert [s.memory_bytes for s in own.stages] == [s.memory_bytes for s in built.stages]
         assert [s.forward_us for s in own.stages] == pytest.approx([s.forward_us for s in built.stages])
-        assert step_us(own, request.cluster) == pytest.approx(judge_us(built, costs), rel=1e-9)
+        assert step_us(own, request.cluster) == pytest.approx(evaluate_us(built, costs), rel=1e-9)
 
 
 def test_the_drawn_pipeline_takes_what_its_picture_says() -> None:

@@ -12,7 +12,7 @@ from gpp_benchmarks._map_cases import best_map_us, check_map, map_request
 from gpp_benchmarks._oracle import best_unlike_us, unlike_request
 from gpp_benchmarks._oracle_costs import step_us
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 
 
@@ -29,9 +29,9 @@ def test_the_oracle_takes_a_slow_device_as_long_as_the_planners_do() -> None:
     everywhere = StageDraft(blocks=names, degree=4, micro_batch_size=4, ranks=(0, 1, 2, 3))
     plan = build_plan(request, [everywhere], planner="by hand", costs=costs)
     plan = complete_plan(plan, request.graph, request.profile)
-    assert judge_us(plan, costs) == pytest.approx(step_us(plan, request.cluster))
+    assert evaluate_us(plan, costs) == pytest.approx(step_us(plan, request.cluster))
     best = best_unlike_us(request)
-    assert best is not None and best <= judge_us(plan, costs) * (1 + 1e-9)
+    assert best is not None and best <= evaluate_us(plan, costs) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", [8, 32])

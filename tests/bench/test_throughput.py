@@ -11,7 +11,7 @@ from gpp_benchmarks.throughput import RATIOS, _row
 from gpp_plugin.cli import main
 from gpp_plugin.ir.cluster import Link
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from tests.plan.graphs import make_cluster, make_graph, make_request
 
@@ -63,7 +63,7 @@ def test_everybodys_stages_may_share_a_node(planner):
     drafts = [StageDraft(blocks=(name,), degree=1, micro_batch_size=1) for name in "abcd"]
     plan = build_plan(request, drafts, planner=planner, costs=costs)
     row = _row("6", "four", request, planner, lambda: plan, 60.0)
-    assert row["throughput"] > 1.2 * request.mini_batch / judge_us(plan, costs) * 1e6
+    assert row["throughput"] > 1.2 * request.mini_batch / evaluate_us(plan, costs) * 1e6
 
 
 def test_megatron_may_interleave_where_ours_may(capsys):

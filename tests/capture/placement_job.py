@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from gpp_plugin.capture import analyse_traced
-from gpp_plugin.capture.tracing import shadow
+from gpp_plugin.capture.tracing import meta_copy
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads
 from tests.capture.placement_checks import (
@@ -34,12 +34,12 @@ from tests.capture.placement_checks import (
 @contextmanager
 def traced_on_cuda() -> Iterator[None]:
     """Trace on the wanted device, as where torch has CUDA; an operator that is run there for real fails."""
-    tracing_device = shadow.tracing_device
-    shadow.tracing_device = analyse_traced.tracing_device = lambda device: device
+    tracing_device = meta_copy.tracing_device
+    meta_copy.tracing_device = analyse_traced.tracing_device = lambda device: device
     try:
         yield
     finally:
-        shadow.tracing_device = analyse_traced.tracing_device = tracing_device
+        meta_copy.tracing_device = analyse_traced.tracing_device = tracing_device
 
 
 def check_family(name: str, own: torch.device, *, is_training: bool) -> list[str]:

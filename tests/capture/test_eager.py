@@ -19,7 +19,7 @@ from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad
 from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device, with_culprit
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
-from gpp_plugin.capture.tracing.shadow import make_shadow
+from gpp_plugin.capture.tracing.meta_copy import make_meta_copy
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads
@@ -454,7 +454,7 @@ def test_what_a_hook_keeps_for_the_forward_is_traced_and_the_model_stays_as_it_i
     model, batch = Kept(), {"x": torch.randn(4, 4)}
     if has_run:
         model(**batch)
-        copy_of = make_shadow(model, training=True, dtype=None, device=torch.device("cpu")).model
+        copy_of = make_meta_copy(model, training=True, dtype=None, device=torch.device("cpu")).model
         assert isinstance(copy_of.inner, Tensor)  # which deepcopy refuses
         del model.inner
     capture = capture_model(model, batch)

@@ -11,7 +11,7 @@ from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.runtime.messages.wires import Wire
+from gpp_plugin.runtime.messages.payloads import Payload
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 from tests.runtime.odd_models import build_odd
@@ -75,7 +75,7 @@ def wait_in_vain() -> str:
         samples=SampleRange(first_sample=4, num_samples=2),
         has_whole_tensors=True,
     )
-    wire = Wire(name="x0", slot=0, axis=0, first_row=0, num_rows=2, shape=(2, 3), dtype=torch.float32)
+    payload = Payload(name="x0", slot=0, axis=0, first_row=0, num_rows=2, shape=(2, 3), dtype=torch.float32)
     native = make_transport(device=device, channels=[message.channel], timeout_s=WAIT_S)
     transport = over_megatron(
         native,
@@ -87,7 +87,7 @@ def wait_in_vain() -> str:
     )
     said = ""
     if dist.get_rank() == 1:
-        pending = transport.bind_receive(message, [wire], plan.edge_name(0))([torch.empty(wire.shape)])
+        pending = transport.bind_receive(message, [payload], plan.edge_name(0))([torch.empty(payload.shape)])
         try:
             pending.wait()
         except CommTimeout as error:

@@ -88,9 +88,9 @@ def go_on(directory: str) -> list[float]:
 def test_a_job_that_loses_a_host_goes_on_without_it(tmp_path: Path) -> None:
     saved, kept, log = tmp_path / "saved", tmp_path / "kept", tmp_path / "log.txt"
     with reserved_port() as port:
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        collectives = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         # the one that does not have torchrun's own store is lost
-        ways = [[*meeting, "--rdzv-conf", f"{QUICK},is_host={n}", "--max-restarts", "1"] for n in (1, 0)]
+        ways = [[*collectives, "--rdzv-conf", f"{QUICK},is_host={n}", "--max-restarts", "1"] for n in (1, 0)]
         with agent(command("1:2", 2, saved, *ways[0]), log) as first:
             with agent(command("1:2", 1, saved, *ways[1]), tmp_path / "second.txt") as second:
                 family = Family(first.pid, second.pid)

@@ -106,13 +106,13 @@ class Job:
             of=lambda stage: SimpleNamespace(weights=None), attached=lambda: self._weights("attached"),
             gathered=lambda: self._weights("gathered"),
         )  # fmt: skip
-        meeting: Any = SimpleNamespace(
+        collectives: Any = SimpleNamespace(
             sum=lambda value, what: value + 0.0, gather=lambda value, what: [value]
         )
         setting: Any = SimpleNamespace(device=torch.device("cpu"))
         self.evaluator = Evaluator(
             source=source, setting=setting, plan=plan, reference=reference, modules={0: self.module},  # type: ignore[dict-item]
-            stages=stages, make_runner=self._make_runner, run=self._run, meeting=meeting,
+            stages=stages, make_runner=self._make_runner, run=self._run, collectives=collectives,
             stand_by=lambda batch: self.log.append("stand by"),
         )  # fmt: skip
 

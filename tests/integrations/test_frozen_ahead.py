@@ -66,13 +66,13 @@ def test_bits_are_the_same_on_the_engines_own_loader_which_looks_ahead_by_defaul
     check(answers, ALWAYS)
     language = answers[1][1]["report"].ranks[1]
     # 8 samples of 4 patches x 32 in fp32, one mini-batch between two calls and never more than two
-    assert language.held.ahead == 8 * 4 * 32 * 4 and language.held.ahead <= language.ahead_bytes
-    assert language.ahead_bytes <= 2 * language.held.ahead
+    assert language.held.ahead == 8 * 4 * 32 * 4 and language.held.ahead <= language.prefetched_bytes
+    assert language.prefetched_bytes <= 2 * language.held.ahead
     assert language.predicted_peak_bytes == sum(
-        (language.predicted.total, language.predicted.messages, language.ahead_bytes)
+        (language.predicted.total, language.predicted.messages, language.prefetched_bytes)
     )
-    assert answers[0][1]["report"].ranks[0].ahead_bytes == 0
-    assert answers[0][0]["report"].ranks[1].ahead_bytes == 0
+    assert answers[0][1]["report"].ranks[0].prefetched_bytes == 0
+    assert answers[0][0]["report"].ranks[1].prefetched_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,9 @@ def test_buckets_are_sent_from_the_back_in_bounded_messages(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda wire, **_: (sent.append(wire.numel()), wire.mul_(2)))
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda payload, **_: (sent.append(payload.numel()), payload.mul_(2))
+    )
     monkeypatch.setattr(gradient_store, "finish", lambda *_, **__: None)
     tower, other = Tower(), Tower()
     store = make_store(tower, degree=2, bucket_elements=most)
@@ -391,7 +393,7 @@ def reach_twice(from_step: int) -> tuple[list[bool], str]:
 def two_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with equal gradients, of which this is one."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", lambda wire, **_: wire.mul_(2))
+    monkeypatch.setattr(dist, "all_reduce", lambda payload, **_: payload.mul_(2))
     monkeypatch.setattr(gradient_store, "finish", lambda *_, **__: None)
 
 

@@ -14,7 +14,7 @@ from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import UnitSize
 from gpp_plugin.runtime.batches import UnitBatch
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from tests.integrations import length_memory_jobs
 from tests.plan.test_planned_lengths import sized
 from tests.ranks import run_kept_ranks
@@ -64,7 +64,7 @@ def watch_of(
         "setting": setting,
         "sample_batch": texts(8),
         "reads": [["ids"]],
-        "meeting": SimpleNamespace(gather=lambda told, what: [told]),
+        "collectives": SimpleNamespace(gather=lambda told, what: [told]),
         "sized": found if is_sized else None,
         **changes,
     }
@@ -91,7 +91,7 @@ def test_what_is_longer_than_before_is_counted_eight_times_at_most(
 
 def test_a_rank_s_buffers_and_optimizer_are_counted_once_each() -> None:
     """Rows that its stage's ranks share out, whole tables; units each rank has its own of; masters that are weights."""
-    meeting = Meeting(group=None, who="rank 0", timeout_s=1.0)
+    collectives = Collectives(group=None, who="rank 0", timeout_s=1.0)
     plan = sized().plan
     first, second = plan.stages
     first = dataclasses.replace(first, ranks=(0, 1), micro_batch_size=2 * first.micro_batch_size)
@@ -108,7 +108,7 @@ def test_a_rank_s_buffers_and_optimizer_are_counted_once_each() -> None:
             2 * 12 * 4 + 5 * 4,
         ),
     ):
-        watch = watch_of(plan=plan, reads=[["ids", "table"]], meeting=meeting, is_sized=False)
+        watch = watch_of(plan=plan, reads=[["ids", "table"]], collectives=collectives, is_sized=False)
         watch.compare({}, batch, most_bytes=1000, message_bytes=9)
         engine: Any = SimpleNamespace(stages=[stage], whole_bytes=SimpleNamespace(most=7))
         (rank,) = watch.report(engine).ranks

@@ -167,5 +167,5 @@ def test_where_numbers_are_first_not_finite_is_the_earliest_forward_of_any_rank(
         Found(order=(0, 2), place="2"),
     ]
     for told, place in ((found, "2"), (found[:2], "a backward"), (found[:1] * 2, "")):
-        meeting: Any = SimpleNamespace(gather=lambda own, what, told=told: told)
-        assert first_found(None, meeting) == place
+        collectives: Any = SimpleNamespace(gather=lambda own, what, told=told: told)
+        assert first_found(None, collectives) == place

@@ -50,7 +50,7 @@ def test_numbers_are_of_the_steps_since_the_last_line() -> None:
         SimpleNamespace(block_graph=graph),  # type: ignore[arg-type]
         SimpleNamespace(stages=stages, mini_batch=8, num_ranks=4),  # type: ignore[arg-type]
         monitor=SimpleNamespace(enabled=True, write_events=written.extend),  # type: ignore[arg-type]
-        meeting=None,  # type: ignore[arg-type]
+        collectives=None,  # type: ignore[arg-type]
     )
     lines: list[str] = []
     found._say = lambda text, *values: lines.append(text % values)  # type: ignore[method-assign]

@@ -25,9 +25,9 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     export_model = traced.export_model
 
-    def note_and_export(shadow: Any, batch: Any, **how: Any) -> Any:
+    def note_and_export(meta_copy: Any, batch: Any, **how: Any) -> Any:
         made.append(count_samples(batch))
-        return export_model(shadow, batch, **how)
+        return export_model(meta_copy, batch, **how)
 
     monkeypatch.setattr(traced, "export_model", note_and_export)
     return made

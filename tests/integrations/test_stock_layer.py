@@ -18,18 +18,18 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_value_arrives(wire):
+@pytest.mark.parametrize("payload", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_value_arrives(payload):
     specs = [
         TensorSpec(name=name, dtype=name, shape=tuple(t.shape), num_samples=1, layout=batch_layout())
         for name, t in VALUES.items()
     ]
-    packed = torch.cat([to_bits(tensor, wire) for tensor in VALUES.values()])
-    assert packed.dtype == wire
-    assert packed.numel() == sum(bits_length(spec, wire) for spec in specs)
+    packed = torch.cat([to_bits(tensor, payload) for tensor in VALUES.values()])
+    assert packed.dtype == payload
+    assert packed.numel() == sum(bits_length(spec, payload) for spec in specs)
     first = 0
     for spec, tensor in zip(specs, VALUES.values(), strict=True):
-        count = bits_length(spec, wire)
+        count = bits_length(spec, payload)
         found = from_bits(packed[first : first + count], spec)
         assert found.dtype == tensor.dtype and found.shape == tensor.shape
         assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(tensor))

@@ -13,7 +13,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.model.backend_planning import blocks_without_gradients, plan_with_backends
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.chrome_trace import chrome_trace
@@ -106,7 +106,7 @@ def test_a_tower_that_is_faster_gets_fewer_ranks() -> None:
     (note,) = [note for note in found.notes if note.startswith("with backends")]
     assert "cut again" in note and "became" in note and "on torch" in note
     # its times are those of its own stages, and simulate to what it says
-    assert judge_us(found, costs_of(request)) == pytest.approx(found.iteration_us)
+    assert evaluate_us(found, costs_of(request)) == pytest.approx(found.iteration_us)
 
 
 def test_times_of_given_stages_follow_their_backends() -> None:

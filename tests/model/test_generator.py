@@ -28,7 +28,7 @@ from gpp_plugin.model.generation.generator import (
 )
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.model.generation.owned_modules import DrawsOfAll, ReplicaPart, replicas_of
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
 
 
@@ -67,7 +67,7 @@ def generator_of(model: nn.Module, **config: Any) -> Generator:
         plan=plan_of((0,)),
         config=GenerateConfig(**config),
         setting=setting,
-        meeting=Meeting(group=None, who="rank 0", timeout_s=1.0),
+        collectives=Collectives(group=None, who="rank 0", timeout_s=1.0),
         free_bytes=lambda: None,
     )
 
@@ -149,7 +149,7 @@ def test_every_rank_draws_as_rank_0_and_only_rank_0_draws_on() -> None:
         own = torch.get_rng_state()
         asked: list[int] = []
         generator._setting = SimpleNamespace(rank=rank, device=torch.device("cpu"))  # type: ignore[assignment]
-        generator._meeting = SimpleNamespace(  # type: ignore[assignment]
+        generator._collectives = SimpleNamespace(  # type: ignore[assignment]
             tell=lambda value, source, what, asked=asked: asked.append(source) or told
         )
         with generator._same_streams():

@@ -19,7 +19,7 @@ from gpp_plugin.model.model_source import ModelSource
 from tests.models import build
 
 
-class Wire:
+class Payload:
     """Rank 1 of two; what rank 0 tells is given beforehand."""
 
     device = torch.device("cpu")
@@ -40,8 +40,8 @@ class Wire:
         return self.comes[len(self.told)] if self.position in readers else value
 
 
-def lane(**comes: Tensor) -> tuple[ReplicaRun, Wire]:
-    link = Wire({int(name[1:]): tensor for name, tensor in comes.items()})
+def lane(**comes: Tensor) -> tuple[ReplicaRun, Payload]:
+    link = Payload({int(name[1:]): tensor for name, tensor in comes.items()})
     return ReplicaRun(link), link  # type: ignore[arg-type]
 
 
@@ -188,4 +188,4 @@ def test_a_graph_of_stages_written_down_has_no_decode_step() -> None:
     source._made = SimpleNamespace(whole=None)  # type: ignore[assignment]
     unused: Any = None
     with pytest.raises(ConfigError, match="a graph of stages written down, which has no `generate`"):
-        source.make_generator(unused, unused, [], meeting=unused, free_bytes=lambda: None)
+        source.make_generator(unused, unused, [], collectives=unused, free_bytes=lambda: None)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.nccl.operations import Job, Meeting, Operation, Place, Transfer
+from tests.nccl.operations import Collectives, Job, Operation, Place, Transfer
 
 Queues = Mapping[tuple[int, int], int]
 """(rank, stream) -> hardware queue of that rank."""
@@ -88,18 +88,18 @@ class WaitGraph:
 
     def _add_rendezvous(self) -> None:
         """Give rendezvous their ends; an end whose other one is missing waits for nothing that happens."""
-        met: defaultdict[tuple[Transfer | Meeting, int], list[int]] = defaultdict(list)
+        met: defaultdict[tuple[Transfer | Collectives, int], list[int]] = defaultdict(list)
         for rank, operations in enumerate(self.job):
-            counts: defaultdict[Transfer | Meeting, int] = defaultdict(int)
+            counts: defaultdict[Transfer | Collectives, int] = defaultdict(int)
             for number, each in enumerate(operations):
-                if not each.transfers and each.meeting is None:
+                if not each.transfers and each.collectives is None:
                     continue
                 self._add_end(self.first[rank] + number)
-                for what in (*each.transfers, *(() if each.meeting is None else (each.meeting,))):
+                for what in (*each.transfers, *(() if each.collectives is None else (each.collectives,))):
                     met[what, counts[what]].append(self.first[rank] + number)
                     counts[what] += 1
         for (what, _), nodes in met.items():
-            num_ends = len(what.ranks) if isinstance(what, Meeting) else 2
+            num_ends = len(what.ranks) if isinstance(what, Collectives) else 2
             for node in nodes:
                 for other in nodes:
                     if other != node:

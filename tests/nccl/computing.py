@@ -1,7 +1,7 @@
 """Stages that compute, in a recorded job: the package's own compute, activation policies, gradients, weights and steps.
 
 A stage's model is made up: what it gives its consumers depends on all that it receives and reads, by a few operators that
-save tensors, one of them random. Everything around it is what an engine has: `AutogradCompute`, a `StageKeeper` (every
+save tensors, one of them random. Everything around it is what an engine has: `AutogradCompute`, a `StageActivations` (every
 stage another activation policy: keep, swap, recompute), `RankEngine` with `GradientStore` or `PartitionedGradients`,
 `ShardedWeights` (ZeRO 3), `WeightVersions` (mode async), sums of tied parameters. The optimizer is plain SGD; under ZeRO
 it steps this rank's part of a flat buffer and gathers it, as DeepSpeed's does.
@@ -28,8 +28,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfForwards
-from gpp_plugin.runtime.memory.keeper import StageKeeper, backwards_after
-from gpp_plugin.runtime.memory.module_policies import make_keeper
+from gpp_plugin.runtime.memory.keeper import StageActivations, backwards_after
+from gpp_plugin.runtime.memory.module_policies import make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.ranks.waiting import all_gather
 from gpp_plugin.runtime.stage_module import StageFunction
@@ -249,7 +249,7 @@ class ComputingStages:
         functions: Sequence[StageFunction],
         gradients: BoundaryGradients,
         program: RankProgram,
-    ) -> StageKeeper | None:
+    ) -> StageActivations | None:
         stage = self._plan.stages[index]
         policy = POLICIES[index % len(POLICIES)]
         if policy == "keep":
@@ -259,7 +259,7 @@ class ComputingStages:
             blocks=stage.blocks, tensors=("s:0",), bytes=1, held_bytes=0, recompute_us=1.0
         )
         plan = MemoryPlan(swapped=tuple(swapped)) if policy == "swap" else MemoryPlan(recomputed=(segment,))
-        return make_keeper(
+        return make_stage_activations(
             stage=stage.name,
             plan=plan,
             blocks=stage.blocks,

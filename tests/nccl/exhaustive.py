@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tests.nccl.operations import Job, Meeting, Operation, Place
+from tests.nccl.operations import Collectives, Job, Operation, Place
 
 Begun = tuple[tuple[int, ...], ...]
 State = tuple[tuple[int, ...], int, int, Begun]
@@ -55,7 +55,7 @@ class Machine:
         return sum(1 << (first + n) for n in set(named))
 
     def _met(self, rank: int, what: object) -> tuple[int, list[int]]:
-        ranks = what.ranks if isinstance(what, Meeting) else (what.sender, what.receiver)  # type: ignore[attr-defined]
+        ranks = what.ranks if isinstance(what, Collectives) else (what.sender, what.receiver)  # type: ignore[attr-defined]
         places = {r: self._places.setdefault((r, what), len(self._places)) for r in ranks}
         return places[rank], [place for r, place in places.items() if r != rank]
 
@@ -108,7 +108,7 @@ class Machine:
 
 
 def _rendezvous(operation: Operation) -> list[object]:
-    return [*operation.transfers, *([] if operation.meeting is None else [operation.meeting])]
+    return [*operation.transfers, *([] if operation.collectives is None else [operation.collectives])]
 
 
 def _is_in_one_queue(

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tests.nccl.fake_cuda import FakeCuda, options_namespace
 from tests.nccl.memory import thread_of
-from tests.nccl.operations import Communicator, Meeting, Place, Transfer
+from tests.nccl.operations import Collectives, Communicator, Place, Transfer
 
 OUTSIDE = -100
 """What torch gives a rank for a group that it is not in."""
@@ -139,22 +139,22 @@ class FakeGroup:
         async_op: bool = False,
     ) -> FakeWork | None:
         """Write down a collective, which reads and writes tensors of this rank."""
-        meeting = Meeting((self._number, "all"), self.ranks)
+        collectives = Collectives((self._number, "all"), self.ranks)
         tape, memory = self._cuda.tape, self._cuda.memory
         assert all(memory.is_device(t) is (self.backend == "nccl") for t in (*reads, *writes)), what
         if self.backend == "gloo":
             for tensor in (*reads, *writes):
                 memory.watch_host(tensor)
-            item = tape.put(tape.new_thread(), what, meeting=meeting, place=Place.THREAD)
+            item = tape.put(tape.new_thread(), what, collectives=collectives, place=Place.THREAD)
             self._touch(item, thread_of(item), what, reads, writes)
             work = FakeWork(self._cuda, item, is_thread=True)
             if not async_op:
                 work.wait()
             return work if async_op else None
         if async_op:
-            return self._launch("all", what, meeting=meeting, reads=reads, writes=writes)
+            return self._launch("all", what, collectives=collectives, reads=reads, writes=writes)
         self._open("all")
-        item = tape.put(self._cuda.stream.number, what, meeting=meeting)
+        item = tape.put(self._cuda.stream.number, what, collectives=collectives)
         self._touch(item, self._cuda.stream.number, what, reads, writes)
         return None
 
@@ -171,7 +171,9 @@ class FakeGroup:
         if key not in self._streams:
             ranks = self.ranks if key == "all" else tuple(int(rank) for rank in key.split("-"))
             communicator: Communicator = (self._number, key)
-            self._cuda.tape.host_meet(Meeting((communicator[0], f"open {key}"), ranks), "make a communicator")
+            self._cuda.tape.host_meet(
+                Collectives((communicator[0], f"open {key}"), ranks), "make a communicator"
+            )
             self._streams[key] = self._cuda.tape.new_stream()
 
     def _launch(
@@ -180,7 +182,7 @@ class FakeGroup:
         what: str,
         *,
         transfers: Sequence[tuple[Transfer, list[Tensor]]] = (),
-        meeting: Meeting | None = None,
+        collectives: Collectives | None = None,
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> FakeWork:
@@ -193,7 +195,7 @@ class FakeGroup:
             after=[ready],
             transfers=[transfer for transfer, _ in transfers],
             sizes=[_num_bytes(tensors) for _, tensors in transfers],
-            meeting=meeting,
+            collectives=collectives,
         )
         own, memory = tape.rank, self._cuda.memory
         sent = [t for transfer, tensors in transfers if transfer.sender == own for t in tensors]
@@ -243,13 +245,13 @@ class FakeDistributed:
         members = sorted(range(self._num_ranks) if ranks is None else ranks)
         is_inside = self._cuda.tape.rank in members
         if self._is_bound and (backend != "gloo" or not is_inside):
-            self._cuda.tape.host_meet(Meeting((0, "split"), self.world.ranks), "split the default group")
+            self._cuda.tape.host_meet(Collectives((0, "split"), self.world.ranks), "split the default group")
         if use_local_synchronization:  # a job of groups numbered alike has none of its own in between
             assert len(members) == 1, "groups that only their ranks make are not modelled"
             return FakeGroup(self._cuda, number=-1, ranks=members, backend=backend or "nccl", name="alone")
         group = self._make(members, backend or "nccl", group_desc or f"group {self._num_groups}")
         self.made.append((group.ranks, group.backend))
-        everyone = Meeting((group._number, "store"), self.world.ranks)
+        everyone = Collectives((group._number, "store"), self.world.ranks)
         self._cuda.tape.host_meet(everyone, "make a group")
         return group if is_inside else OUTSIDE
 

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 
-from tests.nccl.operations import Job, Meeting, Operation, Place, Tape, Transfer
+from tests.nccl.operations import Collectives, Job, Operation, Place, Tape, Transfer
 
 _Row = list[tuple[int, Operation]]
 """Operations with the names that ``after`` calls them by, so that they can be moved."""
@@ -41,11 +41,11 @@ def _changes(row: _Row) -> Iterator[tuple[str, _Row]]:
             for other in range(len(row)):
                 if abs(other - at) > 1:
                     yield "move a launch", [*without[:other], row[at], *without[other:]]
-        if each.place is Place.HOST or not (each.transfers or each.meeting):
+        if each.place is Place.HOST or not (each.transfers or each.collectives):
             yield "drop a wait", without
         if each.after and each.place is not Place.HOST:
             yield "start at once", [*row[:at], (name, dataclasses.replace(each, after=())), *row[at + 1 :]]
-        if each.transfers or each.meeting:
+        if each.transfers or each.collectives:
             yield "drop a launch", without
         if len(each.transfers) > 1:
             one, *rest = each.transfers
@@ -149,12 +149,12 @@ def random_job(rng: random.Random) -> Job:
                 _put_transfers(tapes[rank], stream(rank, (0, "all")), ends, rng)
         else:
             ranks = tuple(sorted(rng.sample(range(num_ranks), rng.randint(2, num_ranks))))
-            meeting = Meeting((1, kind), ranks)
+            collectives = Collectives((1, kind), ranks)
             for rank in ranks:
                 if kind == "sum":
-                    tapes[rank].put(0, "sum", meeting=meeting)
+                    tapes[rank].put(0, "sum", collectives=collectives)
                 else:
-                    tapes[rank].host_meet(meeting, "hosts")
+                    tapes[rank].host_meet(collectives, "hosts")
     return jobs_of(tapes)
 
 

@@ -66,7 +66,7 @@ class Transfer(NamedTuple):
     receiver: int
 
 
-class Meeting(NamedTuple):
+class Collectives(NamedTuple):
     """A collective; the ranks' n-th ones on a communicator are one."""
 
     communicator: Communicator
@@ -90,7 +90,7 @@ class Operation:
         after: numbers of this rank's items that have ended before an item starts, or a host wait ends; None for a
             host wait for the whole device.
         transfers: of a transfer launch; ``sizes``: the bytes that each of them moves, if they are known.
-        meeting: of a collective.
+        collectives: of a collective.
         what: for people.
     """
 
@@ -99,15 +99,15 @@ class Operation:
     after: tuple[int, ...] | None = ()
     transfers: tuple[Transfer, ...] = ()
     sizes: tuple[int, ...] = ()
-    meeting: Meeting | None = None
+    collectives: Collectives | None = None
     what: str = ""
 
     def __str__(self) -> str:
         where = {Place.DEVICE: f"stream {self.stream}", Place.THREAD: "gloo", Place.HOST: "host"}[self.place]
         waits = " for the device" if self.after is None else "".join(f" #{item}" for item in self.after)
         ends = [f"{t.sender}>{t.receiver} on {t.communicator[0]}:{t.communicator[1]}" for t in self.transfers]
-        if self.meeting is not None:
-            ends.append(f"ranks {list(self.meeting.ranks)} on {self.meeting.communicator[0]}")
+        if self.collectives is not None:
+            ends.append(f"ranks {list(self.collectives.ranks)} on {self.collectives.communicator[0]}")
         return (
             f"{where}: {self.what}" + (f" after{waits}" if waits else "") + "".join(f" [{e}]" for e in ends)
         )
@@ -142,7 +142,7 @@ class Tape:
         after: Sequence[int] = (),
         transfers: Sequence[Transfer] = (),
         sizes: Sequence[int] = (),
-        meeting: Meeting | None = None,
+        collectives: Collectives | None = None,
         place: Place = Place.DEVICE,
     ) -> int:
         """Put an item on a stream; return its number."""
@@ -153,7 +153,7 @@ class Tape:
                 after=tuple(after),
                 transfers=tuple(transfers),
                 sizes=tuple(sizes),
-                meeting=meeting,
+                collectives=collectives,
                 what=what,
             )
         )
@@ -167,9 +167,9 @@ class Tape:
         waits = None if after is None else tuple(after)
         self.operations.append(Operation(place=Place.HOST, after=waits, what=what))
 
-    def host_meet(self, meeting: Meeting, what: str) -> None:
+    def host_meet(self, collectives: Collectives, what: str) -> None:
         """Let the host wait until the hosts of some ranks have come here."""
-        item = self.put(self.new_thread(), what, meeting=meeting, place=Place.THREAD)
+        item = self.put(self.new_thread(), what, collectives=collectives, place=Place.THREAD)
         self.host_wait(what, after=[item])
 
 

@@ -36,11 +36,11 @@ from gpp_plugin.runtime.compute import (
 from gpp_plugin.runtime.executor import MiniBatchResult, RankExecutor, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.payloads import BoundarySpecs, held_shape
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
-from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
 from gpp_plugin.runtime.rank_programs import channels_of, spec_of_unit
 from gpp_plugin.runtime.ranks import waiting
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -371,7 +371,7 @@ class RankJob:
         self._rank = dist.get_rank()
         self._stages = plan.stages_of_rank(self._rank)
         self._specs = made_up_specs(plan)
-        self._meeting = Meeting(group=dist.new_group(None, backend="gloo"), who="", timeout_s=60.0)
+        self._collectives = Collectives(group=dist.new_group(None, backend="gloo"), who="", timeout_s=60.0)
         ties = _ties(run.tied)
         self._groups = StageGroups.create(plan, ties, timeout_s=60.0)
         self._shared: Transport | None = None
@@ -508,7 +508,7 @@ class RankJob:
         self._train(self._executor(self._programs.training[self._rank], transport), record=self._run.record)
         carried: int | None = None
         for number, following in ((1, 2), (2, 3), (3, 4), (4, 5), (7, 8), (8, None)):
-            self._meeting.sum(torch.zeros(3), "what is prefetched")
+            self._collectives.sum(torch.zeros(3), "what is prefetched")
             if carried not in (None, number):
                 rank.drop()
                 carried = None
@@ -534,7 +534,7 @@ class RankJob:
         for step in range(self._run.steps):
             for of_ranks in (programs.training, programs.evaluation if step == 0 else ()):
                 if of_ranks:
-                    self._meeting.sum(torch.zeros(1), "code for a new shape")
+                    self._collectives.sum(torch.zeros(1), "code for a new shape")
                     specs = specs_of_units(self._plan, step)
                     executor = self._executor(
                         of_ranks[self._rank],
@@ -548,7 +548,7 @@ class RankJob:
         """Read the losses and sum them over all ranks, as a call of ``train_batch`` ends."""
         if set(self._stages) & set(self._plan.loss_stages()):
             torch.zeros((), device=CUDA).item()
-        self._meeting.sum(torch.zeros(1), "the loss")
+        self._collectives.sum(torch.zeros(1), "the loss")
 
     @contextlib.contextmanager
     def _inputs(self) -> Iterator[list[InputRows]]:

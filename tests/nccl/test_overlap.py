@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.memory.keeper import StageKeeper, Turn
+from gpp_plugin.runtime.memory.keeper import StageActivations, Turn
 from gpp_plugin.runtime.memory.recompute import MovingPass
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
@@ -126,7 +126,7 @@ def swapped_job() -> Job:
             return passes[-1]
 
         policy: Any = mock.Mock(begin=begin, frees_received=True)
-        keeper = StageKeeper(
+        keeper = StageActivations(
             whole=policy, half=None, leaves=(), constants=(), link=link, next_backward=following.get
         )
         for task in ORDER:
@@ -161,26 +161,26 @@ def test_what_comes_back_from_the_host_hides_behind_computing(tell: Tell) -> Non
 
 
 def test_without_the_early_prefetch_the_number_falls(tell: Tell) -> None:
-    prefetch = StageKeeper._prefetch
+    prefetch = StageActivations._prefetch
 
-    def late(self: StageKeeper, micro_batch: int | None, *, beside_forward: bool = False) -> None:
+    def late(self: StageActivations, micro_batch: int | None, *, beside_forward: bool = False) -> None:
         if not beside_forward:
             prefetch(self, micro_batch)
 
     def behind_launch(
-        self: StageKeeper, *args: Any
+        self: StageActivations, *args: Any
     ) -> Any:  # as it was: the copy waits for the forward's end
         done = forward(self, *args)
         prefetch(self, self._next_backward((False, args[0], None)), beside_forward=True)
         return done
 
-    forward = StageKeeper.forward
+    forward = StageActivations.forward
     for fault in (
         {"_prefetch": late},
         {"_prefetch": late, "forward": behind_launch},
         {"begin_backward": lambda self, micro_batch, is_whole=True: self._prefetch(micro_batch)},
     ):
-        with mock.patch.multiple(StageKeeper, **fault):
+        with mock.patch.multiple(StageActivations, **fault):
             found = swap_shares(swapped_job())
         tell({"fault": sorted(fault), **found})
         assert found[COPIES_BACK] <= 0.9 < swap_shares(swapped_job())[COPIES_BACK]
@@ -195,7 +195,7 @@ def plan_shares(run: Run, *, transfer_us: float = 4.0, gather_us: float = 6.0) -
             return None
         if each.transfers:
             return "messages" if each.what == "transfers" else None
-        if each.meeting is not None:
+        if each.collectives is not None:
             return "gathers" if each.what.startswith("all_gather") else None
         return "compute" if each.what[0] in "FBIW" and each.what[1:].isdigit() else None
 

@@ -12,7 +12,7 @@ from gpp_plugin.plan.baselines.chain_costs import ChainCosts, as_sequential
 from gpp_plugin.plan.baselines.piper import MAX_DOWNSETS, Downsets, best_of, list_downsets, partition_chain
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.make import StageDraft, build_plan
@@ -187,7 +187,7 @@ def test_a_baseline_may_hold_more_to_hide_messages():
     assert [stage.in_flight for stage in plan.stages][0] > 4
     costs = CostModel(graph, request.profile, cluster)
     drafts = [StageDraft(blocks=s.blocks, degree=1, micro_batch_size=1) for s in plan.stages]
-    assert plan.iteration_us < judge_us(build_plan(request, drafts, planner="", costs=costs), costs)
+    assert plan.iteration_us < evaluate_us(build_plan(request, drafts, planner="", costs=costs), costs)
 
 
 def test_waiting_for_the_stage_before_takes_no_message():
@@ -197,8 +197,8 @@ def test_waiting_for_the_stage_before_takes_no_message():
     costs = CostModel(graph, request.profile, request.cluster)
     drafts = [StageDraft(blocks=(name,), degree=1, micro_batch_size=1) for name in ("a", "b")]
     plan = build_plan(request, drafts, planner="", costs=costs)
-    assert judge_us(plan, costs) == 600.0
-    assert judge_us(as_sequential(plan, costs), costs) == 900.0
+    assert evaluate_us(plan, costs) == 600.0
+    assert evaluate_us(as_sequential(plan, costs), costs) == 900.0
 
 
 def test_dapple_prefers_few_stages_when_micro_batches_are_few():

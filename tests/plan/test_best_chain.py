@@ -12,7 +12,7 @@ from gpp_benchmarks.throughput import plan_with_one_size
 from gpp_plugin.compare.simulated import best_chain, block_orders, in_order
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import (
@@ -49,8 +49,10 @@ def test_a_chain_takes_what_its_stages_take_one_after_the_other(latency):
     groups = [("b0.0", "b0.1", "b0.2"), ("b1.0", "b1.1"), ("b1.2", "join")]
     drafts = [StageDraft(blocks=blocks, degree=1, micro_batch_size=2) for blocks in groups]
     chain_costs = CostModel(chained.graph, chained.profile, chained.cluster)
-    us = judge_us(build_plan(chained, drafts, planner="", costs=chain_costs), chain_costs)
-    assert us == judge_us(as_sequential(build_plan(request, drafts, planner="", costs=costs), costs), costs)
+    us = evaluate_us(build_plan(chained, drafts, planner="", costs=chain_costs), chain_costs)
+    assert us == evaluate_us(
+        as_sequential(build_plan(request, drafts, planner="", costs=costs), costs), costs
+    )
 
 
 def unequal(seed: int, graph):

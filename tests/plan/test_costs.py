@@ -10,7 +10,7 @@ import pytest
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import LEAST_SHARE, CostModel, gather_times, with_link_times
-from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, interval_bytes, judge_us
+from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, evaluate_us, interval_bytes
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 from gpp_plugin.plan.request import PlanRequest
@@ -296,15 +296,15 @@ def test_the_quick_prediction_is_the_simulation_where_no_messages_meet(way, seed
     _, costs, plan = planned(way, seed, cluster=dataclasses.replace(request.cluster, links=(link,)))
     # the ranks of a stage wait for each other there, and go on one by one in the simulation
     near, met = (1e-6, 2e-3) if way == "one rank each" else (0.1, 0.12)
-    assert estimate_plan_us(plan, costs) == pytest.approx(judge_us(plan, costs), rel=near)
+    assert estimate_plan_us(plan, costs) == pytest.approx(evaluate_us(plan, costs), rel=near)
     _, costs, plan = planned(way, seed)
-    assert estimate_plan_us(plan, costs) == pytest.approx(judge_us(plan, costs), rel=met)
+    assert estimate_plan_us(plan, costs) == pytest.approx(evaluate_us(plan, costs), rel=met)
     one = max(
         s.forward_us + s.backward_us + us
         for s, us in zip(plan.stages, costs.reduce_times(plan).values(), strict=True)
     )
     asynchronous = dataclasses.replace(plan, mode="async")
-    assert judge_us(asynchronous, costs) == pytest.approx(24 // plan.stages[0].micro_batch_size * one)
+    assert evaluate_us(asynchronous, costs) == pytest.approx(24 // plan.stages[0].micro_batch_size * one)
     # what messages hold of each end's links
     for edge in plan.edges:
         src, dst = plan.stages[edge.src], plan.stages[edge.dst]

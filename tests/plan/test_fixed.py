@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.profile import KeptStorage, ModuleMemory
+from gpp_plugin.ir.profile import ModuleMemory, SavedStorage
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.explicit.fixed_stages import FixedStage, fixed_plan
 from gpp_plugin.plan.request import PlanRequest
@@ -22,7 +22,7 @@ def request(
     """Four modules behind each other that keep 100 bytes a sample each and receive nothing they read again."""
     graph = chain(4, "")
     profile = make_profile(graph, saved=100.0)
-    storage = KeptStorage(
+    storage = SavedStorage(
         bytes_per_sample=100.0, bytes_fixed=0.0, last_use=0.5, is_made=True, is_movable=swaps
     )
     modules = tuple(

@@ -10,7 +10,7 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import estimate_plan_us, judge_us
+from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.graphpipe.reconstruction import read_groups
@@ -175,7 +175,7 @@ def test_more_micro_batches_in_flight_hide_slow_messages():
     )
     assert asked == (4, 3, 2, 1) and stages != plan.stages
     costs = CostModel(graph, request.profile, machines)
-    assert plan.iteration_us < 0.85 * judge_us(dataclasses.replace(plan, stages=stages), costs)
+    assert plan.iteration_us < 0.85 * evaluate_us(dataclasses.replace(plan, stages=stages), costs)
 
 
 @pytest.mark.parametrize("cuts", [(1, 8), (4, 5)])

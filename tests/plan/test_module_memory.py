@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from gpp_plugin.ir.profile import KeptStorage, ModuleMemory
+from gpp_plugin.ir.profile import ModuleMemory, SavedStorage
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
@@ -25,7 +25,7 @@ BOTH = ("recompute", "swap")
 
 def module(block: str) -> ModuleMemory:
     storages = tuple(
-        KeptStorage(
+        SavedStorage(
             bytes_per_sample=size, bytes_fixed=0.0, last_use=(i + 1) / 5, is_made=i != 1, is_movable=i != 3
         )
         for i, size in enumerate(SIZES)

@@ -8,7 +8,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.plan.cluster_files import describe_cluster, read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import estimate_plan_us, judge_us
+from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.heterogeneous_devices import exchange_stages
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.request import PlanRequest
@@ -59,7 +59,7 @@ def test_ports_are_ranks_or_the_adapters_they_share():
 def test_messages_of_a_node_take_turns_on_its_adapters(adapters, ms):
     asked, plan = two_stages(adapters)
     costs = CostModel(asked.graph, asked.profile, asked.cluster)
-    simulated, quick = judge_us(plan, costs), estimate_plan_us(plan, costs)
+    simulated, quick = evaluate_us(plan, costs), estimate_plan_us(plan, costs)
     programs = simulate_programs(plan, programs_of_plan(plan), cluster=asked.cluster)
     # Two micro-batches there and back, of which computing takes 60 us. Ranks go on one by one as their messages come, so
     # the last message of the first micro-batch passes the first ones of the second; the quick prediction lets the ranks
@@ -97,12 +97,12 @@ def test_stages_with_much_to_tell_each_other_share_a_node():
     costs = CostModel(asked.graph, asked.profile, asked.cluster)
     drafts = [StageDraft(blocks=(name,), degree=1, micro_batch_size=1) for name in "abcd"]
     plan = build_plan(asked, drafts, planner="test")
-    plan = dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+    plan = dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
     placed = exchange_stages(plan, asked)
     by_name = {stage.name: stage.ranks[0] // 2 for stage in placed.stages}
     names = [stage.name for stage in plan.stages]
     assert by_name[names[1]] == by_name[names[2]]
-    assert placed.iteration_us == pytest.approx(judge_us(placed, costs))
+    assert placed.iteration_us == pytest.approx(evaluate_us(placed, costs))
     assert placed.iteration_us < 0.8 * plan.iteration_us
     assert "another order" in placed.notes[-1]
     # where the order is right nothing is exchanged

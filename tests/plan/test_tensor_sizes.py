@@ -21,7 +21,7 @@ from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.batch_rules import blocks_under, tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.costs.long_context import LayerShape, expert_exchange_us, ring_attention_us
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
@@ -166,7 +166,7 @@ def test_the_oracle_of_grids_takes_a_step_as_long_as_the_planner_does(
     plan = build_plan(request, drafts, planner="by hand", costs=costs)
     theirs = grid_plan(request, groups, grids)
     assert [stage.ranks for stage in plan.stages] == [stage.ranks for stage in theirs.stages]
-    assert judge_us(plan, costs) == pytest.approx(step_us(theirs, cluster))
+    assert evaluate_us(plan, costs) == pytest.approx(step_us(theirs, cluster))
 
 
 def test_one_micro_batch_of_one_sample_runs_on_tensor_ranks() -> None:

@@ -13,7 +13,7 @@ from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import fitter_for
@@ -87,7 +87,7 @@ def brute_force_us(asked: PlanRequest) -> float:
                     plan = build_plan(asked, drafts, planner="", costs=costs, is_named=False)
                 except PlanError:
                     break  # a circle
-                found.append((judge_us(plan, costs), drafts))
+                found.append((evaluate_us(plan, costs), drafts))
     found.sort(key=lambda item: item[0])
     # of the best of them also every size of each stage's micro-batches, and one more micro-batch in flight
     best = found[0][0]
@@ -100,7 +100,7 @@ def brute_force_us(asked: PlanRequest) -> float:
                         for size, draft in zip(sizes, drafts, strict=True)
                     ]
                     plan = build_plan(asked, changed, planner="", costs=costs, is_named=False)
-                    best = min(best, judge_us(plan, costs))
+                    best = min(best, evaluate_us(plan, costs))
     return best
 
 
@@ -138,7 +138,7 @@ def test_plans_are_within_5_percent_of_the_best_partition(edges, seed):
     asked = request(edges, times, cluster(*rng.choice([(quick, slow, slow), (slow, slow, quick)])))
     plan = make_plan("auto", asked)
     costs = CostModel(asked.graph, asked.profile, asked.cluster)
-    assert judge_us(plan, costs) == pytest.approx(plan.iteration_us)
+    assert evaluate_us(plan, costs) == pytest.approx(plan.iteration_us)
     assert plan.iteration_us <= MOST_WORSE * brute_force_us(asked)
 
 

@@ -153,7 +153,7 @@ def test_what_a_stage_keeps_is_known_wherever_it_is_cut(name: str, granularity: 
             costs.stage_memory(costs.indices(own), degree=1, local=SAMPLES, in_flight=n) for n in (0, 1)
         )
         assert held - empty == counted
-        is_shared |= profile.kept_with_others(own) != (0.0, 0.0)
+        is_shared |= profile.saved_with_others(own) != (0.0, 0.0)
     assert is_shared
 
 

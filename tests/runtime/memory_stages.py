@@ -18,7 +18,7 @@ from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTens
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients
 from gpp_plugin.runtime.memory.keeper import StageOperators
-from gpp_plugin.runtime.memory.module_policies import make_keeper
+from gpp_plugin.runtime.memory.module_policies import make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from tests.models import build
@@ -193,7 +193,7 @@ class Trainer:
         ]
         keeper = None
         if plan is not None:
-            keeper = make_keeper(
+            keeper = make_stage_activations(
                 stage="s",
                 plan=plan,
                 blocks=stage.blocks,

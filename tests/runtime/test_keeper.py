@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
-from gpp_plugin.runtime.memory.keeper import KeepAll, Pass, StageKeeper
+from gpp_plugin.runtime.memory.keeper import KeepAll, Pass, StageActivations
 from gpp_plugin.runtime.memory.recompute import Held, Replay
 from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink, SwappedStorage
 
@@ -19,14 +19,14 @@ ROW = 4 * 4
 """Bytes of a row of four floats."""
 
 
-def keeper_of() -> StageKeeper:
+def keeper_of() -> StageActivations:
     """Return a stage that keeps the square of its weight's product: what it receives, and one tensor of its own."""
 
     def call(weight: Tensor, received: Tensor) -> tuple[Tensor, ...]:
         return ((received * weight).square(),)
 
     policy = KeepAll(call)
-    return StageKeeper(whole=policy, half=policy, leaves=(0,), constants=())
+    return StageActivations(whole=policy, half=policy, leaves=(0,), constants=())
 
 
 def test_of_a_tensor_handed_over_the_rows_a_stage_was_given_are_its_own() -> None:
@@ -146,7 +146,7 @@ def test_the_half_that_ran_last_comes_back_first_and_nothing_after_a_failure() -
     log: list[str] = []
     link: Any = SimpleNamespace(clear=lambda: log.append("link"))
     following = {(False, 1, None): 0, (True, 0, None): 1}
-    keeper = StageKeeper(
+    keeper = StageActivations(
         whole=Noted("whole", log),
         half=Noted("half", log),
         leaves=(),

@@ -7,27 +7,27 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.waiting import wait_for
 from tests.ranks import run_kept_ranks
 
 
-def make(timeout_s: float) -> Meeting:
+def make(timeout_s: float) -> Collectives:
     rank = dist.get_rank()
-    return Meeting(
+    return Collectives(
         group=dist.new_group(backend="gloo"), who=f"rank {rank}, stage 'text'", timeout_s=timeout_s
     )
 
 
 def tell_all() -> list[object]:
     rank = dist.get_rank()
-    meeting = make(60.0)
-    meeting.meet("the start")
+    collectives = make(60.0)
+    collectives.meet("the start")
     return [
-        meeting.sum(torch.tensor([float(rank)]), "a sum").item(),
-        meeting.gather(rank, "a gathering"),
-        meeting.gather_on_first(rank, "a gathering"),
-        meeting.tell(rank, source=1, what="news"),
+        collectives.sum(torch.tensor([float(rank)]), "a sum").item(),
+        collectives.gather(rank, "a gathering"),
+        collectives.gather_on_first(rank, "a gathering"),
+        collectives.tell(rank, source=1, what="news"),
     ]
 
 
@@ -38,11 +38,11 @@ def test_all_ranks_learn_what_they_meet_for() -> None:
 
 
 def test_a_single_rank_waits_for_nobody() -> None:
-    meeting = Meeting(group=None, who="rank 0", timeout_s=0.0)
-    meeting.meet("the end")
-    assert meeting.sum(torch.ones(2), "a sum").tolist() == [1.0, 1.0]
-    assert (meeting.gather(5, "it"), meeting.gather_on_first(5, "it")) == ([5], [5])
-    assert meeting.tell(5, source=0, what="it") == 5
+    collectives = Collectives(group=None, who="rank 0", timeout_s=0.0)
+    collectives.meet("the end")
+    assert collectives.sum(torch.ones(2), "a sum").tolist() == [1.0, 1.0]
+    assert (collectives.gather(5, "it"), collectives.gather_on_first(5, "it")) == ([5], [5])
+    assert collectives.tell(5, source=0, what="it") == 5
 
 
 class LateWork:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
-from gpp_plugin.runtime.memory.module_policies import _Buffers, make_keeper
+from gpp_plugin.runtime.memory.module_policies import _Buffers, make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction
 
@@ -69,7 +69,7 @@ def gradients(module: nn.Module, swapped: tuple[int, ...], num_micro_batches: in
         call=lambda *given: (module(given[-1]),), tensors=(), constants=(), batch_inputs=(), received=("hidden",),
         outputs=("out",), code="", given=module,
     )  # fmt: skip
-    keeper = make_keeper(
+    keeper = make_stage_activations(
         stage="own", plan=plan, blocks=("other",), operators=None, whole=function, gradient_inputs=("hidden",),
         link=SwapLink(torch.device("cpu")),
     )  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_plan_of_something_else_is_refused(plan: MemoryPlan) -> None:
         given=nn.Linear(2, 2),
     )  # fmt: skip
     with pytest.raises(PlanError, match="stage 'own' runs the user's own module as it is"):
-        make_keeper(
+        make_stage_activations(
             stage="own",
             plan=plan,
             blocks=("other",),

@@ -22,7 +22,7 @@ WIDTHS = (3, 5, 5, 2)
 """Of the mini-batches, one after the other: three shapes."""
 
 
-class Wire:
+class Payload:
     """Both ends of all messages of two ranks that run in turn: what is sent waits until it is received."""
 
     prepost_depth = 4
@@ -33,14 +33,14 @@ class Wire:
         self.sent: defaultdict[tuple[int, int], deque[list[Tensor]]] = defaultdict(deque)
         self.num_waited = 0
 
-    def bind_send(self, message: Any, wires: Any, edge: str) -> Any:
+    def bind_send(self, message: Any, payloads: Any, edge: str) -> Any:
         def post(tensors: Sequence[Tensor]) -> Any:
             self.sent[message.channel].append([t.clone() for t in tensors])
             return self
 
         return post
 
-    def bind_receive(self, message: Any, wires: Any, edge: str) -> Any:
+    def bind_receive(self, message: Any, payloads: Any, edge: str) -> Any:
         def post(buffers: Sequence[Tensor]) -> Any:
             for buffer, tensor in zip(buffers, self.sent[message.channel].popleft(), strict=True):
                 buffer.copy_(tensor)  # raises where the shapes are not those that were sent
@@ -107,7 +107,7 @@ def mini_batch(number: int) -> Tensor:
 def test_every_task_reads_its_own_mini_batch(frozen_size: int, trained_size: int) -> None:
     plan = freeze(simple_plan([frozen_size, trained_size], [(0, 1)], mini_batch=8, num_bytes=8.0), {0})
     programs = [lower_prefetch(plan).of_rank(rank) for rank in (0, 1)]
-    wire, computes, hooks = Wire(), (Doubling(0), Doubling(1)), (Hooks(), Hooks())
+    payload, computes, hooks = Payload(), (Doubling(0), Doubling(1)), (Hooks(), Hooks())
     executors = [RankExecutor(own, hand_overs=HandOvers()) for own in programs]
 
     def run(name: str, now: int, following: int | None) -> list[Any]:
@@ -118,7 +118,7 @@ def test_every_task_reads_its_own_mini_batch(frozen_size: int, trained_size: int
                 program=own_programs.programs[name],
                 compute=computes[rank],
                 specs=specs(WIDTHS[own]),
-                transport=wire,
+                transport=payload,
                 hooks=hooks[rank],
                 device=torch.device("cpu"),
                 place=own_programs.place(name),
@@ -150,7 +150,7 @@ def test_what_is_carried_is_numbered_as_the_next_program_does() -> None:
     plan = freeze(simple_plan([2, 4], [(0, 1)], mini_batch=8, num_bytes=8.0), {0})
     own = lower_prefetch(plan).of_rank(1)
     (carry,) = RankExecutor(own, hand_overs=HandOvers()).carries
-    carry.received = {m: ([], Wire()) for m in own.programs["prologue"].messages(InstructionKind.RECEIVE)}
+    carry.received = {m: ([], Payload()) for m in own.programs["prologue"].messages(InstructionKind.RECEIVE)}
     carry.renumber(plan, 1)
     assert {m.dst_micro_batch for m in carry.received} == {0, 1}
     assert {m.src_micro_batch for m in carry.received} == {0, 1, 2, 3}
@@ -161,8 +161,8 @@ def test_what_is_carried_is_numbered_as_the_next_program_does() -> None:
 def test_dropping_waits_for_what_came_and_keeps_nothing() -> None:
     plan = freeze(simple_plan([2, 2], [(0, 1)], mini_batch=8, num_bytes=8.0), {0})
     own = lower_prefetch(plan).of_rank(1)
-    executor, wire = RankExecutor(own, hand_overs=HandOvers()), Wire()
+    executor, payload = RankExecutor(own, hand_overs=HandOvers()), Payload()
     (carry,) = executor.carries
-    carry.received = {m: ([], wire) for m in own.programs["prologue"].messages(InstructionKind.RECEIVE)}
+    carry.received = {m: ([], payload) for m in own.programs["prologue"].messages(InstructionKind.RECEIVE)}
     executor.drop()
-    assert wire.num_waited == 4 and not executor.carries[0].received
+    assert payload.num_waited == 4 and not executor.carries[0].received

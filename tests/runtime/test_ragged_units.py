@@ -26,7 +26,7 @@ from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.runtime.batches import UnitBatch, batch_checksum, unit_key, without_keys
 from gpp_plugin.runtime.code_by_shape import RunnerContext
-from gpp_plugin.runtime.messages.wires import specs_of, wires_of
+from gpp_plugin.runtime.messages.payloads import payloads_of, specs_of
 from gpp_plugin.runtime.rank_programs import make_programs, plan_of_units, spec_of_unit
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.unit_patterns import UnitPatterns
@@ -113,9 +113,9 @@ def test_each_message_has_the_shape_of_its_own_unit() -> None:
             for message in program.messages(kind):
                 unit = message.samples.first_sample
                 is_sender = kind is InstructionKind.SEND
-                wires = wires_of(message, is_sender=is_sender, plan=plan, specs=specs)
-                shapes = {w.name: w.shape for w in wires}
-                rows = {w.first_row for w in wires}
+                payloads = payloads_of(message, is_sender=is_sender, plan=plan, specs=specs)
+                shapes = {w.name: w.shape for w in payloads}
+                rows = {w.first_row for w in payloads}
                 assert seen.setdefault(unit, shapes) == shapes
                 assert rows == {0}
     assert seen == {u: {"hidden": ((1 + u % 3) * (5 + u), 8), "bias": (5 + u,)} for u in range(6)}

@@ -79,10 +79,10 @@ def test_making_weights_leaves_the_generators_of_all_devices(name: str, streams:
 
 
 def test_streams_of_one_device_are_seeded_and_given_back(streams: CudaStreams) -> None:
-    from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
+    from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 
     host, devices = torch.get_rng_state(), dict(streams.states)
-    with kept_streams(LAST):
+    with restored_streams(LAST):
         seed_streams_of(LAST, 5)
         assert streams.states == {**devices, 7: 5} and streams.seeded == {7: 1}
         assert torch.initial_seed() == 5

@@ -58,10 +58,10 @@ class ThreadTransport:
         self.held += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor.numel()]
         self.most_held = max(self.most_held, len(self.held))
 
-    def bind_send(self, message, wires, edge):
+    def bind_send(self, message, payloads, edge):
         def post(tensors: Sequence[Tensor]) -> _Sent:
-            for tensor, wire in zip(tensors, wires, strict=True):
-                assert tensor.shape == wire.shape
+            for tensor, payload in zip(tensors, payloads, strict=True):
+                assert tensor.shape == payload.shape
             self._queues[message].put(([tensor.clone() for tensor in tensors], taken := threading.Event()))
             self.watch(tensors)
             self.under_way += 1
@@ -70,7 +70,7 @@ class ThreadTransport:
 
         return post
 
-    def bind_receive(self, message, wires, edge):
+    def bind_receive(self, message, payloads, edge):
         def post(buffers: Sequence[Tensor]) -> _Arrival:
             self.watch(buffers)
             return _Arrival(self._queues[message], buffers)

@@ -20,10 +20,10 @@ from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Messa
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, _most_sends, pack_entry
+from gpp_plugin.runtime.messages.payloads import Payload
 from gpp_plugin.runtime.messages.pending import MessagePlace, Posted
 from gpp_plugin.runtime.messages.routes import MessageEntry, RowSource
 from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, make_transport
-from gpp_plugin.runtime.messages.wires import Wire
 from gpp_plugin.runtime.recorder import Recorder
 from tests.ranks import run_kept_ranks
 
@@ -44,9 +44,9 @@ def message(source: int, *, edge: int = 0, micro_batch: int = 0) -> Message:
     )
 
 
-def wires_for(tensors: list[Tensor]) -> list[Wire]:
+def wires_for(tensors: list[Tensor]) -> list[Payload]:
     return [
-        Wire(
+        Payload(
             name=f"t{slot}",
             slot=slot,
             axis=-1,
@@ -321,10 +321,10 @@ def test_what_is_sent_is_rows_of_what_tasks_made_one_after_the_other() -> None:
         (rows[:1], halves[0][:, 1:]),
         (rows, torch.cat([halves[0][:, 1:], halves[1]], dim=1)),
     ):
-        wire = Wire(
+        payload = Payload(
             name="x", slot=0, axis=1, first_row=0, num_rows=0, shape=tuple(wanted.shape), dtype=torch.float32
         )
         found = pack_entry(
-            MessageEntry(wire=wire, sources=tuple(sources)), {n: [t] for n, t in enumerate(halves)}
+            MessageEntry(payload=payload, sources=tuple(sources)), {n: [t] for n, t in enumerate(halves)}
         )
         assert torch.equal(found, wanted) and found.is_contiguous() and not found.requires_grad

@@ -12,7 +12,7 @@ from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.checks.validate_windows import validate_prefetch
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import _first_gap, _is_read_by, lower_prefetch, repeated_schedules
-from gpp_plugin.simulate.async_prediction import predict_ahead
+from gpp_plugin.simulate.async_prediction import predict_prefetch
 from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
 
 
@@ -207,7 +207,7 @@ def colocated(num_ranks, micro_batches, tower_us):
 def test_a_tower_runs_where_the_ranks_of_others_idle(num_ranks, micro_batches, tower_us):
     plan = colocated(num_ranks, micro_batches, tower_us)
     validate_prefetch(plan, lower_prefetch(plan))
-    found = predict_ahead(plan)
+    found = predict_prefetch(plan)
     # 1F1B of the chain alone: no micro-second of the tower is seen
     assert found.steady_us == pytest.approx(3.0 * (micro_batches + num_ranks - 1))
     assert found.whole_us > found.steady_us
@@ -219,7 +219,7 @@ def test_what_a_rank_hands_over_to_itself_is_kept_until_its_turn():
     assert own.stages == (0, 2) and own.carried("steady") == ()
     plan = freeze(on_ranks(simple_plan([1, 1], [(0, 1)], mini_batch=2, num_bytes=8.0), 0, 0), {0})
     own = lower_prefetch(plan).of_rank(0)
-    assert [m.is_hand_over for m in own.carried("steady")] == [True, True] and own.most_bytes >= 16
+    assert [m.is_local_transfer for m in own.carried("steady")] == [True, True] and own.most_bytes >= 16
     assert (
         own.of_stage(1).carried("steady") == own.carried("steady") and own.of_stage(0).carried("steady") == ()
     )
@@ -252,9 +252,9 @@ def test_damage_is_found():
 def test_what_is_gained_is_predicted():
     """The frozen stage's first forward is no start-up any more: 4 x 20 us of trained tasks instead of 10 + 4 x 20."""
     plan = two_stages(micro_batches=4, forward_us=[10.0, 10.0], backward_us=[0.0, 10.0])
-    found = predict_ahead(plan)
+    found = predict_prefetch(plan)
     assert (found.stages, found.whole_us, found.steady_us) == (("s0",), 90.0, 80.0)
     long = two_stages(micro_batches=4, forward_us=[30.0, 10.0], backward_us=[0.0, 10.0])
-    found = predict_ahead(long)  # the frozen stage is the slower one: the trained one hides behind it
+    found = predict_prefetch(long)  # the frozen stage is the slower one: the trained one hides behind it
     assert (found.whole_us, found.steady_us) == (140.0, 120.0)
-    assert predict_ahead(simple_plan([1, 1], [(0, 1)], mini_batch=2)) is None
+    assert predict_prefetch(simple_plan([1, 1], [(0, 1)], mini_batch=2)) is None

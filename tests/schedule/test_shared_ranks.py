@@ -212,8 +212,8 @@ def test_a_tower_over_all_ranks_of_a_pipeline():
     plan = on_ranks(plan, (0, 1, 2, 3), (0, 1), (2, 3))
     schedules, programs = proven(plan, reduce_each_backward=True)
     assert [program.stages for program in programs] == [(0, 1), (0, 1), (0, 2), (0, 2)]
-    handed = [m for p in programs for m in p.messages(InstructionKind.SEND) if m.is_hand_over]
-    sent = [m for p in programs for m in p.messages(InstructionKind.SEND) if not m.is_hand_over]
+    handed = [m for p in programs for m in p.messages(InstructionKind.SEND) if m.is_local_transfer]
+    sent = [m for p in programs for m in p.messages(InstructionKind.SEND) if not m.is_local_transfer]
     assert handed and sent
     # on ranks of its own the tower is one more place in the pipeline
     apart = on_ranks(plan, (4, 5, 6, 7), (0, 1), (2, 3))

@@ -6,7 +6,7 @@ from gpp_plugin.ir.schedule import TaskKind
 
 
 def transfer(cluster, src, dst, num_bytes):
-    """Return (time on the wire, latency)."""
+    """Return (time on the payload, latency)."""
     if cluster is None:
         return 0.0, 0.0
     link = next((x for x in cluster.links if src // x.span == dst // x.span), cluster.links[-1])
@@ -130,12 +130,12 @@ def reference_times(plan, schedules, *, cluster=None, share_links=True):
         now, step, key = min(waiting)
         waiting.remove((now, step, key))
         sender, receiver, size = messages[key]
-        wire, latency = transfer(cluster, sender[0], receiver[0], size)
+        payload, latency = transfer(cluster, sender[0], receiver[0], size)
         free, rank = (out_free, sender[0]) if step == 0 else (in_free, receiver[0])
         begin = max(now, free.get(rank, 0.0)) if share_links else now
-        free[rank] = begin + wire
+        free[rank] = begin + payload
         if step == 0:
             waiting.append((begin, 1, key))
         else:
-            arrived[key] = begin + wire + latency
+            arrived[key] = begin + payload + latency
     return times

@@ -175,7 +175,7 @@ _HOOKS: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | Non
 
 
 @contextmanager
-def saving_apart(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+def saving_separately(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
     """Pass what opaque calls save for backward through these hooks, whatever hooks there are around the calls.
 
     Where saved tensors are followed by position (a plan that swaps or recomputes), those of a call must not be among

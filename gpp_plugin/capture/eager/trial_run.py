@@ -83,7 +83,7 @@ def lacks_values(error: CaptureError) -> bool:
     return any(words in str(error) for words in (READS, DEPENDS, TAKEN))
 
 
-def find_asked(
+def find_eager_modules(
     model: nn.Module, eager: Iterable[str], *, key: str = "graph_pipeline.eager"
 ) -> tuple[str, ...]:
     """Return the modules that paths name; ``*`` in one stands for any one part of a path.

@@ -24,10 +24,10 @@ from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.eager.trial_run import READS, Untraceable
 from gpp_plugin.capture.tracing.carried_state import LeavesState, StateFinder, carried_in, is_number
+from gpp_plugin.capture.tracing.meta_copy import MetaCopy, fake_inputs
 from gpp_plugin.capture.tracing.outside import TORCHS_OWN, hidden_process_group, noted_accesses, refill
 from gpp_plugin.capture.tracing.overflow import OverflowMode
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit
-from gpp_plugin.capture.tracing.shadow import MetaCopy, fake_inputs
 from gpp_plugin.capture.tracing.symbolic_sizes import leave_open, tensors_in
 from gpp_plugin.capture.tracing.values import ReadingMode, Recording
 from gpp_plugin.errors import CaptureError

@@ -28,9 +28,9 @@ from gpp_plugin.capture.tracing.clean import (
     copy_written_inputs,
     written_storages,
 )
+from gpp_plugin.capture.tracing.meta_copy import MetaCopy
 from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
-from gpp_plugin.capture.tracing.shadow import MetaCopy
 from gpp_plugin.capture.tracing.symbolic_sizes import has_shape_of
 from gpp_plugin.capture.tracing.torch_export import WRAPPED, Call, call_by_key, export_model, split_batch
 from gpp_plugin.capture.tracing.values import Recording

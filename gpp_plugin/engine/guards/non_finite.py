@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.job_board import mark_shared
 from gpp_plugin.runtime.ranks.rank_status import HERE
 
@@ -192,7 +192,9 @@ def _module_of(owner: Any, line: str) -> str:
     return f"module {path.split('.', 1)[-1]}" if path else f"operator {name}"
 
 
-def first_found(found: Found | None, meeting: Meeting) -> str:
+def first_found(found: Found | None, collectives: Collectives) -> str:
     """Return where numbers were first not finite on any rank; empty where no operator was seen; collective."""
-    gathered = [each for each in meeting.gather(found, "where numbers are not finite") if each is not None]
+    gathered = [
+        each for each in collectives.gather(found, "where numbers are not finite") if each is not None
+    ]
     return min(gathered, key=lambda each: each.order).place if gathered else ""

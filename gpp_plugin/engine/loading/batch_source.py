@@ -43,7 +43,7 @@ from gpp_plugin.runtime.batches import (
     shape_key,
     unit_key,
 )
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
 
 LOADING_TIMEOUT_S = 600.0
@@ -297,14 +297,14 @@ class BatchSource:
 
     def share_position(self, own: Any) -> Any:
         """Return, on every rank, where the rank that broadcasts shapes is in the engine's own data; collective."""
-        return self._meeting().tell(own, source=self.source, what="the position in the data")
+        return self._collectives().tell(own, source=self.source, what="the position in the data")
 
     def gather_positions(self, own: Any) -> list[Any]:
         """Return where every rank is in the caller's data; collective."""
-        return self._meeting().gather(own, "the position in the data")
+        return self._collectives().gather(own, "the position in the data")
 
-    def _meeting(self) -> Meeting:
-        return Meeting(group=self._group, who=f"rank {self.rank}", timeout_s=self._timeout_s)
+    def _collectives(self) -> Collectives:
+        return Collectives(group=self._group, who=f"rank {self.rank}", timeout_s=self._timeout_s)
 
     def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
@@ -398,7 +398,9 @@ class BatchSource:
             own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
         elif self._is_source() and batch is not None:
             own = mini_batch_shapes(batch)
-        reported = self._meeting().tell(own, source=self.source, what=f"a new shape, from rank {self.source}")
+        reported = self._collectives().tell(
+            own, source=self.source, what=f"a new shape, from rank {self.source}"
+        )
         assert reported is not None
         return reported
 

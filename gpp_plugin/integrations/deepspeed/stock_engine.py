@@ -47,7 +47,7 @@ from gpp_plugin.runtime.code_by_shape import MAX_SHAPES
 from gpp_plugin.runtime.evaluation import evaluation_plan
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.rank_programs import held_tensors
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, build_stage_function
 from gpp_plugin.runtime.stage_source import Reference
@@ -246,8 +246,8 @@ def bits_length(spec: TensorSpec, comm_dtype: torch.dtype) -> int:
 
 
 def _carrier(dtype: torch.dtype, comm_dtype: torch.dtype) -> torch.dtype:
-    """Return a type that holds every value of ``dtype`` and is no narrower than a wire's element."""
-    # By width, over wires of bf16 (2 bytes): bool -> int16, 1 element; int64 stays, 4 elements; float32
+    """Return a type that holds every value of ``dtype`` and is no narrower than a payload's element."""
+    # By width, over payloads of bf16 (2 bytes): bool -> int16, 1 element; int64 stays, 4 elements; float32
     # stays, 2. Over fp32: bool -> int32, 1 element; bf16 -> float32, 1 element, exactly.
     if dtype.itemsize >= comm_dtype.itemsize:
         return dtype
@@ -384,7 +384,7 @@ class StockPipelineEngine(PipelineEngine):
         self.last_timeline: Timeline | None = None
         self._events: list[Event] | None = None
         timeout_s = max(runner.source.config.comm_timeout_s, LOADING_TIMEOUT_S)
-        self._meeting = Meeting(
+        self._collectives = Collectives(
             group=setting.group,
             who=f"rank {setting.rank}, stage {runner.plan.stages[runner.stage_index].name!r}",
             timeout_s=timeout_s,
@@ -415,7 +415,7 @@ class StockPipelineEngine(PipelineEngine):
         self.set_dataiterator(BoundIterator(self._layer, rows))
         # DeepSpeed has no timeline; `_timed` wraps the instructions of its schedule. The clock
         # agrees over ranks first.
-        clock = start_clock(self._meeting) if self.record_timelines else None
+        clock = start_clock(self._collectives) if self.record_timelines else None
         self._events = [] if clock is not None else None
         try:
             with rows:
@@ -429,7 +429,7 @@ class StockPipelineEngine(PipelineEngine):
                 self._events or [],
                 clock,
                 plan=self.plan,
-                meeting=self._meeting,
+                collectives=self._collectives,
                 path=source.config.trace_path,
                 step=self.global_steps,
             )

@@ -24,7 +24,7 @@ from gpp_plugin.integrations.huggingface.hf_weights import (
     tied_names,
 )
 from gpp_plugin.ir.serialize import write_text_whole
-from gpp_plugin.runtime.ranks.agree import Meeting
+from gpp_plugin.runtime.ranks.agree import Collectives
 
 # Adapters (LoRA and its like) in the files that peft reads: which tensors they are, and how they are written.
 #
@@ -148,20 +148,20 @@ def save_pretrained(
     """
     stages = ", ".join(map(str, sorted(states))) or "no stage"
     who = f"rank {dist.get_rank()}, which writes {stages}" if group is not None else "the process"
-    meeting = Meeting(group=group, who=who, timeout_s=timeout)
+    collectives = Collectives(group=group, who=who, timeout_s=timeout)
     target = Path(directory)
     staging = target.parent / f".{target.name}.saving"
     if has_adapters(model):
-        _save_adapters(staging, target, model, states, meeting)
+        _save_adapters(staging, target, model, states, collectives)
         return
     # the phases above; an old export is touched in the last only
     nothing: dict[int, Sizes] = {}
     sizes, problem = _attempt(lambda: {s: _saved_sizes(model, state) for s, state in states.items()}, nothing)
-    everyone = [pair for of_rank in _agree(problem, meeting, sizes) for pair in of_rank.items()]
+    everyone = [pair for of_rank in _agree(problem, collectives, sizes) for pair in of_rank.items()]
     shards = _assign_shards(model, everyone, num_stages)
     is_first = min(shards) in states
     _, problem = _attempt(lambda: _prepare_directory(staging, target) if is_first else None, None)
-    _agree(problem, meeting)
+    _agree(problem, collectives)
 
     def write() -> dict[int, dict[str, int]]:
         if is_first:
@@ -174,11 +174,11 @@ def save_pretrained(
     try:
         # Whatever fails here or on another rank, the target is untouched until `_commit`, and
         # nothing is left beside it.
-        maps = [pair for of_rank in _agree(problem, meeting, written) for pair in of_rank.items()]
+        maps = [pair for of_rank in _agree(problem, collectives, written) for pair in of_rank.items()]
         _, problem = _attempt(
             lambda: _commit(staging, target, _index(model, maps, shards)) if is_first else None, None
         )
-        _agree(problem, meeting)
+        _agree(problem, collectives)
     finally:
         if is_first:
             shutil.rmtree(staging, ignore_errors=True)
@@ -189,7 +189,7 @@ def _save_adapters(
     target: Path,
     model: nn.Module,
     states: Mapping[int, Mapping[str, Tensor]],
-    meeting: Meeting,
+    collectives: Collectives,
 ) -> None:
     """Gather the adapters' tensors, small beside the model, on the first rank, which writes them."""
 
@@ -201,8 +201,8 @@ def _save_adapters(
 
     nothing: tuple[set[str], dict[str, Tensor]] = (set(), {})
     (names, tensors), problem = _attempt(own, nothing)
-    _agree(problem, meeting)
-    gathered = meeting.gather_on_first(tensors, "the adapters' weights")
+    _agree(problem, collectives)
+    gathered = collectives.gather_on_first(tensors, "the adapters' weights")
 
     def write() -> None:
         if gathered is None:
@@ -222,7 +222,7 @@ def _save_adapters(
 
     _, problem = _attempt(write, None)
     try:
-        _agree(problem, meeting)
+        _agree(problem, collectives)
     finally:
         if gathered is not None:
             shutil.rmtree(staging, ignore_errors=True)
@@ -391,9 +391,9 @@ def _attempt(action: Callable[[], T], otherwise: T) -> tuple[T, str | None]:
         ) else f"{type(error).__name__}: {error}"
 
 
-def _agree(problem: str | None, meeting: Meeting, payload: Any = None) -> list[Any]:
+def _agree(problem: str | None, collectives: Collectives, payload: Any = None) -> list[Any]:
     """Return every rank's payload, or raise on all ranks if one has a problem."""
-    answers = meeting.gather((problem, payload), "saving the model")
+    answers = collectives.gather((problem, payload), "saving the model")
     failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
     if failures:
         raise CheckpointError("the model was not saved; " + "; ".join(dict.fromkeys(failures)))

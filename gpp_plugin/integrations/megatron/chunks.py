@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.model.graph.stage_context import StageContext
-from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
+from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 
 # The process groups of a stage as megatron-core takes them: a `ProcessGroupCollection` laid out by a `HyperCommGrid`.
 #
@@ -197,7 +197,7 @@ class DropoutStreams:
         drawn = torch.empty((), dtype=torch.int64).random_(_SEEDS)
         if self._context.tensor_size > 1:  # on the CPU: no device waits for it
             self._share(drawn)
-        with kept_streams(self._context.device):
+        with restored_streams(self._context.device):
             seed_streams((int(drawn) + self._place) % _SEEDS, self._context)
             yield
 

@@ -34,10 +34,10 @@ from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports
 from gpp_plugin.plugins import Channel, Transport, TransportFactory, TransportRequest
+from gpp_plugin.runtime.messages.payloads import Payload
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.messages.sockets import widen_open_sockets, widened_sockets
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT
-from gpp_plugin.runtime.messages.wires import Wire
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 
 Pair = tuple[int, int]
@@ -70,11 +70,11 @@ class MegatronTransport:
         self._timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         self._communicators: dict[tuple[Pair, torch.dtype], Any] = {}
 
-    def bind_send(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
+    def bind_send(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
         """Return what sends the message."""
-        call = self._call(message, wires)
+        call = self._call(message, payloads)
         if call is None:
-            return self._native.bind_send(message, wires, edge)
+            return self._native.bind_send(message, payloads, edge)
         place = MessagePlace("send", message, edge, self._timeout)
 
         def post(tensors: Sequence[Tensor]) -> Pending:
@@ -86,12 +86,12 @@ class MegatronTransport:
 
         return post
 
-    def bind_receive(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
+    def bind_receive(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
         """Return what receives the message into a tensor of the communicator's, which the buffer becomes."""
-        call = self._call(message, wires)
+        call = self._call(message, payloads)
         if call is None:
-            return self._native.bind_receive(message, wires, edge)
-        shape = list(wires[0].shape)
+            return self._native.bind_receive(message, payloads, edge)
+        shape = list(payloads[0].shape)
         place = MessagePlace("receive", message, edge, self._timeout)
 
         def post(buffers: Sequence[Tensor]) -> Pending:
@@ -104,14 +104,14 @@ class MegatronTransport:
 
         return post
 
-    def _call(self, message: Message, wires: Sequence[Wire]) -> Callable[..., Any] | None:
+    def _call(self, message: Message, payloads: Sequence[Payload]) -> Callable[..., Any] | None:
         """Return the communicator's call that moves messages of this kind; None for one that it cannot carry."""
         pair = _pair(message.src_rank, message.dst_rank)
-        if pair not in self._groups or len(wires) != 1 or not wires[0].dtype.is_floating_point:
+        if pair not in self._groups or len(payloads) != 1 or not payloads[0].dtype.is_floating_point:
             return None
-        key = (pair, wires[0].dtype)
+        key = (pair, payloads[0].dtype)
         if key not in self._communicators:
-            self._communicators[key] = _make_communicator(self._groups[pair], wires[0].dtype)
+            self._communicators[key] = _make_communicator(self._groups[pair], payloads[0].dtype)
         communicator = self._communicators[key]
         if message.direction is Direction.ACTIVATION:
             return communicator.send_forward_recv_forward

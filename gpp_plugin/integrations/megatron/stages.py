@@ -36,7 +36,7 @@ from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.integrations.megatron import cpu
 from gpp_plugin.integrations.megatron.chunks import collect_groups
 from gpp_plugin.model.graph.stage_context import StageContext
-from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.random_streams import restored_streams
 
 # Weights of a chunk from those of a whole model at tensor size 1, and back.
 #
@@ -222,7 +222,7 @@ class MegatronStage:
         # were: what a user's program draws next does not depend on which stage a rank builds. All of a
         # stage's ranks use one seed; Megatron's tracked streams differ by tensor rank, so shards differ, and
         # what all hold alike is equal.
-        with kept_streams(context.device):
+        with restored_streams(context.device):
             chunk = f"{self.seed}/{context.stage}/{self.layers.start}"  # no two chunks draw the same layers
             seed_streams(zlib.crc32(chunk.encode()), context)
             module = self.build(config, collect_groups(context), context)

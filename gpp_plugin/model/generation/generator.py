@@ -63,8 +63,8 @@ from gpp_plugin.model.generation.shape_memory import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
 from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
-from gpp_plugin.runtime.random_streams import kept_streams, set_streams, streams_of
-from gpp_plugin.runtime.ranks.agree import Meeting, exchange
+from gpp_plugin.runtime.random_streams import restored_streams, set_streams, streams_of
+from gpp_plugin.runtime.ranks.agree import Collectives, exchange
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Generator:
         plan: of training.
         config: how caches lie.
         free_bytes: returns what this rank has free for them, in bytes; None where it is unknown, on all ranks alike.
-        meeting: of all ranks.
+        collectives: of all ranks.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Generator:
         plan: PipelinePlan,
         config: GenerateConfig,
         setting: Setting,
-        meeting: Meeting,
+        collectives: Collectives,
         free_bytes: Callable[[], int | None],
     ) -> None:
         self._free_bytes = free_bytes
@@ -119,7 +119,7 @@ class Generator:
         self._micro_batches = 1
         self._model = model
         self._setting = setting
-        self._meeting = meeting
+        self._collectives = collectives
         self._replicas = replicas_of(plan)
         self._plan = plan
         # by micro-batch: a link of each replica
@@ -363,7 +363,7 @@ class Generator:
         own = self._caches or RankCaches(
             rank=self._setting.rank, layers=0, rows=0, length=0, predicted_bytes=0, counted_bytes=0
         )
-        gathered = self._meeting.gather((own, self._caches is not None), "a report of caches")
+        gathered = self._collectives.gather((own, self._caches is not None), "a report of caches")
         if not any(is_there for _, is_there in gathered):
             raise ConfigError(NOTHING_GENERATED)
         return CacheReport(
@@ -441,7 +441,7 @@ class Generator:
                 free_bytes=free_bytes,
                 weights=self._model.joined_bytes,
             )
-            needs = self._meeting.gather(need, "a look at the memory for caches")
+            needs = self._collectives.gather(need, "a look at the memory for caches")
         return is_cut(requested, needs, why_not=why_not)
 
     def _peers_of(self, part: ReplicaPart) -> CachePeers:
@@ -503,18 +503,20 @@ class Generator:
         """Let all ranks draw what rank 0 would; the others draw on as if nothing had been drawn."""
         # As one process with rank 0's seed would draw: rank 0's own generators continue, the others' come back.
         device = self._setting.device
-        gathered = self._meeting.tell(streams_of(device), source=0, what="the random state of a generation")
+        gathered = self._collectives.tell(
+            streams_of(device), source=0, what="the random state of a generation"
+        )
         if self._setting.rank == 0:
             yield
             return
-        with kept_streams(device):
+        with restored_streams(device):
             set_streams(device, gathered)
             yield
 
     def _make_links(self, micro_batches: int) -> None:
         """Create what joins the ranks of each replica, once: groups, by all ranks in one order, and links over them."""
         setting = self._setting
-        limit_s = self._meeting.timeout_s
+        limit_s = self._collectives.timeout_s
 
         def make_group(ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
             if len(ranks) < 2:

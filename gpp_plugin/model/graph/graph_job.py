@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpp_plugin.capture.eager.trial_run import find_asked
+from gpp_plugin.capture.eager.trial_run import find_eager_modules
 from gpp_plugin.capture.recapture import attributes_read
 from gpp_plugin.capture.tracing.sample_batches import (
     WholeUnit,
@@ -574,7 +574,7 @@ def _eager_of(graph: ResolvedGraph, eager: Sequence[str]) -> dict[str, tuple[str
     for stage in captured:
         own = [path.removeprefix(stage.prefix) for path in eager if path.startswith(stage.prefix)]
         assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
-        found[stage.name] = find_asked(stage.spec.make, own)
+        found[stage.name] = find_eager_modules(stage.spec.make, own)
     return found
 
 

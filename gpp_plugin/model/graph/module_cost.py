@@ -29,7 +29,7 @@ from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
-from gpp_plugin.ir.profile import BlockCost, KeptStorage, ModuleMemory, Profile
+from gpp_plugin.ir.profile import BlockCost, ModuleMemory, Profile, SavedStorage
 from gpp_plugin.model.graph.captured_part import CapturedPart, PartView
 from gpp_plugin.model.graph.module_trial import ModuleTrial, Place, stage_arguments
 from gpp_plugin.model.graph.probe import Survey
@@ -272,7 +272,7 @@ def module_memory(
     for number, most in enumerate(uses[counts[-1]] if len(forms) == 1 else ()):
         per_sample, fixed = line([(n, uses[n][number].num_bytes) for n in counts])
         storages.append(
-            KeptStorage(
+            SavedStorage(
                 bytes_per_sample=per_sample,
                 bytes_fixed=fixed,
                 last_use=most.last_use,

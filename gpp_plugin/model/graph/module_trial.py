@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gpp_plugin.capture.tracing.meta_copy import set_modes
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
-from gpp_plugin.capture.tracing.shadow import set_modes
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.random_streams import restored_streams
 from gpp_plugin.runtime.stage_module import StageFunction
 
 
@@ -161,7 +161,7 @@ def undisturbed(module: nn.Module, *, is_training: bool, device: torch.device) -
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     set_modes(module, training=is_training)
     try:
-        with kept_streams(device):
+        with restored_streams(device):
             yield
     finally:
         for part, mode in modes.items():

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from gpp_plugin.capture.tracing.shadow import set_modes
+from gpp_plugin.capture.tracing.meta_copy import set_modes
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.block_graph import Parameter
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.model.graph.stage_context import StageContext
-from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
+from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.stage_module import StageModule, owner_of
 
 
@@ -51,7 +51,7 @@ def make_module(stage: GraphStage, context: StageContext, *, seed: int) -> nn.Mo
     if isinstance(make, nn.Module):
         module = make
     else:
-        with kept_streams(context.device):
+        with restored_streams(context.device):
             seed_streams_of(context.device, seed)
             try:
                 module = call_factory(stage.name, make, context)

@@ -33,12 +33,12 @@ from gpp_plugin.capture.tracing.carried_state import (
     initial_values,
     without_history,
 )
+from gpp_plugin.capture.tracing.meta_copy import rebind_hooks, set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.outside import hidden_process_group, noted_accesses, watched_generators
-from gpp_plugin.capture.tracing.shadow import rebind_hooks, set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
 from gpp_plugin.ir.block_graph import CARRIED, is_carried
 from gpp_plugin.model.weights.materialize import materialize_parameters
-from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
+from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.stage_module import build_stage_function
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 2e-6
@@ -119,7 +119,7 @@ def copy_model(model: nn.Module, *, device: torch.device, dtype: torch.dtype | N
         CheckpointError: nothing gives a buffer of a meta module its value.
     """
 
-    # As for tracing (`make_shadow`): what `deepcopy` finds in ``memo`` it does not copy, and ties stay ties.
+    # As for tracing (`make_meta_copy`): what `deepcopy` finds in ``memo`` it does not copy, and ties stay ties.
     memo: dict[int, Any] = {**without_history(model)}
     for name, parameter in model.named_parameters():
         wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
@@ -190,7 +190,7 @@ def compare_capture(
         with ExitStack() as around:
             around.enter_context(hidden_process_group())
             around.enter_context(watched_generators(clone))
-            around.enter_context(kept_streams(captured.device))
+            around.enter_context(restored_streams(captured.device))
             if has_draws:
                 around.enter_context(_SameDraws(captured.device))
             yield

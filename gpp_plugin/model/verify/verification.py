@@ -41,7 +41,7 @@ from gpp_plugin.model.verify.compare_capture import (
     in_float32,
 )
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.random_streams import kept_streams
+from gpp_plugin.runtime.random_streams import restored_streams
 
 # Does a model separate samples that lie in one row? Found out by running the last of them alone.
 #
@@ -90,7 +90,7 @@ def mixes_packed_rows(module: nn.Module, arguments: Mapping[str, Any], *, call: 
     was_training = module.training
     module.eval()  # no dropout
     try:
-        with torch.no_grad(), hidden_process_group(), kept_streams(arguments[POSITIONS].device):
+        with torch.no_grad(), hidden_process_group(), restored_streams(arguments[POSITIONS].device):
             packed, single = (_compared(call(module, inputs)) for inputs in (row, alone))
     finally:
         module.train(was_training)

@@ -35,7 +35,7 @@ from gpp_plugin.integrations.huggingface.hf_weights import (
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
 from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.runtime.memory.counting import storage_bytes
-from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
+from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 
 Finish = Callable[[str, Tensor], Tensor]
 """Moves and casts the tensor of a first name."""
@@ -99,7 +99,7 @@ def materialize_parameters(
     unmade = [home for home in on_meta if home not in made]
     # On the CPU, wherever the caller makes tensors by default: values do not depend on the device they are for; the
     # device's own generator is seeded as well, for an initialiser that draws there all the same.
-    with kept_streams(device), torch.device("cpu"):
+    with restored_streams(device), torch.device("cpu"):
         made.update(_initialise(model, unmade, groups, _Draw(seed, torch.device(device)), finish))
     for home in dict.fromkeys(first[name] for name in wanted):
         if home not in made:

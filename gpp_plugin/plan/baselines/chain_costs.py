@@ -23,7 +23,7 @@ from gpp_plugin.plan.costs.cost_model import (
     prefix_sums,
     ring_us,
 )
-from gpp_plugin.plan.costs.estimate import interval_bytes, judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us, interval_bytes
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
 from gpp_plugin.plan.linear_order import linear_order
@@ -280,7 +280,7 @@ def best_sequential(
     if best is None:
         return None
     plan = build_plan(request, best[1], planner=planner, costs=costs)
-    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+    return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
 
 
 def _as_it_runs(

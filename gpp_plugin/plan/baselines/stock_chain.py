@@ -21,7 +21,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import as_sequential, even_stage_counts
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.linear_order import linear_order, split_by_layers, split_by_weight
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.degrees import choose_degrees
@@ -108,7 +108,7 @@ def stock_plan(request: PlanRequest) -> PipelinePlan:
     plan = build_plan(request, drafts, planner=STOCK, costs=costs, notes=_notes(request, size))
     sequential = as_sequential(plan, costs)
     # what a chain holds and takes; the edges stay those of the graph, along which tensors are passed on
-    return dataclasses.replace(sequential, edges=plan.edges, iteration_us=judge_us(sequential, costs))
+    return dataclasses.replace(sequential, edges=plan.edges, iteration_us=evaluate_us(sequential, costs))
 
 
 def _shape(request: PlanRequest) -> tuple[int, int]:

@@ -500,7 +500,7 @@ class CostModel:
             *held, per_sample, fixed = self._static[:, rows].sum(axis=1).tolist()
             if self._profile.shared or self._profile.tied:
                 names = {self._costs[row].block for row in rows}
-                more, more_fixed = self._profile.kept_with_others(names)
+                more, more_fixed = self._profile.saved_with_others(names)
                 per_sample, fixed = per_sample + more, fixed + more_fixed
                 again = self._profile.counted_again(names)
                 held = [total - twice for total, twice in zip(held, again, strict=True)]

@@ -283,7 +283,7 @@ MAX_RANK_TASKS = 60_000
 """Tasks summed over ranks that are simulated one by one; above, the ranks of a stage move as one."""
 
 
-def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
+def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
     """Return the predicted microseconds of one mini-batch of ``plan``.
 
     Plans of very many ranks are predicted by `estimate`, without contention for links. Not so where a rank holds

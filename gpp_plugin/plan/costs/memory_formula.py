@@ -250,7 +250,7 @@ def _of_stage(
     local = stage.local_batch_size * more_samples
     again = profile.counted_again(stage.blocks)
     weights = sum(c.parameter_bytes for c in costs) - again[0]
-    shared, shared_fixed = profile.kept_with_others(stage.blocks)
+    shared, shared_fixed = profile.saved_with_others(stage.blocks)
     saved_bytes = shared * local + shared_fixed
     saved_bytes += sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in costs)
     working = 0

@@ -13,7 +13,7 @@ from gpp_plugin.ir.serialize import fingerprint, is_envelope
 from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.explicit.fixed_stages import EXPLICIT, in_mode
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan, stage_edges
 from gpp_plugin.plan.plan_form import plan_of_envelope
@@ -184,7 +184,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
         edges=tuple(edges),
         notes=(*plan.notes, "made for other shapes or another precision; sizes and times are this run's"),
     )
-    fitted = dataclasses.replace(fitted, iteration_us=judge_us(fitted, costs))
+    fitted = dataclasses.replace(fitted, iteration_us=evaluate_us(fitted, costs))
     return complete_plan(fitted, graph, request.profile)
 
 

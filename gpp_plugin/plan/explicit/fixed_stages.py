@@ -18,7 +18,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules, blocks_under, coupled_blocks, nearest_names
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.request import PlanRequest
@@ -147,7 +147,7 @@ def to_asynchronous(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     fitter = fitter_for(request, costs)
     fitted = tuple(_fitted(made, index, costs, fitter) for index in range(len(stages)))
     made = dataclasses.replace(made, stages=fitted)
-    return dataclasses.replace(made, iteration_us=judge_us(made, costs))
+    return dataclasses.replace(made, iteration_us=evaluate_us(made, costs))
 
 
 def _fitted(plan: PipelinePlan, index: int, costs: CostModel, fitter: StageFitter | None) -> Stage:

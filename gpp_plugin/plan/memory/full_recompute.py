@@ -19,7 +19,7 @@ from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import Interval, StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
@@ -59,7 +59,7 @@ def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
         return recompute_modules(plan, request)
     if splits_backwards(plan):
         plan = with_part_times(plan, costs)
-    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+    return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
 
 
 def _recomputed(stage: Stage, num_versions: int, request: PlanRequest, everything: GraphTensors) -> Stage:

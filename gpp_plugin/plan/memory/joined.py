@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.refine import Candidate, Refiner
@@ -99,7 +99,7 @@ def best_evaluated(
             plan = fitter.fitted(plan)
         if memory_excess(request, plan)[0] > 0:
             continue
-        plan = dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+        plan = dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
         if best is None or (plan.iteration_us, plan.depth) < (best.iteration_us * (1 - 1e-9), best.depth):
             best = plan
     return best

@@ -19,7 +19,7 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors, chain_results, chain_tensors
@@ -354,7 +354,7 @@ def _to_plan(
     plan = dataclasses.replace(
         plan, stages=tuple(stages), mode=request.mode, vertical_sync=request.vertical_sync
     )
-    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+    return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
 
 
 def _with_choice(stage: Stage, choice: StageChoice, in_flight: int, mode: str) -> Stage:

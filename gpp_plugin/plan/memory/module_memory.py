@@ -23,7 +23,7 @@ from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import ModuleMemory
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import judge_us
+from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.graph_tensors import SavedTensors, UnsavedResults
@@ -127,7 +127,7 @@ def recompute_modules(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
         for old, new, part in zip(plan.stages, stages, parts, strict=True)
     ]
     changed = changed.with_each(memory_bytes=needs)
-    changed = dataclasses.replace(changed, iteration_us=judge_us(changed, costs))
+    changed = dataclasses.replace(changed, iteration_us=evaluate_us(changed, costs))
     validate_for(changed, request)
     return changed
 

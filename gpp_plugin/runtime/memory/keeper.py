@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpp_plugin.capture.eager.opaque_call import saving_apart
+from gpp_plugin.capture.eager.opaque_call import saving_separately
 from gpp_plugin.errors import PlanError, RuntimeFailure
 from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.ir.memory_report import MemoryCounts
@@ -279,7 +279,7 @@ class KeepAll:
 # ---- the shell --------------------------------------------------------------------------------------
 
 
-class StageKeeper:
+class StageActivations:
     """Runs the forwards of a stage that swaps, recomputes or is counted, and gets ready for its backwards.
 
     Args:
@@ -346,7 +346,7 @@ class StageKeeper:
                 leaf = entered[index].requires_grad_(True)
             leaves.append(leaf)
         forward = policy.begin(fixed, entered, micro_batch=micro_batch, counter=counter)
-        with saved_tensors_hooks(forward.packer(), unpack), saving_apart(forward.keep, unpack):
+        with saved_tensors_hooks(forward.packer(), unpack), saving_separately(forward.keep, unpack):
             outputs = forward.run(fixed, entered)
         forward.finish()
         if half:

@@ -29,7 +29,7 @@ from gpp_plugin.runtime.memory.keeper import (
     Packed,
     Pass,
     SavePolicy,
-    StageKeeper,
+    StageActivations,
     StageOperators,
     make_policy,
     pack_versioned,
@@ -352,7 +352,7 @@ class KnownSaves:
         self._recipes.setdefault(module, {})[policy] = recipe
 
 
-def make_keeper(
+def make_stage_activations(
     *,
     stage: str,
     plan: MemoryPlan,
@@ -364,7 +364,7 @@ def make_keeper(
     link: SwapLink,
     next_backward: NextBackward = lambda turn: None,
     known: KnownSaves | None = None,
-) -> StageKeeper:
+) -> StageActivations:
     """Return what runs the forwards of a stage that swaps or recomputes.
 
     Args:
@@ -374,14 +374,14 @@ def make_keeper(
         whole, half: the stage's code for a micro-batch, and for half of it.
         gradient_inputs: received tensors that take a gradient.
         link: shared by all shapes of a runner.
-        next_backward: as of `StageKeeper`.
+        next_backward: as of `StageActivations`.
         known: of the same stage under the same plan at other shapes; learns what is found out here.
 
     Raises:
         PlanError: the plan does not fit the stage's code.
     """
     make = _policy_maker(stage, plan, blocks, operators, whole, link, known or KnownSaves())
-    return StageKeeper(
+    return StageActivations(
         whole=make(whole),
         half=None if half is None else make(half),
         leaves=[whole.received.index(name) for name in gradient_inputs],

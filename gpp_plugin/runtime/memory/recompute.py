@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpp_plugin.capture.eager.opaque_call import saving_apart
+from gpp_plugin.capture.eager.opaque_call import saving_separately
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.runtime.memory.counting import MemoryCounter, storage_id
 from gpp_plugin.runtime.memory.keeper import Packed, Pass, pack_versioned
@@ -169,7 +169,7 @@ class Replay:
         try:
             # what an opaque call saves was saved the first time, and is dropped the second
             hooks = saved_tensors_hooks(collect, _never)
-            with torch.enable_grad(), hooks, saving_apart(lambda tensor: None, _never):
+            with torch.enable_grad(), hooks, saving_separately(lambda tensor: None, _never):
                 second.code.call(self, *arguments)
         finally:
             if before is not None:

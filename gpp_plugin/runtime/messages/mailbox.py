@@ -2,8 +2,8 @@
 
 A send and a receive are posted where the program has them (a receive some receives early where the transport says that
 nothing can stand still for it). A task waits for the messages it reads, so a message delays nothing but its reader.
-What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. A program takes over
-what the one before has posted, and leaves its own to the next one (`Carry`).
+What a message holds (`payloads`) and where its rows come from (`routes`) is resolved at compile time. A program takes
+over what the one before has posted, and leaves its own to the next one (`Carry`).
 
 What passes between two stages of one rank never travels: the producer's mailbox lays the very tensors down where the
 consumer's takes them (`HandOvers`), in the next instruction of the rank's program.
@@ -190,19 +190,19 @@ def pack_entry(entry: MessageEntry, made: Mapping[int, Sequence[Tensor]]) -> Ten
     Raises:
         RuntimeFailure: it is not of the shape or dtype that the plan was compiled for.
     """
-    wire = entry.wire
-    tensor = _join_rows(entry.sources, wire.axis, made)
-    for cut in wire.cuts:
+    payload = entry.payload
+    tensor = _join_rows(entry.sources, payload.axis, made)
+    for cut in payload.cuts:
         if tensor.shape[cut.axis] != cut.size:
             raise RuntimeFailure(
-                f"{wire.name} is {tuple(tensor.shape)}; by the plan each tensor rank holds {cut.size} elements "
+                f"{payload.name} is {tuple(tensor.shape)}; by the plan each tensor rank holds {cut.size} elements "
                 f"of it along axis {cut.axis}"
             )
         tensor = tensor.narrow(cut.axis, cut.first, cut.count)
-    if tensor.shape != wire.shape or tensor.dtype != wire.dtype:
+    if tensor.shape != payload.shape or tensor.dtype != payload.dtype:
         raise RuntimeFailure(
-            f"{wire.name} is {tuple(tensor.shape)} {tensor.dtype}, the plan was compiled for "
-            f"{wire.shape} {wire.dtype}; its shape depends on the data"
+            f"{payload.name} is {tuple(tensor.shape)} {tensor.dtype}, the plan was compiled for "
+            f"{payload.shape} {payload.dtype}; its shape depends on the data"
         )
     return tensor.contiguous()
 
@@ -319,7 +319,7 @@ class Mailbox:
         # Receives have numbers, those of local transfers too; what is posted is counted without them. Of receives 0-3,
         # 1 a local transfer, ``travelling`` is [0, 2, 3]: the second that is posted is number 2.
         received = routes.receives
-        self._travelling = [n for n, (message, _) in enumerate(received) if not message.is_hand_over]
+        self._travelling = [n for n, (message, _) in enumerate(received) if not message.is_local_transfer]
         assert transport is not None or not self._travelling, "a program with messages needs a transport"
         self._routes = routes
         self._hand_overs = hand_overs
@@ -327,7 +327,7 @@ class Mailbox:
         self._names = names
         self._recorder = recorder
         self._carried = carried
-        self._num_carried = sum(not message.is_hand_over for message in carried)
+        self._num_carried = sum(not message.is_local_transfer for message in carried)
         self._is_trained = is_trained
         self._bound: list[Post] = []
         early = 0
@@ -337,7 +337,7 @@ class Mailbox:
                 transport.bind_receive(received[n][0], received[n][1], names[received[n][0].edge])
                 for n in self._travelling
             ]
-        shapes = [[(wire.shape, wire.dtype) for wire in received[n][1]] for n in self._travelling]
+        shapes = [[(payload.shape, payload.dtype) for payload in received[n][1]] for n in self._travelling]
         self._buffers = ReceiveBuffers(shapes, device=device, early=early)
         self._marks = self._posted_at()
         self._most_sends = _most_sends(program, in_flight=in_flight)
@@ -347,7 +347,7 @@ class Mailbox:
         # What is under way, in bytes: sent and not waited for; made for receives, less what a task has waited for.
         # Buffers that are made ahead count from then on, as memory is taken then. ``_sent_bytes`` is of the last ones
         # of ``_sends``: what a program took over is not counted.
-        self._sizes = [sum(wire.num_bytes for wire in wires) for _, wires in received]
+        self._sizes = [sum(payload.num_bytes for payload in payloads) for _, payloads in received]
         self._sent_bytes: deque[int] = deque()
         self._sending_bytes = self._read_bytes = 0
         self.most_bytes = 0
@@ -377,7 +377,7 @@ class Mailbox:
         if self._transport is None:
             return []
         depth, limit = self._transport.prepost_depth, self._transport.prepost_bytes
-        sizes = [sum(wire.num_bytes for wire in self._routes.receives[n][1]) for n in self._travelling]
+        sizes = [sum(payload.num_bytes for payload in self._routes.receives[n][1]) for n in self._travelling]
         marks: list[int] = []
         posted = self._num_carried
         for end in range(posted + 1, len(sizes) + 1):
@@ -395,7 +395,7 @@ class Mailbox:
         """Return what posts the program's receive number ``index``, and others before their place."""
         number = len(self._carried) + index
         message = self._routes.receives[number][0]
-        if message.is_hand_over:
+        if message.is_local_transfer:
             return self._compile_taking(number, message)
         mark = self._marks[bisect_left(self._travelling, number) - self._num_carried]
 
@@ -416,7 +416,7 @@ class Mailbox:
 
     def awaited(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return those messages of the program that a task waits for: a local transfer is there when it is taken."""
-        return tuple(n for n in numbers if not self._routes.receives[n][0].is_hand_over)
+        return tuple(n for n in numbers if not self._routes.receives[n][0].is_local_transfer)
 
     def compile_send(self, index: int, made: dict[int, Sequence[Tensor]]) -> Callable[[], None]:
         """Return what posts the program's send number ``index``.
@@ -425,15 +425,15 @@ class Mailbox:
             made: what tasks made, by slot; what nothing is sent from afterwards is taken out of it.
         """
         (message, entries), drops = self._routes.sends[index], self._routes.drops[index]
-        if message.is_hand_over:
+        if message.is_local_transfer:
             return self._compile_laying(message, entries, drops, made)
         transport = self._transport
         assert transport is not None, "a program with messages needs a transport"
-        post = transport.bind_send(message, [entry.wire for entry in entries], self._names[message.edge])
+        post = transport.bind_send(message, [entry.payload for entry in entries], self._names[message.edge])
         # What may be posted early is posted before the first message of either kind: a rank that begins with sends
         # would else keep senders waiting that answer them.
         mark = self._marks[0] if transport.prepost_depth and self._marks else 0
-        num_bytes = sum(entry.wire.num_bytes for entry in entries)
+        num_bytes = sum(entry.payload.num_bytes for entry in entries)
 
         def send() -> None:
             if self._posted < mark:
@@ -488,8 +488,8 @@ class Mailbox:
         self._receives[number].wait()
         self._read_bytes += self._sizes[number]
         if self._recorder.is_on:
-            message, wires = self._routes.receives[number]
-            self._recorder.note_message(EventKind.RECEIVE, message, start, wires)
+            message, payloads = self._routes.receives[number]
+            self._recorder.note_message(EventKind.RECEIVE, message, start, payloads)
 
     def _send(
         self,
@@ -508,7 +508,7 @@ class Mailbox:
         if not self._is_trained:
             self._sends_of[message.src_micro_batch].append(pending)
         if self._recorder.is_on:
-            self._recorder.note_message(EventKind.SEND, message, start, [entry.wire for entry in entries])
+            self._recorder.note_message(EventKind.SEND, message, start, [entry.payload for entry in entries])
 
     def finish_sends(self) -> None:
         """Wait until everything has been sent."""
@@ -576,5 +576,5 @@ def _most_sends(program: RankProgram, *, in_flight: int) -> int:
         for i in program.instructions
         if i.task is not None and i.task.kind is TaskKind.FORWARD
     }
-    sends = sum(not message.is_hand_over for message in program.messages(InstructionKind.SEND))
+    sends = sum(not message.is_local_transfer for message in program.messages(InstructionKind.SEND))
     return sends_under_way(in_flight) * math.ceil(sends / max(len(forwards), 1))

@@ -26,9 +26,9 @@ from torch import Tensor
 from gpp_plugin.ir.program import Message
 from gpp_plugin.plugins import Channel
 from gpp_plugin.runtime.messages.opening_order import opening_order
+from gpp_plugin.runtime.messages.payloads import Payload
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
-from gpp_plugin.runtime.messages.wires import Wire
-from gpp_plugin.schedule.messages import BUFFERS_AHEAD
+from gpp_plugin.schedule.messages import PREFETCHED_BUFFERS
 
 MAX_CTAS = 4
 """Thread blocks of one transfer: enough for a link, and few of the processors that compute meanwhile."""
@@ -65,7 +65,7 @@ class NcclTransport:
 
     prepost_depth = 0
     prepost_bytes = 0
-    buffers_ahead = BUFFERS_AHEAD
+    buffers_ahead = PREFETCHED_BUFFERS
 
     def __init__(self, *, device: torch.device, timeout_s: float) -> None:
         self._device = device
@@ -73,14 +73,14 @@ class NcclTransport:
         self._opened: set[Channel] = set()
         self._groups: dict[Channel, Any] = {}
 
-    def bind_send(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
+    def bind_send(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
         """Return what sends the message, all its tensors in one launch."""
         group = self._groups[message.channel]
         return _bind(
             group, group.send, _group_rank(message.channel, 1), MessagePlace("send", message, edge, None)
         )
 
-    def bind_receive(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
+    def bind_receive(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
         """Return what receives the message, all its tensors in one launch."""
         group = self._groups[message.channel]
         return _bind(

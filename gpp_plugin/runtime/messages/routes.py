@@ -29,13 +29,13 @@ from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import StageCompute
-from gpp_plugin.runtime.messages.wires import (
+from gpp_plugin.runtime.messages.payloads import (
     BoundarySpecs,
+    Payload,
     ShardCut,
-    Wire,
     held_shape,
+    payloads_of,
     specs_of,
-    wires_of,
 )
 
 
@@ -96,7 +96,7 @@ class RowSource:
 class MessageEntry:
     """One tensor of a message to send; more than one source only where it holds rows of both halves."""
 
-    wire: Wire
+    payload: Payload
     sources: tuple[RowSource, ...]
 
 
@@ -113,7 +113,7 @@ class Routes:
         names: of the tensors that the stage reads and makes, in their orders.
     """
 
-    receives: tuple[tuple[Message, tuple[Wire, ...]], ...]
+    receives: tuple[tuple[Message, tuple[Payload, ...]], ...]
     sends: tuple[tuple[Message, tuple[MessageEntry, ...]], ...]
     drops: tuple[tuple[int, ...], ...]
     reads: Mapping[Task, TaskReads]
@@ -169,7 +169,7 @@ class _Resolver:
         self._stage = plan.stages[program.stage]
         self._local = self._stage.local_batch_size
         self._shard_axes: dict[tuple[bool, str], int | None] = {}
-        self._wires_by_rows: dict[tuple[object, ...], tuple[Wire, ...]] = {}
+        self._payloads_by_rows: dict[tuple[object, ...], tuple[Payload, ...]] = {}
         for edge in plan.edges:
             for name in (*edge.batch_tensors, *edge.whole_tensors):
                 if edge.dst == program.stage:
@@ -178,11 +178,11 @@ class _Resolver:
                     self._shard_axes[False, name] = edge.src_shard_axis
         self._tasks = [i.task for i in program.instructions if i.task is not None]
         own = program.messages(InstructionKind.RECEIVE)
-        self._receives = [(message, self._wires(message, is_sender=False)) for message in carried]
+        self._receives = [(message, self._payloads(message, is_sender=False)) for message in carried]
         for message in own:
             is_next = message.samples.first_sample >= plan.mini_batch
             known = next_specs if is_next else specs
-            self._receives.append((message, self._wires(message, known, is_sender=False)))
+            self._receives.append((message, self._payloads(message, known, is_sender=False)))
         self._slots: dict[Task, int] = {}
         self._makers: dict[tuple[bool, int], list[Task]] = defaultdict(list)
         for task in self._tasks:
@@ -204,17 +204,21 @@ class _Resolver:
     def resolve_as(self, known: Routes) -> Routes | None:
         """Return the routes as those of the same program at other shapes are; None where they differ in more."""
         pairs = [(a, b) for (_, a), (_, b) in zip(self._receives, known.receives, strict=True)]
-        sent = [self._wires(message, is_sender=True) for message, _ in known.sends]
+        sent = [self._payloads(message, is_sender=True) for message, _ in known.sends]
         pairs += [
-            (new, tuple(p.wire for p in entries)) for new, (_, entries) in zip(sent, known.sends, strict=True)
+            (new, tuple(p.payload for p in entries))
+            for new, (_, entries) in zip(sent, known.sends, strict=True)
         ]
-        # micro-batches of one shape share their wires, so most pairs are looked at once
+        # micro-batches of one shape share their payloads, so most pairs are looked at once
         distinct = {(id(new), id(old)): (new, old) for new, old in pairs}.values()
         if self._names() != known.names or not all(_differ_in_shapes_only(*pair) for pair in distinct):
             return None
         entries = [
-            tuple(MessageEntry(wire=wire, sources=old.sources) for wire, old in zip(wires, olds, strict=True))
-            for wires, (_, olds) in zip(sent, known.sends, strict=True)
+            tuple(
+                MessageEntry(payload=payload, sources=old.sources)
+                for payload, old in zip(payloads, olds, strict=True)
+            )
+            for payloads, (_, olds) in zip(sent, known.sends, strict=True)
         ]
         return Routes(
             receives=tuple(self._receives),
@@ -235,9 +239,9 @@ class _Resolver:
         of = self._boundary
         return tuple(map(tuple, (of.received, of.outputs, of.gradient_outputs, of.gradient_inputs)))
 
-    def _wires(
+    def _payloads(
         self, message: Message, specs: BoundarySpecs | None = None, *, is_sender: bool
-    ) -> tuple[Wire, ...]:
+    ) -> tuple[Payload, ...]:
         # Micro-batches differ for a payload only in where its rows begin within a task.
         known, rank = specs_of(specs or self._specs, message.samples), self._program.rank
         micro_batch = message.src_micro_batch if is_sender else message.dst_micro_batch
@@ -252,9 +256,11 @@ class _Resolver:
             id(known),
             is_sender,
         )
-        if key not in self._wires_by_rows:
-            self._wires_by_rows[key] = wires_of(message, is_sender=is_sender, plan=self._plan, specs=known)
-        return self._wires_by_rows[key]
+        if key not in self._payloads_by_rows:
+            self._payloads_by_rows[key] = payloads_of(
+                message, is_sender=is_sender, plan=self._plan, specs=known
+            )
+        return self._payloads_by_rows[key]
 
     # ---- what is sent ----------------------------------------------------------------------------
 
@@ -263,20 +269,20 @@ class _Resolver:
         makers = self._makers[is_activation, message.src_micro_batch]
         names = self._boundary.outputs if is_activation else self._boundary.gradient_inputs
         return tuple(
-            MessageEntry(wire=wire, sources=self._sources(wire, makers, names.index(wire.name)))
-            for wire in self._wires(message, is_sender=True)
+            MessageEntry(payload=payload, sources=self._sources(payload, makers, names.index(payload.name)))
+            for payload in self._payloads(message, is_sender=True)
         )
 
-    def _sources(self, wire: Wire, makers: Sequence[Task], position: int) -> tuple[RowSource, ...]:
+    def _sources(self, payload: Payload, makers: Sequence[Task], position: int) -> tuple[RowSource, ...]:
         # A message of rows 1..2 of a micro-batch of four samples whose forward runs in halves takes the last row of
         # 0a (rows 0..1) and the first of 0b (rows 2..3):
         #
         #     [RowSource(slot of 0a, first_row=1, num_rows=1), RowSource(slot of 0b, first_row=0, num_rows=1)]
         sources: list[RowSource] = []
         for task in makers:
-            first, count = wire.first_row, wire.num_rows
-            if wire.axis >= 0:
-                start, end = self._rows(task, wire.name)
+            first, count = payload.first_row, payload.num_rows
+            if payload.axis >= 0:
+                start, end = self._rows(task, payload.name)
                 first, count = max(first, start) - start, min(first + count, end) - max(first, start)
                 if count <= 0:
                     continue
@@ -284,7 +290,7 @@ class _Resolver:
                 continue  # the same for all samples: the first half's does for both
             slot = self._slots.setdefault(task, len(self._slots))
             sources.append(RowSource(slot=slot, position=position, first_row=first, num_rows=count))
-        assert sources, f"no task makes {wire.name}"
+        assert sources, f"no task makes {payload.name}"
         return tuple(sources)
 
     def _spec(self, task: Task, name: str) -> TensorSpec:
@@ -335,10 +341,10 @@ class _Resolver:
     def _arrived(self) -> dict[tuple[bool, int, str], list[tuple[int, int]]]:
         """Return (number, position) of what comes of a tensor for a micro-batch, in an order that is fixed."""
         found: dict[tuple[bool, int, str], list[tuple[int, int]]] = defaultdict(list)
-        for number, (message, wires) in enumerate(self._receives):
+        for number, (message, payloads) in enumerate(self._receives):
             is_activation = message.direction is Direction.ACTIVATION
-            for position, wire in enumerate(wires):
-                found[is_activation, message.dst_micro_batch, wire.name].append((number, position))
+            for position, payload in enumerate(payloads):
+                found[is_activation, message.dst_micro_batch, payload.name].append((number, position))
         for pieces in found.values():
             pieces.sort(key=lambda p: self._order(p[0]))
         return found
@@ -370,36 +376,36 @@ class _Resolver:
 
     def _placed(self, task: Task, name: str, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces with their places, if they are different parts of shards and no join by rows will do."""
-        wires = [self._receives[piece.number][1][piece.position] for piece in pieces]
-        if len({wire.cuts for wire in wires}) == 1:
+        payloads = [self._receives[piece.number][1][piece.position] for piece in pieces]
+        if len({payload.cuts for payload in payloads}) == 1:
             return list(pieces)
         placed = []
-        for piece, wire in zip(pieces, wires, strict=True):
-            rows = wire.num_rows if piece.num_rows < 0 else piece.num_rows
+        for piece, payload in zip(pieces, payloads, strict=True):
+            rows = payload.num_rows if piece.num_rows < 0 else piece.num_rows
             start, end = self._rows(task, name)
-            first = wire.first_row + piece.first_row - start
+            first = payload.first_row + piece.first_row - start
             own = (
                 ()
-                if wire.axis < 0
-                else (ShardCut(axis=wire.axis, first=first, count=rows, size=end - start),)
+                if payload.axis < 0
+                else (ShardCut(axis=payload.axis, first=first, count=rows, size=end - start),)
             )
-            placed.append(replace(piece, place=(*own, *wire.cuts)))
+            placed.append(replace(piece, place=(*own, *payload.cuts)))
         return placed
 
     def _rows_of_half(self, task: Task, name: str, arrived: Sequence[tuple[int, int]]) -> list[Piece]:
         start, end = self._rows(task, name)
         pieces = []
         for number, position in arrived:
-            wire = self._receives[number][1][position]
-            first, last = max(wire.first_row, start), min(wire.first_row + wire.num_rows, end)
-            if (first, last) == (wire.first_row, wire.first_row + wire.num_rows):
+            payload = self._receives[number][1][position]
+            first, last = max(payload.first_row, start), min(payload.first_row + payload.num_rows, end)
+            if (first, last) == (payload.first_row, payload.first_row + payload.num_rows):
                 pieces.append(_whole(number, position))
             elif first < last:
                 pieces.append(
                     Piece(
                         number=number,
                         position=position,
-                        first_row=first - wire.first_row,
+                        first_row=first - payload.first_row,
                         num_rows=last - first,
                     )
                 )
@@ -428,7 +434,7 @@ class _Resolver:
         )
 
 
-def _differ_in_shapes_only(new: Sequence[Wire], old: Sequence[Wire]) -> bool:
+def _differ_in_shapes_only(new: Sequence[Payload], old: Sequence[Payload]) -> bool:
     """Return whether the tensors of a message are those of another one, whole and with as many rows."""
     return len(new) == len(old) and all(
         (a.name, a.slot, a.axis, a.first_row, a.num_rows, a.dtype, a.cuts)
@@ -446,7 +452,7 @@ def _whole(number: int, position: int) -> Piece:
 
 def _of_half(
     task: Task,
-    receives: Sequence[tuple[Message, tuple[Wire, ...]]],
+    receives: Sequence[tuple[Message, tuple[Payload, ...]]],
     arrived: Sequence[tuple[int, int]],
 ) -> list[Piece]:
     """Return what holds a tensor without a batch axis: the half's own, or what came for the first."""

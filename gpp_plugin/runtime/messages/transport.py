@@ -20,9 +20,9 @@ from torch import Tensor
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.plugins import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
+from gpp_plugin.runtime.messages.payloads import Payload
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.messages.sockets import LEAST_OPENING_S, open_pairs, widened_sockets
-from gpp_plugin.runtime.messages.wires import Wire
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 
 MAX_TENSORS_PER_EDGE = 4096
@@ -52,11 +52,11 @@ class GlooTransport:
         self._opened: set[Channel] = set()
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
-    def bind_send(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
+    def bind_send(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
         """Return what sends the message (staged to the host where its tensors are on a device)."""
         send, peer = self._groups[message.direction].send, message.dst_rank
-        is_packed = _is_packed(wires)
-        tags = [_tag(message, wire) for wire in (wires[:1] if is_packed else wires)]
+        is_packed = _is_packed(payloads)
+        tags = [_tag(message, payload) for payload in (payloads[:1] if is_packed else payloads)]
         place = MessagePlace("send", message, edge, self._timeout)
 
         # Small tensors are put behind each other as bytes and travel under the first one's tag. Both ends decide that
@@ -69,12 +69,12 @@ class GlooTransport:
 
         return post
 
-    def bind_receive(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
+    def bind_receive(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
         """Return what receives the message (staged from the host where its buffers are on a device)."""
         receive, peer = self._groups[message.direction].recv, message.src_rank
-        tags = [_tag(message, wire) for wire in wires]
+        tags = [_tag(message, payload) for payload in payloads]
         place = MessagePlace("receive", message, edge, self._timeout)
-        sizes = [wire.num_bytes for wire in wires]
+        sizes = [payload.num_bytes for payload in payloads]
 
         def post(buffers: Sequence[Tensor]) -> Pending:
             host = [b if b.device.type == "cpu" else _pinned(b.shape, b.dtype) for b in buffers]
@@ -87,7 +87,7 @@ class GlooTransport:
             staged = [(_as_bytes(b), part) for b, part in zip(buffers, packed.split(sizes), strict=True)]
             return Posted([receive([packed], peer, tags[0])], place, [packed], staged)
 
-        return post_packed if _is_packed(wires) else post
+        return post_packed if _is_packed(payloads) else post
 
     def open(self, channels: Collection[Channel]) -> None:
         """Connect the pairs of ranks that have none of these channels yet; collective over the pairs.
@@ -104,14 +104,14 @@ class GlooTransport:
             dist.destroy_process_group(group)
 
 
-def _tag(message: Message, wire: Wire) -> int:
+def _tag(message: Message, payload: Payload) -> int:
     # Edge 2, slot 3: 2 * 4096 + 3 = 8195. Messages of one channel and slot share a tag; gloo keeps their order.
-    return message.edge * MAX_TENSORS_PER_EDGE + wire.slot
+    return message.edge * MAX_TENSORS_PER_EDGE + payload.slot
 
 
-def _is_packed(wires: Sequence[Wire]) -> bool:
+def _is_packed(payloads: Sequence[Payload]) -> bool:
     """Return whether a message's tensors travel as one: a copy of few bytes costs less than a transfer."""
-    return len(wires) > 1 and sum(wire.num_bytes for wire in wires) <= PACKED_BYTES
+    return len(payloads) > 1 and sum(payload.num_bytes for payload in payloads) <= PACKED_BYTES
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

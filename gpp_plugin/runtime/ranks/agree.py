@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Collectives:
     """The collective operations of all ranks of a job, as one rank calls them.
 
     Args:

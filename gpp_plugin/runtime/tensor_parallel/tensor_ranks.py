@@ -28,7 +28,7 @@ from gpp_plugin.capture.sharding.find_regions import regions_of_stage
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
+from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.ranks.waiting import all_reduce, device_of, finish
 from gpp_plugin.runtime.stage_source import Reference
 
@@ -285,7 +285,7 @@ def seeded(
     distance = place * _NEXT_OPERATOR + (ranks.position + 1) * _NEXT_POSITION * is_part
 
     def run(number: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with kept_streams(device):
+        with restored_streams(device):
             seed_streams_of(device, (int(number) + distance) % (1 << 63))
             return call(*args, **kwargs)
 

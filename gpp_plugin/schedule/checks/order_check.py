@@ -100,7 +100,7 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
                     break
                 for peer in present.pop(shared)[:-1]:
                     move_on(peer)
-            if instruction.message is not None and not instruction.message.is_hand_over:
+            if instruction.message is not None and not instruction.message.is_local_transfer:
                 other = posted.pop(instruction.message, None)
                 if other is None:
                     posted[instruction.message] = rank

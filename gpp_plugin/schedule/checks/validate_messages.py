@@ -129,7 +129,9 @@ def check_local_transfers(checked: CheckedPrograms, program: RankProgram) -> Non
     """What passes between two stages of a rank is taken where it is made: a send and right behind it its receive."""
     unmatched: Message | None = None
     for position, instruction in enumerate(program.instructions):
-        message = instruction.message if instruction.message and instruction.message.is_hand_over else None
+        message = (
+            instruction.message if instruction.message and instruction.message.is_local_transfer else None
+        )
         is_send = instruction.kind is InstructionKind.SEND
         if unmatched is not None and (message != unmatched or is_send):
             raise checked.fail(

@@ -38,7 +38,7 @@ class ShardCut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class Payload:
     """One tensor of one message.
 
     Args:
@@ -74,9 +74,9 @@ def specs_of(specs: BoundarySpecs, samples: SampleRange) -> Mapping[str, TensorS
     return specs if isinstance(specs, Mapping) else specs[samples.first_sample % len(specs)]
 
 
-def wires_of(
+def payloads_of(
     message: Message, *, is_sender: bool, plan: PipelinePlan, specs: BoundarySpecs
-) -> tuple[Wire, ...]:
+) -> tuple[Payload, ...]:
     """Return the tensors of ``message`` as its sender sees them, or its receiver.
 
     Tensors of no elements are left out: nothing travels for them.
@@ -102,7 +102,7 @@ def wires_of(
     )
     gradients = frozenset(edge.gradient_tensors)
     known = specs_of(specs, message.samples)
-    wires = []
+    payloads = []
     for slot, name in enumerate((*edge.batch_tensors, *edge.whole_tensors)):
         if not is_forward and name not in gradients:
             continue
@@ -121,8 +121,8 @@ def wires_of(
             shape[cut.axis] = cut.count
         if math.prod(shape) == 0:
             continue
-        wires.append(
-            Wire(
+        payloads.append(
+            Payload(
                 name=name,
                 slot=slot,
                 axis=spec.layout.axis if is_batch else -1,
@@ -133,7 +133,7 @@ def wires_of(
                 cuts=cuts,
             )
         )
-    return tuple(wires)
+    return tuple(payloads)
 
 
 def held_shape(spec: TensorSpec, num_samples: int, stage: Stage, shard_axis: int | None) -> tuple[int, ...]:

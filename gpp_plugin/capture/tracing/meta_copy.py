@@ -61,7 +61,7 @@ def tracing_device(device: torch.device) -> torch.device:
     return device if has_device else torch.device("cpu")
 
 
-def make_shadow(
+def make_meta_copy(
     model: nn.Module,
     *,
     training: bool,

@@ -84,7 +84,7 @@ def test_mistakes_get_one_clear_line() -> None:
         assert "list" in said["no iterator"] and "iter(...)" in said["no iterator"]
         assert "graph_pipline" in said["mistyped"] and "graph_pipeline" in said["mistyped"]
         assert "graph_pipeline.stage" in said["unknown key"] and "'stages'" in said["unknown key"]
-        assert "9 stages" in said["too many"] and "6 blocks" in said["too many"]
+        assert "stages: 9" in said["too many"] and "6 blocks" in said["too many"]
         assert "zero_optimization.offload_param" in said["offload"]
         assert "sample_batch" in said["no sample"]
         assert all("\n" not in text for text in said.values())

@@ -295,18 +295,23 @@ def test_a_window_leaves_to_the_next_what_no_task_of_it_reads_and_what_is_under_
     assert [pending.waits for pending in sends] == [0, 1, 0], "the micro-batch counted without the shift"
     first.hand_over(carry)
     assert [m.src_micro_batch for m in carry.received] == [0, 2] and list(carry.sends) == sends
-    carry.renumber(lambda old: dataclasses.replace(old, src_micro_batch=old.src_micro_batch + 10))
+    # the next mini-batch counts from its own first micro-batch: 10 later for the sender, 5 for the receiver, 20 samples
+    edges = (SimpleNamespace(src=0, dst=1),)
+    carry.renumber(
+        SimpleNamespace(edges=edges, num_micro_batches=lambda stage: (10, 5)[stage], mini_batch=20), 0
+    )
     second = mailbox()
-    second._carried = tuple(message(0, micro_batch=n) for n in (12, 10))
+    samples = SampleRange(first_sample=4 - 20, num_samples=2)
     second._carried = tuple(
-        dataclasses.replace(m, dst_micro_batch=m.src_micro_batch - 7) for m in second._carried
+        dataclasses.replace(message(0, micro_batch=n), dst_micro_batch=n + 13 - 5, samples=samples)
+        for n in (-8, -10)
     )
     second._num_carried = 2
     second.take_over(carry)
     assert [float(held[0]) for held in second.inbox[:2]] == [2.0, 0.0] and second._posted == 2
     assert second._receives[:2] == [first._receives[2], first._receives[0]] and second.shift == 4
     assert not carry.received and not carry.sends and not carry.sends_of, "what it holds is held once"
-    second.finish_sends_of(2)
+    second.finish_sends_of(-8)
     second.finish_sends()
     assert [pending.waits for pending in sends] == [1, 2, 2]
 

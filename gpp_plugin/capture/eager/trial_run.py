@@ -48,7 +48,7 @@ HOOK_OPTIONS = (
 )
 """Tables that say how hooks are called."""
 GLOBAL_HOOKS: Mapping[str, Any] = {
-    name: getattr(nn.modules.module, f"_global{name}") for name in MODULE_HOOKS
+    f"_global{name}": getattr(nn.modules.module, f"_global{name}") for name in MODULE_HOOKS
 }
 """Tables of the hooks that torch calls for every module."""
 TRACED_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "gpp_plugin")

@@ -51,7 +51,7 @@ class StageEngine:
         make_optimizer: from the module, what updates its weights.
         counters: of the rank.
         device: where the module lives.
-        reduces_early: its ranks may sum gradients in the last backward (`schedule.early_reductions`); alike on all.
+        reduces_early: its ranks may sum gradients in the last backward (`schedule.gathers`); alike on all.
         whole_bytes: counts what is gathered on the rank (ZeRO 3).
 
     Raises:

@@ -606,7 +606,7 @@ class DataCheck:
                     f"{step}: look for the first error of the other ranks"
                 ) from error
             total, squares, readers = facts.tolist()
-            if squares * readers != total * total:  # as in `Feed`
+            if squares * readers != total * total:  # as in `BatchSource`
                 raise different_data(step, checksum=checksum, rank=self._rank)
 
 

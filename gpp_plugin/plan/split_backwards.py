@@ -8,7 +8,7 @@ these gradients. How many are pending only the order says:
     F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3        in flight 3 (before W0), pending 2 (behind I1)
 
 A stage that does not fit is fitted into what those gradients leave of its rank (`memory.fitting`). That makes both
-parts of its backward longer (`costs.part_times`), which may change the order, and with it what is pending: so orders
+parts of its backward longer (`with_part_times`), which may change the order, and with it what is pending: so orders
 are made again, at most `ROUNDS` times, and the plan counts with the last.
 
 Source: Zero Bubble (arXiv 2401.10241), section 2 (what W keeps); this project (with swap and recompute)

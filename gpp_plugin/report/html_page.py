@@ -1,6 +1,6 @@
 """A report as one HTML file that needs nothing else: stage graph, timelines beside each other, memory, decisions.
 
-What is drawn comes from `stage_figure` and `timeline_chart`, as in SVG and PNG; the page's script paints the same rows
+What is drawn comes from `figure` and `timeline_chart`, as in SVG and PNG; the page's script paints the same rows
 on a canvas that can be zoomed. Every name is data: escaped in the markup, and in the script's JSON without a ``<``.
 """
 

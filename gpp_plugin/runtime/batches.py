@@ -145,7 +145,7 @@ class OwnRows(Mapping[str, Any]):
         rows: rows a sample of each of ``held``; 0 where it has none.
         checksum: below 2^20; tells different mini-batches apart (`batch_checksum`).
         ones: inputs that hold ones only, in all rows of the mini-batch: as masks they hide nothing. Of the rows that
-            this rank loaded, until ranks have told each other (`Feed`).
+            this rank loaded, until ranks have told each other (`BatchSource`).
     """
 
     shapes: Batch

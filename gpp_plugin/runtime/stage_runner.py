@@ -127,7 +127,7 @@ class StageRunner:
     Args:
         shared: with the other stages of the rank.
         programs: what the rank does for the stage, by name.
-        reduces_early: the stage may sum gradients in its last backward (`schedule.early_reductions`).
+        reduces_early: the stage may sum gradients in its last backward (`schedule.gathers`).
         make_places: of mode async: where the stage's trained weights may lie; called when parameters are bound.
     """
 

@@ -10,7 +10,7 @@ its own losses reached; of the rest it reads them when it reads the norm of the 
 *Early* reductions: while the last backward of a mini-batch runs, a bucket is sent as soon as all its gradients are
 final, and `reduce_data` waits only. Buckets go in the same order on every rank, from the back, as backwards end with
 the parameters that forwards began with. So what each rank sends to its group is the same whatever the timing, and so
-are the bits. Where ranks may do so is decided in `schedule.early_reductions`.
+are the bits. Where ranks may do so is decided in `schedule.gathers`.
 
 Source: buckets and early reductions, PyTorch Distributed (Li et al., VLDB 2020; arXiv 2006.15704), section 3.2
 Tests: tests/integrations/test_gradients.py, tests/integrations/test_stage_engine.py
@@ -383,7 +383,7 @@ class EarlySends:
     """Sends buckets in the last backward of a mini-batch, in their order, each when it is final.
 
     All of them are on their way when the backward has ended, on every rank: no rank may stand between its last backward
-    and `reduce_data` with a bucket unsent that another rank, early, waits for (`schedule.early_reductions`).
+    and `reduce_data` with a bucket unsent that another rank, early, waits for (`schedule.gathers`).
 
     Args:
         buckets: in the order in which all ranks send them.

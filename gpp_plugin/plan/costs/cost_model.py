@@ -3,7 +3,7 @@
 What a stage needs is `memory_formula`, what it takes per sample `time_formula`; here the blocks' costs are summed up
 and put into them. Arrays are by block, in the order of the graph.
 
-The profile is of the cluster's first device. Where devices are of several speeds (`device_speed`), a stage takes what
+The profile is of the cluster's first device. Where devices are of several speeds, a stage takes what
 its slowest rank takes; times without ranks are those of the quickest device, a lower bound of every plan.
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3

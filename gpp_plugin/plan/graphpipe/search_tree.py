@@ -1,7 +1,7 @@
 """The trees of series and parallel components that one model's searches go through, each made once.
 
 A planner searches many times: for several numbers of stages, within memory and without a limit. What differs are ranks,
-micro-batch sizes and times; the tree, and what its stages hold, is the same. Long series are in runs (`coarsening`).
+micro-batch sizes and times; the tree, and what its stages hold, is the same. Long series are in runs.
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
 Tests: tests/plan/test_coarsening.py

@@ -1,7 +1,7 @@
 """DawnPiper's planner: stages cut operator by operator, each with the memory optimization that makes it fit.
 
-This is Algorithm 1 (BiPar) of "DawnPiper: A Memory-scalable Pipeline Parallel Training Framework"; cuts by
-`memory_cuts`, memory optimization by `capuchin`. The longest stage, compute and memory optimization together, is made
+This is Algorithm 1 (BiPar) of "DawnPiper: A Memory-scalable Pipeline Parallel Training Framework"; cuts by Theorem 4.1
+below, memory optimization by `capuchin`. The longest stage, compute and memory optimization together, is made
 as short as it gets.
 
 Legend: N_L..N_R the operators that stages L..R hold, rho a cut, M the memory of a device.

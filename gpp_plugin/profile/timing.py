@@ -1,6 +1,6 @@
 """Times pieces of code on one device and counts what they hold.
 
-On CUDA each piece is timed in a busy stream (`BusyStream`), by itself and in a chain with the others.
+On CUDA each piece is timed in a busy stream (`HeadStart`), by itself and in a chain with the others.
 """
 
 from __future__ import annotations

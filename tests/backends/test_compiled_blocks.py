@@ -26,7 +26,7 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.errors import BackendRefused, ConfigError, PlanError
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.model.backend_planning import CompiledBlocks, check_paths, is_asked, measure_compiled
+from gpp_plugin.model.backend_planning import CompiledBlocks, check_paths, is_requested, measure_compiled
 from gpp_plugin.runtime.memory.keeper import StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import StageCode
@@ -279,7 +279,7 @@ def test_each_distinct_block_is_measured_once_and_kept_on_disk(tmp_path: Path) -
             whole.graph,
             state=whole.state,
             batch=whole.batch,
-            asked={"transformer.h": True},
+            requested={"transformer.h": True},
             log=BackendLog(tmp_path),
             compiler=compiler,
         )
@@ -301,7 +301,7 @@ def test_auto_takes_what_wins_by_more_than_noise(tmp_path: Path) -> None:
         whole.graph,
         state=whole.state,
         batch=whole.batch,
-        asked="auto",
+        requested="auto",
         log=BackendLog(tmp_path),
         compiler=BlockCompiler(compile_plainly),  # operators one by one, and more around them
     )
@@ -319,7 +319,7 @@ def test_auto_takes_what_wins_by_more_than_noise(tmp_path: Path) -> None:
     ],
 )
 def test_paths_of_modules_say_which_blocks(asked: Any, block: str, is_it: bool) -> None:
-    assert is_asked(asked, block) == is_it
+    assert is_requested(asked, block) == is_it
 
 
 def test_a_path_of_nothing_is_one_line() -> None:

@@ -14,10 +14,13 @@ from typing import Any
 from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import from_envelope, load
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.plugins import SCHEDULES
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.names import k_of
 
 MOST_TASKS = 1_000_000
 """Of all stages in a mini-batch: what a schedule of a thousand ranks has."""
@@ -301,22 +304,16 @@ def _check_in_flight(plan: PipelinePlan) -> None:
 def _check_progress(plan: PipelinePlan) -> None:
     """Play every stage's order without times: with these in-flight counts all tasks must get their turn.
 
-    A stage runs ``in_flight`` forwards, then k backwards and k forwards in turn. A forward needs its
-    samples from every producer, a backward its samples' gradients from every consumer that returns some.
+    A forward needs its samples from every producer, a backward its samples' gradients from every consumer that returns
+    some.
     """
     totals = [plan.num_micro_batches(i) for i in range(len(plan.stages))]
     done = [[0, 0] for _ in plan.stages]  # forwards and backwards each stage has run
+    orders = _forwards_and_backwards(plan)
 
     def has_samples(way: int, stage: int, other: int) -> bool:
         end = (done[stage][way] + 1) * plan.stages[stage].micro_batch_size
         return done[other][way] * plan.stages[other].micro_batch_size >= end
-
-    def next_way(stage: int) -> int:
-        forwards, backwards = done[stage]
-        k = plan.stages[stage].k
-        # Before its backward of group g a stage has run in_flight + g k forwards, or all there are.
-        allowed = min(plan.stages[stage].in_flight + backwards // k * k, totals[stage])
-        return 0 if forwards < allowed else 1
 
     feeders: list[tuple[list[int], list[int]]] = [([], []) for _ in plan.stages]
     for edge in plan.edges:
@@ -327,8 +324,8 @@ def _check_progress(plan: PipelinePlan) -> None:
     while moved:
         moved = False
         for stage in range(len(plan.stages)):
-            while done[stage][1] < totals[stage]:
-                way = next_way(stage)
+            while sum(done[stage]) < len(orders[stage]):
+                way = orders[stage][sum(done[stage])]
                 if not all(has_samples(way, stage, other) for other in feeders[stage][way]):
                     break
                 done[stage][way] += 1
@@ -340,3 +337,33 @@ def _check_progress(plan: PipelinePlan) -> None:
             f"stages {stuck} would wait for each other with {held} micro-batches in flight; allow the first of "
             f"them more, or give them the same {name_of('micro_batch_sizes')}"
         )
+
+
+def _forwards_and_backwards(plan: PipelinePlan) -> list[list[int]]:
+    """Return each stage's order as 0 for a forward and 1 for a backward.
+
+    Under 1F1B a stage runs ``in_flight`` forwards, then k backwards and k forwards in turn. Every other schedule
+    (zero bubble, greedy) has an order of its own for the same counts: a sink of 4 micro-batches of 4 samples in flight
+    behind a stage of 2 of 8 runs 0F0 0F1 0F2 0F3 0B0 0B1 under zero bubble. Under 1F1B its fifth forward came between
+    the two backwards, and waited for the stage that waits for the second.
+    """
+    if any(k_of(stage.schedule) is None for stage in plan.stages):
+        return [
+            [int(task.kind is not TaskKind.FORWARD) for task in schedule.tasks if _ends_a_way(task)]
+            for schedule in build_schedules(plan)
+        ]
+    orders = []
+    for index, stage in enumerate(plan.stages):
+        total, order = (
+            plan.num_micro_batches(index),
+            [0] * min(stage.in_flight, plan.num_micro_batches(index)),
+        )
+        while len(order) < 2 * total:
+            # Before its backward of group g a stage has run in_flight + g k forwards, or all there are.
+            order += [1] * min(stage.k, total - order.count(1)) + [0] * min(stage.k, total - order.count(0))
+        orders.append(order)
+    return orders
+
+
+def _ends_a_way(task: Task) -> bool:
+    return task.kind is not TaskKind.WEIGHT_GRADIENT and task.half != 0

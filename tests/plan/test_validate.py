@@ -8,8 +8,10 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.plan_form import check_form
 from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import clip, make_cluster, make_graph, make_profile, make_request
+from tests.schedule.plans import simple_plan
 
 GRAPH = clip()
 SPEC = {
@@ -166,3 +168,20 @@ def test_too_few_in_flight_to_ever_run_a_backward():
     starved = dataclasses.replace(plan.stages[0], in_flight=4)
     middle = dataclasses.replace(plan.stages[1], in_flight=2, k=2)
     validate_plan(dataclasses.replace(plan, stages=(starved, middle, plan.stages[2])), graph)
+
+
+def test_a_plan_is_played_in_the_order_of_its_own_schedule():
+    """Under 1F1B the sink's fifth forward comes between the two backwards that the first stage waits for."""
+    first, sink = simple_plan([8, 4], [(0, 1)], mini_batch=64).stages
+    for schedule, fits in (("1f1b", False), ("zero_bubble", True), ("greedy", True), ("gpipe", True)):
+        held = (8, 16) if schedule == "gpipe" else (2, 4)
+        stages = tuple(
+            dataclasses.replace(stage, schedule=schedule, in_flight=count)
+            for stage, count in zip((first, sink), held, strict=True)
+        )
+        plan = dataclasses.replace(simple_plan([8, 4], [(0, 1)], mini_batch=64), stages=stages)
+        if fits:
+            check_form(plan)
+        else:
+            with pytest.raises(PlanError, match=r"'s0', 's1'.* would wait for each other with \[2, 4\]"):
+                check_form(plan)

@@ -46,7 +46,7 @@ class CacheReport:
 
 
 ALLOCATOR = "CUDA allocator"
-COUNTED = "counted: known tensors and what autograd saved"
+COUNTED = "counted: known tensors and what autograd kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

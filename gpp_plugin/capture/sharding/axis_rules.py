@@ -37,14 +37,17 @@ class AxisCut:
 
 
 class NotSharded(Exception):
-    """An operator cannot compute on parts: why."""
+    """An operator cannot compute on parts: why.
+
+    The text is part of the graph's fingerprint: other words refuse saved plans.
+    """
 
 
 class NeedsParts(Exception):
     """A linear operator's result is split: it must be cut part by part."""
 
     def __init__(self, origin: fx.Node, parts: tuple[int, ...]) -> None:
-        super().__init__(f"is split into {parts}")
+        super().__init__(f"is taken apart into {parts}")
         self.origin, self.parts = origin, parts
 
 
@@ -110,7 +113,7 @@ def aligned(node: fx.Node, operands: Sequence[Any], reads: OperandReads, *, shap
         place = axis - (len(shape) - len(own))
         if place < 0 or own[place] != shape[axis]:
             if reads.get(each) is not None:
-                raise NotSharded("reads parts of different axes")
+                raise NotSharded("reads parts of unlike axes")
             reads.whole(each)
         else:
             reads.cut(each, result.at(place))
@@ -300,7 +303,7 @@ def split(node: fx.Node, reads: OperandReads) -> Sequence[AxisCut]:
     # half of the three; so the linear operator must be cut part by part, and then each result is cut as a whole.
     if sizes != found.parts:
         if sum(sizes) != shape_of(found.origin)[-1]:
-            raise NotSharded("splits the axis that is cut")
+            raise NotSharded("takes apart the axis that is cut")
         raise NeedsParts(found.origin, sizes)
     return [found.at(axis, (size,)) for size in sizes]
 
@@ -364,7 +367,7 @@ def matmul(node: fx.Node, reads: OperandReads) -> AxisCut:
         if found.axis == size + rows:
             other = right if operand is left else left
             if reads.get(other) is not None:
-                raise NotSharded("reads parts of different axes")
+                raise NotSharded("reads parts of unlike axes")
             reads.whole(other)
             return found.at(len(shape) + rows)
         if found.axis >= size - 2:

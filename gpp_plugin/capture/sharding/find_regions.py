@@ -90,7 +90,7 @@ def why_undivided(sharding: Sharding, blocks: Iterable[Block], granularity: str)
         elif regions_in(sharding.regions, block.nodes):
             found[block.name] = "it shares a parameter with blocks that no number divides along with it"
         elif not regions.isdisjoint(block.nodes):
-            reason = f'operators that belong together are in several blocks at granularity "{granularity}"'
+            reason = f'operators that go together are in several blocks at granularity "{granularity}"'
             found[block.name] = reason
     return found
 
@@ -288,7 +288,7 @@ class _Trial:
         known = self.get(operand)
         if known is not None:
             if (known.axis, known.parts) != (cut.axis, cut.parts):
-                raise NotSharded("reads parts of different axes")
+                raise NotSharded("reads parts of unlike axes")
             return
         if operand in self.wholes or operand in self.sums or operand in self.losses:
             raise NotSharded("reads parts of what is whole")
@@ -431,7 +431,9 @@ class _Trial:
             why = f"has a vocabulary of {size}, which {VOCABULARY_STEP} does not divide; {pad}"
             raise _InTheWay(first, why)
         if size < 2:
-            raise _InTheWay(first, f"makes features that no number divides with their readers' ({size})")
+            raise _InTheWay(
+                first, f"makes features that no number divides with what is made of them ({size})"
+            )
         results = {**self.cuts, **{n: cuts[0].at(cuts[0].axis) for n, cuts in self.of_parts.items()}}
         read = [*self.wholes, *self.sliced]
         return ShardedRegion(

@@ -187,7 +187,9 @@ class GraphPipelineEngine(PipelineSurface):
         self._backends = StageBackends()
         self._runners = RunnerFactory(source=source, config=config, setting=setting, forwards=self._backends)
         # By default where this engine loads the data itself: it is invisible then that it is loaded one call early.
-        may_prefetch = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
+        may_prefetch = config.frozen_prefetch == 1 or (
+            config.frozen_prefetch == "auto" and training_data is not None
+        )
         self._rank_runner = self._make_rank_runner(reference, plan, may_prefetch=may_prefetch)
         modules = self._runners.make_modules(self._rank_runner, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference), whole=source.whole_parameters(plan, reference))
@@ -339,7 +341,9 @@ class GraphPipelineEngine(PipelineSurface):
                 unit=None if self._rule is None else self._rule.num_samples,
                 order=order,
             )
-        self._data = TrainingData(self._batch_source, own, peeks_at_iterators=self.config.look_ahead == 1)
+        self._data = TrainingData(
+            self._batch_source, own, peeks_at_iterators=self.config.frozen_prefetch == 1
+        )
 
     def _join(
         self,

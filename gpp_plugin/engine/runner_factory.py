@@ -181,9 +181,9 @@ class RunnerFactory:
         """Return the programs that prefetch a frozen branch, proven; None without one, or memory for its outputs."""
         branch = frozen_branch(plan)
         if not branch:
-            if self._config.look_ahead == 1 and self._setting.rank == 0:
+            if self._config.frozen_prefetch == 1 and self._setting.rank == 0:
                 logger.info(
-                    "look_ahead: no stage of the plan is frozen and reads only the data; none is prefetched"
+                    "frozen_prefetch: no stage of the plan is frozen and reads only the data; none is prefetched"
                 )
             return None
         tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
@@ -197,13 +197,13 @@ class RunnerFactory:
             if memory is not None and 0 < memory.limit < memory.total + carried:
                 if self._setting.rank == 0:
                     logger.info(
-                        "look_ahead: frozen stages %s do not run ahead: rank %d would hold %d bytes of their results "
-                        "beside the %d planned, and may use %d",
+                        "frozen_prefetch: frozen stages %s are not prefetched: rank %d would hold %d bytes of their "
+                        "results beside the %d planned, and may use %d",
                         *(names, rank, carried, memory.total, memory.limit),
                     )
                 return None
         if self._setting.rank == 0:
-            logger.info("look_ahead: frozen stages %s run the forwards of the next mini-batch", names)
+            logger.info("frozen_prefetch: frozen stages %s run the forwards of the next mini-batch", names)
         return programs
 
     def make_modules(self, runner: RankRunner, sample_batch: Batch) -> tuple[StageModule, ...]:

@@ -372,8 +372,8 @@ class TrainingSteps:
             self._is_prefetch_off = True
             if self._stages.rank == 0:
                 logger.info(
-                    "look_ahead: the frozen branch draws random numbers or writes tensors of its own (dropout, batch "
-                    "norm in training), so it runs no mini-batch ahead of its turn"
+                    "frozen_prefetch: the frozen branch draws random numbers or writes tensors of its own (dropout, "
+                    "batch norm in training), so it runs no mini-batch ahead of its turn"
                 )
         if following is None or is_missing or is_stateful:
             return None

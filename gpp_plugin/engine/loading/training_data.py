@@ -76,8 +76,8 @@ class PrefetchedBatches:
             self._has_warned = True
             logger.warning(
                 "frozen_prefetch: mini-batches of %d iterators that were left in their middle are stored, and of one "
-                "more (a %s) none is prefetched; pass the same iterator at every call, or generators: when they are gone, "
-                "so is what is stored",
+                "more (a %s) none is prefetched; pass the same iterator at every call, or generators: when they are "
+                "gone, so is what is stored",
                 _MOST_HELD,
                 type(source).__name__,
             )

@@ -21,6 +21,8 @@ import pytest
 LIMIT_S = 5.0
 """What the call of a test of `make test` may take, on the processor that does `_a_fixed_work` in `FIXED_WORK_S`."""
 FIXED_WORK_S = 0.026
+NOISE = 1.15
+"""By so much do the seconds of one test differ from run to run, where both cores are busy."""
 NUM_SHOWN = 20
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
@@ -159,7 +161,7 @@ class ProcessorTimes:
         # what takes longer because the processor is slower, or shared with others, is no fault of the test
         is_judged = call.when == "call" and report.passed and report.tier == "test"
         is_above = is_judged and 0 < self._limit_s < report.processor_s
-        if is_above and report.processor_s > self._limit_s * slowness():
+        if is_above and report.processor_s > self._limit_s * slowness() * NOISE:
             report.outcome = "failed"
             report.longrepr = (
                 f"{item.nodeid} took {report.processor_s:.1f} processor seconds of {self._limit_s:g} that a test of "

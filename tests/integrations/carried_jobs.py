@@ -32,21 +32,21 @@ def train_carried(
 ) -> dict[str, Any]:
     """Train a model on two stages; with a directory, save after two steps, and go on in an engine that loads that."""
 
-    def start() -> Any:
+    def start(*, verify: bool) -> Any:
         torch.manual_seed(0)
         config = config_of(
             train_batch_size=len(batches[0]["x"]),
             train_micro_batch_size_per_gpu=2,
             optimizer={"type": "SGD", "params": {"lr": 0.1}},
-            block={"verify": True, **block},
+            block={"verify": verify, **block},
         )
         return make_engine(getattr(carried_models, name)(), batches[0], config)
 
-    engine = start()
+    engine = start(verify=True)
     losses = steps(engine, batches[:2])
     if directory:
         engine.save_checkpoint(directory)
-        engine = start()
+        engine = start(verify=False)
         engine.load_checkpoint(directory)
     losses += steps(engine, batches[2:])
     names = [s.name for s in engine.plan.stages]

@@ -155,10 +155,12 @@ def _plan_with_state(config: GraphPipelineConfig, request: PlanRequest, state: S
     try:
         return make_plan(config.planner, request)
     except PlanError as error:
+        degree, left = divmod(request.num_ranks, request.num_stages or 1)
+        copies = ", or let the ranks of a stage keep one each, as with DistributedDataParallel: "
+        copies = "" if left else f'{copies}"data_parallel": {degree} in graph_pipeline'
         raise type(error)(
             f"each forward leaves {_listed(state)} for the next one, so that each stage has one rank, and {error}; run "
-            "on fewer ranks, or let the ranks of a stage keep one each, as with DistributedDataParallel: "
-            f'"data_parallel": {request.num_ranks // (request.num_stages or 1)} in graph_pipeline'
+            f"on {request.num_stages or 'fewer'} ranks{copies}"
         ) from None
 
 

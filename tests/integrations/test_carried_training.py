@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpp_plugin.errors import PlanError
 from gpp_plugin.model import preparation
 from tests import carried_models
 from tests.carried_models import make_batch
@@ -64,6 +65,23 @@ def test_ranks_share_no_stage_that_keeps_state_unless_they_are_asked_to() -> Non
         )
         assert '"data_parallel": 2' in answer["stages"] and "\n" not in answer["stages"]
         assert len(answer["advised"]) == 1 and len(answer["auto"]) == 2
+
+
+@pytest.mark.parametrize(
+    "stages, ranks, advice",
+    [
+        (2, 3, "run on 2 ranks"),
+        (2, 4, 'run on 2 ranks, or let .*"data_parallel": 2 in graph_pipeline'),
+        (None, 9, 'run on fewer ranks, or let .*"data_parallel": 9 in graph_pipeline'),
+    ],
+)
+def test_what_is_advised_where_state_allows_no_plan_works(
+    stages: int | None, ranks: int, advice: str
+) -> None:
+    config: Any = SimpleNamespace(planner="auto")
+    request = make_request(chain(4), ranks=ranks, num_stages=stages, data_parallel=1)
+    with pytest.raises(PlanError, match=f"; {advice}$"):
+        preparation._plan_with_state(config, request, ["centre"])
 
 
 def test_every_step_of_planning_keeps_stages_with_state_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

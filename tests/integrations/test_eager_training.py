@@ -22,7 +22,7 @@ def job(model: str, *, zero: int = 0, **block: Any) -> Job:
 ALL_TASKS: dict[str, Job] = {
     "gradient reversal": job("adversarial"),
     "a loop on values in every layer": job("routed"),
-    "a loop on values, ZeRO 1": job("routed", zero=1, stages=2),
+    "gradient reversal, ZeRO 1": job("adversarial", zero=1, stages=2),
     "recomputed": job("routed, one frozen", memory={"recompute": "full"}),
     "asked for": job("adversarial", eager=["encoder.*"]),
     "ViLT": job("vilt"),

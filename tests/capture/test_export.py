@@ -497,7 +497,10 @@ def test_kinds_of_tensors_are_refused_and_the_advice_works(
 def test_other_kinds_are_trained() -> None:
     """A whole model in double precision becomes one of the job's; what takes no gradient may be complex or whole."""
     batch = {"x": torch.randn(2, 4)}
-    assert capture_model(_Branch(torch.float64).double(), batch, dtype=torch.float32).op_graph.loss
+    double = _Branch(torch.float64).double()
+    assert capture_model(double, batch, dtype=torch.float32).op_graph.loss
+    double.layer.float()  # as a rank whose stage has this layer alone, when it captures the model for an evaluation
+    assert capture_model(double, batch, dtype=torch.float32, training=False).op_graph.loss
     _assert_same_gradients(_Kinds(torch.arange(4).to(torch.int8), lambda w: w.float()), batch)
     _assert_same_gradients(_Kinds(torch.randn(4, dtype=torch.cfloat), torch.abs, is_buffer=True), batch)
 

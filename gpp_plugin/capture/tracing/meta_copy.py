@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,10 @@ def tracing_device(device: torch.device) -> torch.device:
     return device if has_device else torch.device("cpu")
 
 
+_checked: weakref.WeakKeyDictionary[nn.Module, torch.dtype | None] = weakref.WeakKeyDictionary()
+"""Models whose tensors are of kinds that stages train, with the job's type of parameters."""
+
+
 def make_meta_copy(
     model: nn.Module,
     *,
@@ -78,7 +83,10 @@ def make_meta_copy(
     Raises:
         CaptureError: the model cannot be copied, or has parameters that cannot be trained.
     """
-    _check_kinds(model, dtype)
+    # once: of a model in training each rank has parameters of its stages in the job's type, and the rest as they were
+    if model not in _checked or _checked[model] != dtype:
+        _check_kinds(model, dtype)
+        _checked[model] = dtype
     # `copy.deepcopy` looks every object up in ``memo`` by its id before it copies it. With a fake tensor entered for
     # each parameter and buffer, the copy is made around them and no weight is ever copied. A tied parameter is one
     # object under two names, so it is one fake tensor under both.

@@ -114,7 +114,7 @@ def make_odd(name: str, model: Any) -> None:
     """Change what one rank has beside its configuration."""
     import torch
 
-    from gpp_plugin.engine.guards import agreement
+    from gpp_plugin.runtime.ranks import agreement
 
     if name == "weights":
         with torch.no_grad():

@@ -45,14 +45,7 @@ from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.evaluator import Evaluator
-from gpp_plugin.engine.guards.model_watch import ModelWatch
-from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
-from gpp_plugin.engine.job_context import (
-    NOTHING_GENERATED,
-    Framework,
-    Monitor,
-    Setting,
-)
+from gpp_plugin.engine.framework import Framework, Monitor
 from gpp_plugin.engine.loading.batch_source import (
     LOADING_TIMEOUT_S,
     BatchSource,
@@ -64,6 +57,8 @@ from gpp_plugin.engine.loading.row_loader import make_row_loader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
+from gpp_plugin.engine.model_watch import ModelWatch
+from gpp_plugin.engine.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.runner_factory import RunnerFactory
 from gpp_plugin.engine.sharded_weights import check_sharding
@@ -84,7 +79,7 @@ from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.ir.memory_report import CacheReport, MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.model.generation.generator import Generator
+from gpp_plugin.model.generation.generator import NOTHING_GENERATED, Generator
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.unit_order import UnitOrder, unit_costs
@@ -96,6 +91,7 @@ from gpp_plugin.runtime.rank_programs import plan_of_units, tied_stages
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives, do_together
 from gpp_plugin.runtime.ranks.job_board import watched_calls
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.recorder import Clock, start_clock

@@ -22,8 +22,7 @@ from gpp_plugin.capture.tracing.sample_batches import (
     rows_per_sample,
 )
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.gradients.gradient_store import StageGradients
-from gpp_plugin.engine.job_context import Setting
+from gpp_plugin.engine.gradient_store import StageGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import BatchRefused
@@ -49,6 +48,7 @@ from gpp_plugin.runtime.batches import (
     units_of,
 )
 from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
 

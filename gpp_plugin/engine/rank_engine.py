@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.job_context import StageReplica, StepCounters, WeightUpdater
+from gpp_plugin.engine.framework import StageReplica, StepCounters, WeightUpdater
 from gpp_plugin.engine.sharded_weights import GatheredBytes, ShardedWeights, attached, gathered
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, make_replicas_equal

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
-from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
-from gpp_plugin.engine.gradients.partitioned_gradients import PartitionedGradients
-from gpp_plugin.engine.job_context import StageReplica, StepCounters, WeightUpdater
+from gpp_plugin.engine.framework import StageReplica, StepCounters, WeightUpdater
+from gpp_plugin.engine.gradient_store import GradientStore, StageGradients
+from gpp_plugin.engine.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.sharded_weights import GatheredBytes, ShardedWeights, gathered
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates
 from gpp_plugin.engine.stage_step import (

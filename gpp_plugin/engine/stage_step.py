@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.engine.gradients.flat_gradients import Summand, sum_over
-from gpp_plugin.engine.gradients.gradient_store import StageGradients
-from gpp_plugin.engine.job_context import StepCounters, WeightUpdater
+from gpp_plugin.engine.framework import StepCounters, WeightUpdater
+from gpp_plugin.engine.gradient_store import StageGradients, Summand, sum_over
 from gpp_plugin.engine.stage_groups import (
     StageGroups,
     TiedParameter,

@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
@@ -46,6 +45,7 @@ from gpp_plugin.runtime.batches import Batch, UnitBatch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives, do_together
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpp_plugin.engine.checkpoints.state_values import MOST_LEVELS, from_json, to_json
+from gpp_plugin.engine.checkpoints.checkpoint_files import MOST_LEVELS, from_json, to_json
 from gpp_plugin.errors import CheckpointError
 
 

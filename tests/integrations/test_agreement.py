@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.guards import agreement
+from gpp_plugin.engine.engine_files import loaded_facts
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.runtime.ranks import agreement
 from gpp_plugin.runtime.ranks.job_board import is_shared
 from tests.fault_job import make_odd, odd_config
 from tests.integrations.engine_jobs import B, config_of, make_engine, said_of
@@ -122,13 +123,16 @@ def test_loaded_weights_are_compared_over_those_that_hold_the_same(monkeypatch: 
         told.append(make())
         return told
 
+    def compare(stage: Any) -> None:
+        agreement.agree(loaded_facts([stage], "t"), what="", group=cast(Any, "all"), is_partial=True)
+
     monkeypatch.setattr(agreement, "exchange", exchange)
-    whole, group = torch.arange(6.0), cast(Any, "all")
+    whole = torch.arange(6.0)
     for weight, tensor, position in ((whole, 1, 0), (whole[:3], 2, 0), (whole[3:], 2, 1), (whole, 1, 0)):
-        agreement.agree_on_state([stage_of(weight, tensor=tensor, position=position)], tag="t", group=group)
+        compare(stage_of(weight, tensor=tensor, position=position))
     for weight, tensor, at in ((whole + 1, 1, ""), (whole[3:], 2, " of tensor position 0")):
         with pytest.raises(ConfigError, match=f"weight embed{at} is float32") as refused:
-            agreement.agree_on_state([stage_of(weight, tensor=tensor)], tag="t", group=group)
+            compare(stage_of(weight, tensor=tensor))
         assert is_shared(refused.value), "raised on every rank: none failed before the others"
         told.pop()
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gpp_plugin.data.unit_packing import pack
-from gpp_plugin.engine.checkpoints.state_values import to_json
+from gpp_plugin.data import pack
+from gpp_plugin.engine.checkpoints.checkpoint_files import to_json
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import CheckpointError

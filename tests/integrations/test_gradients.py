@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import flat_gradients, gradient_store, partitioned_gradients
-from gpp_plugin.engine.gradients.flat_gradients import sum_over
-from gpp_plugin.engine.gradients.gradient_store import GradientStore
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
+from gpp_plugin.engine import gradient_store, partitioned_gradients
+from gpp_plugin.engine.gradient_store import GradientStore, sum_over
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
 from gpp_plugin.errors import RuntimeFailure
 from tests.ranks import run_kept_ranks
 
@@ -232,7 +231,7 @@ def test_flags_of_many_parameters_lie_before_all_gradients() -> None:
 
 
 def test_stages_of_one_rank_that_share_a_parameter_both_have_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_gradients, "all_reduce", lambda total, **_: total.mul_(10))
+    monkeypatch.setattr(gradient_store, "all_reduce", lambda total, **_: total.mul_(10))
     towers = [Tower(), Tower()]
     stores = [make_store(tower) for tower in towers]
     for number, tower in enumerate(towers):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.engine import stage_step
-from gpp_plugin.engine.gradients.flat_gradients import Summand
+from gpp_plugin.engine.gradient_store import Summand
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.stage_groups import TiedParameter
 from gpp_plugin.engine.stage_step import GradientReductions, RankUpdate, StageUpdate, StepAlone, StepTogether

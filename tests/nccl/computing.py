@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
-from gpp_plugin.engine.job_context import StageReplica
+from gpp_plugin.engine.framework import StageReplica
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter

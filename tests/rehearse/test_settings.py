@@ -10,13 +10,13 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
-from gpp_plugin.rehearse.rehearsal import scale_times
-from gpp_plugin.rehearse.rehearsal_settings import (
+from gpp_plugin.rehearse.rehearsal import (
     RehearsalSettings,
     check_memory,
     check_rehearsable,
     message_memory_bytes,
     scale_tensors,
+    scale_times,
 )
 
 

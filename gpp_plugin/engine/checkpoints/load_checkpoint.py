@@ -30,6 +30,7 @@ from torch import Tensor
 from gpp_plugin.engine.checkpoints import checkpoint_directory as places
 from gpp_plugin.engine.checkpoints.checkpoint_files import (
     MANIFEST,
+    MOST_DEPTH,
     STATE,
     STATE_TENSORS,
     WEIGHT,
@@ -38,16 +39,15 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     read_manifest,
     read_text,
 )
-from gpp_plugin.engine.checkpoints.rank_files import (
+from gpp_plugin.engine.checkpoints.save_checkpoint import (
     STATE_KEY,
+    all_ranks,
     place_of,
     rank_file,
     replica_key,
     restore_random_state,
 )
-from gpp_plugin.engine.checkpoints.save_checkpoint import all_ranks
 from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, StageOptimizerState
-from gpp_plugin.engine.checkpoints.state_values import MOST_DEPTH
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.serialize import parse_json

@@ -35,10 +35,10 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     TensorFile,
     TensorRecord,
     check_tensors,
+    from_json,
     read_text,
 )
 from gpp_plugin.engine.checkpoints.optimizer_pieces import MASTER
-from gpp_plugin.engine.checkpoints.state_values import from_json
 from gpp_plugin.errors import CheckpointError
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.data import PackedUnits
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.batches import (
     Batch,
@@ -29,7 +29,7 @@ from gpp_plugin.runtime.batches import (
 #     kind "given"     a caller's loader or iterator: its own ``state_dict``, as torchdata has it
 #
 # A mini-batch is of *lists*, what the loader's batch sampler yields: one, or one for each unit where it is of units.
-# States are written as those of checkpoints (`state_values`), tensors in place: ranks compare them.
+# States are written as those of checkpoints (`to_json`), tensors in place: ranks compare them.
 # Positions count mini-batches trained: what workers have prefetched, or a frozen branch has run, does not count.
 
 SAMPLES, STREAM, EXTERNAL = "samples", "stream", "given"

@@ -28,8 +28,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
-from gpp_plugin.engine.job_context import Setting
+from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
 from gpp_plugin.engine.loading.mini_batch_loader import (
     SAMPLES,
     STREAM,
@@ -60,6 +59,7 @@ from gpp_plugin.runtime.batches import (
     OwnRows,
     UnitBatch,
 )
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
 

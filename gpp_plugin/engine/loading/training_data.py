@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
+from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
 from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.mini_batch_loader import EXTERNAL, repeat
 from gpp_plugin.engine.loading.row_loader import RowLoader

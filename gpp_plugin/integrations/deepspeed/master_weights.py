@@ -45,7 +45,7 @@ from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     restore_optimizer,
     whole_fragment,
 )
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, ParameterSpan
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlace, WeightPlaces

@@ -24,9 +24,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer, check_kind
-from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, PartitionedGradients
-from gpp_plugin.engine.job_context import StageReplica, StepCounters
+from gpp_plugin.engine.framework import StageReplica, StepCounters
+from gpp_plugin.engine.gradient_store import GradientStore, StageGradients
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, PartitionedGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.engine.stage_engine import StageEngine

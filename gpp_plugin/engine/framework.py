@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
+from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.engine.gradient_store import StageGradients
 from gpp_plugin.engine.partitioned_gradients import FlatGroup
 from gpp_plugin.engine.sharded_weights import FlatWeights
@@ -229,14 +230,14 @@ class WeightUpdater(Protocol):
     def spans(self) -> dict[str, list[tuple[int, int]]]:
         """Return the elements of each trained parameter that this rank steps: first one, and how many."""
 
-    def check_kind(self, saved: SavedOptimizer) -> None:
+    def check_kind(self, saved: StageOptimizerState) -> None:
         """Refuse the state of another optimizer.
 
         Raises:
             CheckpointError: names both.
         """
 
-    def restore(self, saved: SavedOptimizer) -> None:
+    def restore(self, saved: StageOptimizerState) -> None:
         """Restore masters and optimizer state from those of any plan.
 
         Raises:

@@ -47,6 +47,7 @@ from gpp_plugin.runtime.batches import (
     unit_key,
     units_of,
 )
+from gpp_plugin.runtime.memory.counting import storage_bytes
 from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
@@ -321,6 +322,24 @@ class MemoryWatch:
             lengths=self._lengths(),
         )
 
+    def free_for_caches(self, stages: RankEngine) -> int | None:
+        """Return the bytes that this rank has for caches: of `memory.limit_gb`, else of what CUDA has free.
+
+        None on a CPU without a limit, whose memory other processes share.
+        """
+        limit_gb, device = self._config.memory.limit_gb, self._setting.device
+        if isinstance(limit_gb, (int, float)):
+            held = storage_bytes(
+                tensor
+                for stage in stages.stages
+                for tensor in (*stage.weight_tensors(), *stage.updater.own_tensors())
+            )
+            return int(limit_gb * 1e9) - held
+        if device.type != "cuda":
+            return None
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] // self._setting.placement.own_sharers + idle
+
     def _mine(
         self,
         stages: Sequence[StageEngine],
@@ -373,5 +392,5 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 def _optimizer_bytes(stage_engine: StageEngine) -> int:
     """Return the bytes of an optimizer's state and of weights that are its own (masters)."""
     weights = {t.untyped_storage().data_ptr() for t in stage_engine.weight_tensors()}
-    held = stage_engine.optimizer_tensors()
+    held = stage_engine.updater.own_tensors()
     return _bytes_of(t for t in held if t.untyped_storage().data_ptr() not in weights)

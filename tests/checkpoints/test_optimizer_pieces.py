@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpp_plugin.engine.checkpoints.checkpoint_files import MASTER
 from gpp_plugin.engine.checkpoints.optimizer_pieces import (
-    MASTER,
     Fragment,
     OptimizerPieces,
     check_kind,

@@ -150,7 +150,8 @@ def test_a_rank_s_buffers_and_optimizer_are_counted_once_each() -> None:
     plan = dataclasses.replace(plan, stages=(first, dataclasses.replace(second, ranks=(2,))))
     weight, other = torch.zeros(4, 2), torch.zeros(3, dtype=torch.float64)
     stage = SimpleNamespace(
-        weight_tensors=lambda: [weight, weight[1:]], optimizer_tensors=lambda: [weight[:2], other, other[1:]]
+        weight_tensors=lambda: [weight, weight[1:]],
+        updater=SimpleNamespace(own_tensors=lambda: [weight[:2], other, other[1:]]),
     )
     table = torch.zeros(1, 5, dtype=torch.float64)  # cast to fp32
     for batch, read in (

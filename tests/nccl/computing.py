@@ -226,7 +226,7 @@ class ComputingStages:
     def versions(self, index: int) -> WeightVersions:
         """Return the versions of a stage's weights (mode async)."""
         own = list(self._modules[index].parameters())
-        places = self.engine.of(index).weight_places
+        places = self.engine.of(index).updater.places
         return WeightVersions(own, most=self._plan.num_versions(index), make_places=places)
 
     def _function(

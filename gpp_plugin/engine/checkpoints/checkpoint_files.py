@@ -434,7 +434,7 @@ MANIFEST = "manifest.json"
 PLAN = "plan.json"
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
-WEIGHT, BUFFER, STATE_TENSOR = "weight", "buffer", "state"
+WEIGHT, BUFFER, STATE_TENSOR, MASTER = "weight", "buffer", "state", "master"
 _FILE = re.compile(r"^[A-Za-z0-9_~%][A-Za-z0-9_.~%-]*$")
 
 

@@ -30,6 +30,7 @@ from gpp_plugin.engine.checkpoints import checkpoint_directory as places
 from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
     MANIFEST,
+    MASTER,
     STATE,
     WEIGHT,
     CheckpointManifest,
@@ -39,7 +40,6 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     read_manifest,
     to_json,
 )
-from gpp_plugin.engine.checkpoints.optimizer_pieces import MASTER
 from gpp_plugin.engine.checkpoints.save_checkpoint import (
     FileContents,
     WrittenPart,

@@ -247,8 +247,8 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
         needed |= _check_weights(engine, saved)
         if wanted.optimizer and engine.is_trained and manifest.optimizer:
             optimizers[engine.stage_index] = state = _optimizer_state(engine, saved)
-            engine.check_optimizer(state)
-            for name, spans in engine.trained_spans().items():
+            engine.updater.check_kind(state)
+            for name, spans in engine.updater.spans().items():
                 needed |= state.needed(name, spans)
     own_file = rank_file(stages[0].rank)
     has_own = own_file in manifest.files
@@ -294,7 +294,7 @@ def _check_weights(engine: StageEngine, saved: CheckpointTensors) -> set[tuple[s
 def _optimizer_state(engine: StageEngine, saved: CheckpointTensors) -> StageOptimizerState:
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     return StageOptimizerState(
-        saved, {name: place_of(engine, name, parameters[name]) for name in engine.trained_spans()}
+        saved, {name: place_of(engine, name, parameters[name]) for name in engine.updater.spans()}
     )
 
 
@@ -310,7 +310,7 @@ def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> 
     for stage in stages:
         _read_weights(stage, saved, own if is_same and own in manifest.files else None)
         if stage.stage_index in checked.optimizers:
-            stage.load_optimizer(checked.optimizers[stage.stage_index])
+            stage.updater.restore(checked.optimizers[stage.stage_index])
         else:
             stage.refresh_masters()
     state = saved.shared_state(checked.state)

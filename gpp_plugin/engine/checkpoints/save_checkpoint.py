@@ -429,7 +429,7 @@ def _head(engine: StageEngine, options: SaveOptions) -> CheckpointManifest:
         saved_ns=time.time_ns(),
         files={},
         texts={},
-        versions={"gpp_plugin": __version__, "torch": torch.__version__, **engine.versions},
+        versions={"gpp_plugin": __version__, "torch": torch.__version__, **engine.updater.versions},
         names={name: tuple(others) for name, others in options.names.items()},
     )
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from gpp_plugin.engine.checkpoints.checkpoint_directory import check_inside
 from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
+    MASTER,
     STATE_TENSOR,
     STATE_TENSORS,
     WEIGHT,
@@ -38,7 +39,6 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     from_json,
     read_text,
 )
-from gpp_plugin.engine.checkpoints.optimizer_pieces import MASTER
 from gpp_plugin.errors import CheckpointError
 
 
@@ -305,7 +305,7 @@ def join_shards(shards: Sequence[Tensor], *, axis: int, stride: int) -> Tensor:
 
 
 class StageOptimizerState:
-    """A checkpoint's optimizer state as one stage requests it (`optimizer_pieces.SavedOptimizer`).
+    """A checkpoint's optimizer state as one stage requests it.
 
     Args:
         places: how the stage holds its trained parameters.

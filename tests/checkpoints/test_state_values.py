@@ -25,11 +25,8 @@ def there_and_back(value: Any) -> Any:
     "value",
     [
         None,
-        True,
         -7,
-        0.1,
         math.inf,
-        -math.inf,
         "größe\u0000",
         [1, [2.5, None]],
         (0.9, 0.999),

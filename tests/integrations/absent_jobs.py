@@ -13,7 +13,6 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from tests.integrations.engine_jobs import config_of, make_engine
 from tests.integrations.unit_jobs import own_steps
 from tests.integrations.whole_unit_jobs import family, mixed_family_units
-from tests.models import build
 from tests.reference import gradient_errors, train_reference
 
 
@@ -54,19 +53,6 @@ def tower_units(kinds: str) -> list[dict[str, Any]]:
     return units
 
 
-def mixed_units(has_image: Sequence[bool], seed: int, *, layers: int = 1) -> list[dict[str, Any]]:
-    """Return units of a LLaVA, of several lengths, with images or as text only."""
-    _, make_batch = build("llava", layers=layers)
-    units = []
-    for index, is_there in enumerate(has_image):
-        unit = make_batch(2 - index % 2, 100 * seed + index)
-        if not is_there:
-            length = unit["input_ids"].shape[1] - index % 2
-            unit = {k: v[:, :length].contiguous() for k, v in unit.items() if k != "pixel_values"}
-        units.append(unit)
-    return units
-
-
 def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence[str]) -> dict[str, Any]:
     """Train a step for each pattern on units with absent branches, and evaluate; compare with one process.
 
@@ -78,13 +64,9 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
         model: Any = TwoTowers()
         steps = [tower_units(kinds) for kinds in patterns]
         sample = tower_units("b")[0]
-    elif name != "llava":
+    else:
         model, sample = family(name), mixed_family_units(name, "b", 9)[0]
         steps = [mixed_family_units(name, kinds, seed) for seed, kinds in enumerate(patterns)]
-    else:
-        model, make_batch = build("llava", layers=1)
-        steps = [mixed_units([kind == "b" for kind in kinds], seed) for seed, kinds in enumerate(patterns)]
-        sample = make_batch(4, 9)
     plain = copy.deepcopy(model)
     config = config_of(
         block={"units": len(patterns[0]), **block},
@@ -123,7 +105,6 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
         "logits": [float((a - b.logits).abs().max()) for a, b in zip(logits, wanted, strict=True)],
         "stages": [list(stage.blocks) for stage in engine.plan.stages],
         "left": len(list(stream)),
-        "orders": [engine._batch_source.take(iter(units)).given for units in steps],
     }
 
 

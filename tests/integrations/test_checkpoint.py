@@ -38,18 +38,14 @@ FP16 = {"enabled": True, "initial_scale_power": 6, "hysteresis": 2, "loss_scale_
 
 def make_engine(rank: int, config: dict[str, Any], seed: int = 0) -> StageEngine:
     """Return an engine whose weights depend on ``seed`` and whose first stage has a statistic in a buffer."""
-    plan = toy.make_plan()
-    module = toy.make_stage(plan.stage_of_rank(rank))
+    module = toy.make_stage(toy.make_plan().stage_of_rank(rank))
     if rank < 2:
         module.register_buffer("running_mean", torch.full((2,), float(rank)))
         module.register_buffer("table", torch.full((2,), 9.0), persistent=False)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(seed)
-    groups = StageGroups.create(plan, (toy.TIE,), timeout_s=60)
-    return make_stage_engine(
-        module=module, config=config, plan=plan, rank=rank, groups=groups, tied=(toy.TIE,)
-    )
+    return toy.make_engine(rank, config, module=module)
 
 
 def advance(engine: StageEngine, steps: range) -> list[Any]:

@@ -104,11 +104,9 @@ def watch_of(
     """Return what watches one rank of a plan for texts of 8 to 32 tokens."""
     found = sized()
     found.plan = plan or found.plan
+    lengths, memory = SimpleNamespace(max=32), SimpleNamespace(optimization="auto")
     config = SimpleNamespace(
-        lengths=SimpleNamespace(max=32) if is_sized else None,
-        mode=mode,
-        comm_timeout_s=1.0,
-        memory=SimpleNamespace(optimization="auto"),
+        lengths=lengths if is_sized else None, mode=mode, comm_timeout_s=1.0, memory=memory
     )
     setting = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, rank=0, zero_stage=0)
     given: Any = {
@@ -166,11 +164,8 @@ def test_a_rank_s_buffers_and_optimizer_are_counted_once_each() -> None:
         engine: Any = SimpleNamespace(stages=[stage], whole_bytes=SimpleNamespace(most=7))
         (rank,) = watch.report(engine).ranks
         assert (rank.held.buffers, rank.held.weights, rank.held.optimizer) == (read, 32, 24)
-        assert (
-            rank.held.gathered == 7
-            and rank.held.messages == 9
-            and rank.measured_peak_bytes == rank.held.total + 1000
-        )
+        assert (rank.held.gathered, rank.held.messages) == (7, 9)
+        assert rank.measured_peak_bytes == rank.held.total + 1000
 
 
 def test_a_mini_batch_is_refused_for_the_stage_that_lacks_memory_whichever_is_larger() -> None:

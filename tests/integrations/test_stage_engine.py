@@ -275,7 +275,9 @@ GROUPS = [
 
 def train_groups(config: dict[str, Any], source: str) -> dict[str, Any]:
     rank = dist.get_rank()
-    options: dict[str, Any] = {"parameter_groups": GROUPS, "frozen_middle": True}
+    options: dict[str, Any] = {"parameter_groups": GROUPS}
+    if rank == 2:  # the middle
+        options["module"] = toy.Holder(("middle.frozen.weight",))
     if source == "callables":
         config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
         options["optimizer"] = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95))

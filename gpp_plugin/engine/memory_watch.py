@@ -350,7 +350,7 @@ class MemoryWatch:
     ) -> RankMemory:
         counts = joined_counts(list(self._counts.values()))
         held = HeldBytes(
-            weights=_bytes_of(t for stage in stages for t in stage.weight_tensors()),
+            weights=storage_bytes(t for stage in stages for t in stage.weight_tensors()),
             gradients=self._gradients,
             optimizer=sum(_optimizer_bytes(stage) for stage in stages),
             buffers=self._inputs,
@@ -382,15 +382,8 @@ def _in_words(batch: Batch) -> str:
     return ", ".join(f"{key} {list(shape)}" for key, shape in shapes)
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of storages, each once."""
-    # Views share a storage, and ZeRO's parameters are views of one flat buffer.
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
 def _optimizer_bytes(stage_engine: StageEngine) -> int:
     """Return the bytes of an optimizer's state and of weights that are its own (masters)."""
     weights = {t.untyped_storage().data_ptr() for t in stage_engine.weight_tensors()}
     held = stage_engine.updater.own_tensors()
-    return _bytes_of(t for t in held if t.untyped_storage().data_ptr() not in weights)
+    return storage_bytes(t for t in held if t.untyped_storage().data_ptr() not in weights)

@@ -162,7 +162,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], text: str) -> Non
     [
         (None, {"type": "Lamb"}, "Lamb"),
         (None, ADAMW, None),
-        (None, None, None),
         (torch.optim.Adafactor, None, "Adafactor"),
         (lambda parameters: type("Mine", (torch.optim.Adafactor,), {})(parameters), None, "Mine"),
         (torch.optim.AdamW, {"type": "Lamb"}, None),

@@ -64,14 +64,12 @@ class LoadedCheckpoint:
         client_state: what the user gave to save.
         rank_state: what this rank's engine gave to save; None where it was saved on fewer ranks.
         data: the position in the data.
-        is_same_plan: it was saved on this plan.
     """
 
     directory: Path
     client_state: dict[str, Any] = field(default_factory=dict)
     rank_state: Any = None
     data: Any = None
-    is_same_plan: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +326,6 @@ def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> 
         client_state=state["client_state"],
         rank_state=rank_state,
         data=state["data"],
-        is_same_plan=is_same,
     )
 
 

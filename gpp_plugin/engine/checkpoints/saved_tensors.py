@@ -106,14 +106,9 @@ class CheckpointTensors:
         """Return whether there is such a tensor."""
         return (what, name) in self._index
 
-    def dtype(self, what: str, name: str) -> str:
-        """Return its type by torch's name."""
-        return self._index[what, name][0].tensor.dtype
-
     def shape(self, what: str, name: str) -> tuple[int, ...]:
         """Return the shape of the whole, all shards joined."""
-        entry = self._index[what, name][0].tensor
-        return _whole_shape(entry)
+        return _whole_shape(self._index[what, name][0].tensor)
 
     def check_everything(self) -> None:
         """Check every tensor and every text of the checkpoint.

@@ -279,8 +279,7 @@ def rehearse(
         PlanError, ScheduleError: the plan does not hold what a rehearsal needs, or is unsafe.
         RuntimeFailure: a rank failed.
     """
-    from gpp_plugin.rehearse.rehearsal import rehearse_plan
-    from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
+    from gpp_plugin.rehearse.rehearsal import RehearsalSettings, rehearse_plan
 
     _check_is_plan(plan)
     with use_names(ARGUMENT_NAMES):

@@ -41,6 +41,12 @@ def odd_config(name: str, config: dict[str, Any]) -> dict[str, Any]:
     block = config["graph_pipeline"]
     optimizer = config["optimizer"]
     params = optimizer["params"]
+    in_block = {
+        "mode": "async", "granularity": "node", "seed": 7, "stages": 1, "schedule": "gpipe", "slicing": "off",
+        "loss_mean": "tokens", "compile": True, "tensor_parallel": "auto", "backends": ["inductor"],
+    }  # fmt: skip
+    if name in in_block:
+        return {**config, "graph_pipeline": {**block, name: in_block[name]}}
     changed = {
         "lr": {"optimizer": {**optimizer, "params": {**params, "lr": 2e-3}}},
         "weight_decay": {"optimizer": {**optimizer, "params": {**params, "weight_decay": 0.5}}},
@@ -50,16 +56,6 @@ def odd_config(name: str, config: dict[str, Any]) -> dict[str, Any]:
         "precision": {"bf16": {"enabled": True}},
         "zero": {"zero_optimization": {"stage": 1}},
         "batch": {"train_micro_batch_size_per_gpu": 1},
-        "mode": {"graph_pipeline": {**block, "mode": "async"}},
-        "granularity": {"graph_pipeline": {**block, "granularity": "node"}},
-        "seed": {"graph_pipeline": {**block, "seed": 7}},
-        "stages": {"graph_pipeline": {**block, "stages": 1}},
-        "schedule": {"graph_pipeline": {**block, "schedule": "gpipe"}},
-        "slicing": {"graph_pipeline": {**block, "slicing": "off"}},
-        "loss_mean": {"graph_pipeline": {**block, "loss_mean": "tokens"}},
-        "compile": {"graph_pipeline": {**block, "compile": True}},
-        "tensor_parallel": {"graph_pipeline": {**block, "tensor_parallel": "auto"}},
-        "backends": {"graph_pipeline": {**block, "backends": ["inductor"]}},
         "zero 3": {"zero_optimization": {"stage": 3}},
         "bad_block": {"graph_pipeline": {**block, "planner": "nonsense"}},
     }
@@ -114,7 +110,7 @@ def make_odd(name: str, model: Any) -> None:
     """Change what one rank has beside its configuration."""
     import torch
 
-    from gpp_plugin.engine.guards import agreement
+    from gpp_plugin.runtime.ranks import agreement
 
     if name == "weights":
         with torch.no_grad():

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gpp_plugin.cli import main
-from gpp_plugin.doctor import patch_check
-from gpp_plugin.doctor.patch_check import (
+from gpp_plugin.doctor import checks
+from gpp_plugin.doctor.checks import (
     IMPORTED_AS,
     PATCH_DIR,
     Need,
@@ -28,7 +28,7 @@ from gpp_plugin.errors import ConfigError
 PATCHES = read_patches(PATCH_DIR)
 PACKAGES = sorted({patch.package for patch in PATCHES})
 HAS_PINNED = all(
-    patch_check.installed_version(patch.distribution) == patch.version for patch in PATCHES
+    checks.installed_version(patch.distribution) == patch.version for patch in PATCHES
 )  # as constraints.txt asks for
 
 needs_pinned = pytest.mark.skipif(not HAS_PINNED, reason="DeepSpeed or megatron-core of another version")
@@ -116,7 +116,7 @@ def test_packages_without_the_files_or_not_there_at_all(tmp_path: Path) -> None:
 def test_the_command_line(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patch_check, "package_root", lambda package: root if package == "deepspeed" else None)
+    monkeypatch.setattr(checks, "package_root", lambda package: root if package == "deepspeed" else None)
     assert main(["doctor", "--patches", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])

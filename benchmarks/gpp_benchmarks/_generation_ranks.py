@@ -20,14 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GenerateConfig
-from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.launch import emit_event, end_rank, real_time
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.runtime.ranks.agree import Collectives
-from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
+from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, Setting
 
 TIMEOUT_S = 120.0
 PROMPT = 8

@@ -12,7 +12,7 @@ from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, Outcom
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.choose_schedule import choose_slicing
-from gpp_plugin.rehearse.rehearsal_report import idle_over_planned
+from gpp_plugin.rehearse.rehearsal import idle_over_planned
 from gpp_plugin.schedule.orders.slicer import slice_warm_up
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight, start_up_us

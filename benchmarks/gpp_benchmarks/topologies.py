@@ -68,7 +68,7 @@ def _cell(topology: str, system: str, num_ranks: int, args: argparse.Namespace) 
     }
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     if system == "megatron_patched":
-        from gpp_plugin.doctor.patch_check import patched_package
+        from gpp_plugin.doctor.checks import patched_package
 
         with patched_package("megatron-core") as folder:
             paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]

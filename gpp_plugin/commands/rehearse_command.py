@@ -10,7 +10,7 @@ from gpp_plugin.api import rehearse, save
 from gpp_plugin.commands.command_parser import add_width, axis_of
 from gpp_plugin.config.key_names import CommandNames, use_names
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.rehearse.rehearsal_settings import load_rehearsable
+from gpp_plugin.rehearse.rehearsal import load_rehearsable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _run(args: argparse.Namespace, plan: PipelinePlan) -> dict[str, Any]:
 
-    from gpp_plugin.rehearse.rehearsal_report import format_rehearsal, rehearsal_figures, stage_rows
+    from gpp_plugin.rehearse.rehearsal import format_rehearsal, rehearsal_figures, stage_rows
     from gpp_plugin.report.chrome_trace import write_trace
 
     # Progress is printed line by line (flush): a rehearsal takes minutes, often into a pipe or a log.

@@ -35,8 +35,8 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.launch import check_priority, emit_event, end_rank, real_time, run_ranks
+from gpp_plugin.rehearse.rehearsal import RehearsalSettings
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
-from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
 
 # The time limit of a run, in s: imports and connections take SECONDS_PER_RANK for each rank where ranks share
 # few cores; SLOWNESS is how much longer than planned a round may take before something must be stuck.

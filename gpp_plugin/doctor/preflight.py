@@ -189,7 +189,7 @@ def _check_options(args: argparse.Namespace, launched: int) -> None:
                 f"--gpus {args.gpus}: torch sees no CUDA device; --cpu tries the same over gloo and measures the CPU"
             )
     if args.plan is not None:
-        from gpp_plugin.rehearse.rehearsal_settings import load_rehearsable
+        from gpp_plugin.rehearse.rehearsal import load_rehearsable
 
         num_ranks = load_rehearsable(args.plan).num_ranks
         if num_ranks != args.gpus:

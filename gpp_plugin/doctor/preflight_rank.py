@@ -33,9 +33,13 @@ from gpp_plugin.profile.device_memory import (
     with_measured,
 )
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster, measure_models, shares_of
-from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan, scale_times
+from gpp_plugin.rehearse.rehearsal import (
+    RehearsalSettings,
+    make_async_programs,
+    programs_of_plan,
+    scale_times,
+)
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
-from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
 from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, join_ranks
 

@@ -33,72 +33,61 @@ from gpp_plugin.backends.job_backends import choose_backends, compile_stages, wi
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import StageBackends, check_backends_installed
 from gpp_plugin.capture.tracing.sample_batches import (
-    WholeUnit,
     as_unit,
     count_samples,
     is_clearly_counted,
     is_counted,
-    likely_counts,
     resize_batch,
 )
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.evaluator import Evaluator
-from gpp_plugin.engine.guards.model_watch import ModelWatch
-from gpp_plugin.engine.guards.non_finite import NanLocator, SkippedSteps, first_found
-from gpp_plugin.engine.job_context import (
-    NOTHING_GENERATED,
-    Framework,
-    Monitor,
-    Setting,
-)
+from gpp_plugin.engine.framework import Framework
 from gpp_plugin.engine.loading.batch_source import (
     LOADING_TIMEOUT_S,
     BatchSource,
     inputs_read,
     ranks_that_read,
 )
-from gpp_plugin.engine.loading.mini_batch_loader import inputs_of
+from gpp_plugin.engine.loading.mini_batch_loader import check_axes, check_count, inputs_of
 from gpp_plugin.engine.loading.row_loader import make_row_loader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
+from gpp_plugin.engine.model_watch import ModelWatch
+from gpp_plugin.engine.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.runner_factory import RunnerFactory
 from gpp_plugin.engine.sharded_weights import check_sharding
-from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
+from gpp_plugin.engine.stage_groups import StageGroups, tied_parameters
 from gpp_plugin.engine.training_steps import (
-    DataCheck,
-    LossReports,
-    LossSum,
     MiniBatchRunner,
     RankStep,
     StepHooks,
     TrainedCall,
     TrainingSteps,
-    loss_reports,
 )
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.ir.memory_report import CacheReport, MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.model.generation.generator import Generator
+from gpp_plugin.model.generation.generator import NOTHING_GENERATED, Generator
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.unit_order import UnitOrder, unit_costs
 from gpp_plugin.plugins import find_transport
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
-from gpp_plugin.runtime.memory.counting import storage_bytes
 from gpp_plugin.runtime.rank_programs import plan_of_units, tied_stages
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives, do_together
 from gpp_plugin.runtime.ranks.job_board import watched_calls
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
-from gpp_plugin.runtime.recorder import Clock, start_clock
+from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_module import Shell, StageModule
 from gpp_plugin.runtime.stage_source import Reference
 
@@ -166,7 +155,8 @@ class GraphPipelineEngine(PipelineSurface):
         check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
         # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
         unit, is_whole = setting.sizes.loss_unit, False
-        _check_count(sample_batch, config, sizes=(unit, setting.sizes.mini_batch))
+        if config.units is None:
+            check_count(sample_batch, sizes=(unit, setting.sizes.mini_batch))
         user_batch = sample_batch
         if config.units is not None and is_counted(sample_batch):
             # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
@@ -183,7 +173,7 @@ class GraphPipelineEngine(PipelineSurface):
         if self._rule is not None:
             sample_batch = self._rule.sample(sample_batch)
         elif config.units is None:
-            _check_axes(user_batch, setting.sizes.mini_batch)
+            check_axes(user_batch, setting.sizes.mini_batch)
         self._backends = StageBackends()
         self._runners = RunnerFactory(source=source, config=config, setting=setting, forwards=self._backends)
         # By default where this engine loads the data itself: it is invisible then that it is loaded one call early.
@@ -201,10 +191,25 @@ class GraphPipelineEngine(PipelineSurface):
         )
         self._groups = StageGroups.create(plan, tied, timeout_s=limit_s, backend=setting.placement.backend)
         source.join_groups(plan, reference, self._groups.tensor)
-        stages = self._make_stages(modules, tied, framework)
+        stages = RankEngine(
+            modules=modules,
+            plan=plan,
+            rank=setting.rank,
+            groups=self._groups,
+            tied=tied,
+            make_optimizer=framework.make_optimizer,
+            framework=framework.name,
+            device=setting.device,
+            steps_alone=self._rank_runner.policy.steps_alone,
+            reduces_early=[own.stage_index for own in self._rank_runner.stage_runners if own.reduces_early],
+        )
         source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)
-        monitor = self._make_monitor(framework)
+        monitor = do_together(
+            lambda: framework.make_monitor() if setting.rank == 0 else None,
+            what="making the monitors",
+            group=setting.group,
+        )
         self._metrics = Metrics(
             ds_config, setting, reference, plan, monitor=monitor, collectives=self._collectives
         )
@@ -237,7 +242,7 @@ class GraphPipelineEngine(PipelineSurface):
                 reference,
                 plan,
                 make_places=lambda stage: (
-                    lambda parameters: self.rank_engine.of(stage).weight_places(parameters)
+                    lambda parameters: self.rank_engine.of(stage).updater.places(parameters)
                 ),
             )
         runner = self._runners.make(reference, plan, may_prefetch=may_prefetch)
@@ -266,34 +271,6 @@ class GraphPipelineEngine(PipelineSurface):
         A stage of this rank whose backend failed, or gave something else, runs on torch and says why.
         """
         return self._backends.in_use()
-
-    def _make_stages(
-        self, modules: Sequence[StageModule], tied: Sequence[TiedParameter], framework: Framework
-    ) -> RankEngine:
-        """Return what trains this rank's stages; collective."""
-        early = [own.stage_index for own in self._rank_runner.stage_runners if own.reduces_early]
-        return RankEngine(
-            modules=modules,
-            plan=self._plan,
-            rank=self._setting.rank,
-            groups=self._groups,
-            tied=tied,
-            make_optimizer=framework.make_optimizer,
-            framework=framework.name,
-            device=self._setting.device,
-            steps_alone=self._rank_runner.policy.steps_alone,
-            reduces_early=early,
-        )
-
-    def _make_monitor(self, framework: Framework) -> Monitor | None:
-        """Return what writes to monitors, on rank 0; what goes wrong there is raised on all ranks; collective."""
-        made: list[Monitor | None] = []
-
-        def make() -> None:
-            made.append(framework.make_monitor() if self._setting.rank == 0 else None)
-
-        do_together(make, what="making the monitors", group=self._setting.group)
-        return made[0]
 
     def _make_data(
         self,
@@ -394,28 +371,14 @@ class GraphPipelineEngine(PipelineSurface):
             stand_by=self._runner.stand_by,
             collectives=self._collectives,
         )
-        self._steps = self._make_steps(stages)
-
-    def _make_steps(self, stages: RankEngine) -> TrainingSteps:
-        """Return what a call of `train_batch` does."""
-        runner, setting = self._rank_runner, self._setting
-        losses: LossSum | LossReports
-        data: DataCheck | None = None
-        if runner.policy.steps_alone:
-            losses = loss_reports(runner, stages, setting=setting, timeout_s=self._wait_s)
-            reads = self._batch_source.reads_inputs
-            data = DataCheck(group=setting.group, rank=setting.rank, reads=reads, timeout_s=self._wait_s)
-        else:
-            collectives = None if setting.group is None else self._collectives
-            losses = LossSum(collectives, mini_batch=runner.plan.mini_batch, is_sum=runner.sums_losses)
-        return TrainingSteps(
-            runner,
+        self._steps = TrainingSteps(
+            self._rank_runner,
             stages,
             self._runner,
+            setting=setting,
             collectives=self._collectives,
-            losses=losses,
-            data=data,
-            learn_shapes=lambda batch: self._source.meet(runner.reference, batch),
+            reads_inputs=self._batch_source.reads_inputs,
+            learn_shapes=lambda batch: self._source.meet(reference, batch),
             metrics=self._metrics,
         )
 
@@ -424,15 +387,13 @@ class GraphPipelineEngine(PipelineSurface):
         for module in (*modules, self.module):
             if isinstance(module, Shell):
                 module.refuse_hooks()
-        made: list[ModelWatch] = []
-
-        def make() -> None:
-            sizes = self._setting.sizes
-            units = self.config.units or sizes.mini_batch // sizes.loss_unit
-            made.append(ModelWatch(self._source.watched(), stages, units))
-
-        do_together(make, what="a look at the model", group=self._setting.group)
-        return made[0]
+        sizes = self._setting.sizes
+        units = self.config.units or sizes.mini_batch // sizes.loss_unit
+        return do_together(
+            lambda: ModelWatch(self._source.watched(), stages, units),
+            what="a look at the model",
+            group=self._setting.group,
+        )
 
     # ---- training ------------------------------------------------------------------------------
 
@@ -489,7 +450,14 @@ class GraphPipelineEngine(PipelineSurface):
         self._watch.note()
         self._last_step = call.step
         if clock is not None:
-            self._keep_timeline(call, clock)
+            self.last_timeline = keep_timeline(
+                call.events,
+                clock,
+                plan=self.plan,
+                collectives=self._collectives,
+                path=self.config.trace_path,
+                step=self.global_steps,
+            )
         self._metrics.after_step(
             loss=call.loss,
             step=call.step,
@@ -527,17 +495,6 @@ class GraphPipelineEngine(PipelineSurface):
                     where or "no operator was seen",
                 )
         self._skipped.count(call.step, number=self.global_steps, where=where)
-
-    def _keep_timeline(self, call: TrainedCall, clock: Clock) -> None:
-        """Gather what happened when; ``clock`` was started with the mini-batch."""
-        self.last_timeline = keep_timeline(
-            call.events,
-            clock,
-            plan=self.plan,
-            collectives=self._collectives,
-            path=self.config.trace_path,
-            step=self.global_steps,
-        )
 
     def flush(self) -> Tensor | None:
         """Finish the micro-batches in flight, so that every stage has made all its updates; collective.
@@ -674,41 +631,20 @@ class GraphPipelineEngine(PipelineSurface):
         self._steps.drain()
         arguments = kwargs if inputs is None else {"inputs": inputs, **kwargs}
         with self.rank_engine.gathered():
-            return self._generate(arguments)
-
-    def _generate(self, arguments: Mapping[str, Any]) -> Any:
-        if self._generator is None:
-            self._generator = self._source.make_generator(
-                self._plan,
-                self._reference,
-                [stage.module for stage in self.rank_engine.stages],
-                collectives=self._collectives,
-                free_bytes=self._free_for_caches,
-            )
-        try:
-            return self._generator.generate(arguments)
-        except BaseException as error:
-            if self._generator.is_broken and self._setting.group is not None:
-                self._runner.failure = f"a generation failed ({str(error) or type(error).__name__})"
-            raise
-
-    def _free_for_caches(self) -> int | None:
-        """Return the bytes that this rank has for caches: of `memory.limit_gb`, else of what CUDA has free.
-
-        None on a CPU without a limit, whose memory other processes share.
-        """
-        limit_gb, device = self.config.memory.limit_gb, self._setting.device
-        if isinstance(limit_gb, (int, float)):
-            held = storage_bytes(
-                tensor
-                for stage in self.rank_engine.stages
-                for tensor in (*stage.weight_tensors(), *stage.optimizer_tensors())
-            )
-            return int(limit_gb * 1e9) - held
-        if device.type != "cuda":
-            return None
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] // self._setting.placement.own_sharers + idle
+            if self._generator is None:
+                self._generator = self._source.make_generator(
+                    self._plan,
+                    self._reference,
+                    [stage.module for stage in self.rank_engine.stages],
+                    collectives=self._collectives,
+                    free_bytes=lambda: self._memory.free_for_caches(self.rank_engine),
+                )
+            try:
+                return self._generator.generate(arguments)
+            except BaseException as error:
+                if self._generator.is_broken and self._setting.group is not None:
+                    self._runner.failure = f"a generation failed ({str(error) or type(error).__name__})"
+                raise
 
     def cache_report(self) -> CacheReport:
         """Return what the caches of the last `generate` took on each rank, predicted and counted; collective.
@@ -752,7 +688,6 @@ class GraphPipelineEngine(PipelineSurface):
             self._files.wait()
         self._is_destroyed = True
         self._runner.failure = "its engine was destroyed"
-        group = self._setting.group
         self._collectives.meet("the end")  # what others still send arrives before its group is destroyed
         self._evaluator.close()
         if self._generator is not None:
@@ -761,45 +696,5 @@ class GraphPipelineEngine(PipelineSurface):
         self.rank_engine.close()
         self._groups.close()
         self._source.close()
-        if group is not None:
-            dist.destroy_process_group(group)
-
-
-def _check_count(batch: Batch, config: GraphPipelineConfig, *, sizes: Sequence[int]) -> None:
-    """Refuse a sample batch that may be of one number of samples or another, where neither is that of the job.
-
-    Args:
-        sizes: samples of a loss unit and of a mini-batch.
-
-    Raises:
-        ConfigError: says what its tensors have, and how to continue.
-    """
-    if config.units is not None or not is_counted(batch) or count_samples(batch) in sizes:
-        return
-    counts = likely_counts(batch)
-    if len(counts) > 1 and not isinstance(batch, WholeUnit):
-        rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, torch.Tensor))
-        raise ConfigError(
-            f"the sample batch may be of {' or '.join(map(str, counts))} samples ({rows}), and "
-            f"train_micro_batch_size_per_gpu is {sizes[0]}: give a sample batch of so many samples, or, where a batch "
-            'is one loss unit as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a '
-            "mini-batch"
-        )
-
-
-def _check_axes(batch: Batch, mini_batch: int) -> None:
-    """Refuse a sample batch with a number that has no axis where several batches will be joined to a mini-batch.
-
-    Raises:
-        ConfigError: names the entry, and how to continue.
-    """
-    scalars = [key for key, value in batch.items() if isinstance(value, torch.Tensor) and not value.dim()]
-    if not scalars or (samples := count_samples(batch)) >= mini_batch:
-        return
-    key, number = scalars[0], mini_batch // samples
-    raise ConfigError(
-        f"batch entry {key!r} is a tensor without an axis, and {number} batches of {samples} samples are joined along "
-        f"axis 0 to a mini-batch of {mini_batch}, in which it may have {number} values: let each be a loss unit of its "
-        f'own, "graph_pipeline": {{"units": {number}}}, give it a row a sample ([{samples}, 1]), or, where it never '
-        "changes, give a Python number"
-    )
+        if self._setting.group is not None:
+            dist.destroy_process_group(self._setting.group)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from gpp_plugin.config.block import CheckpointConfig
 from gpp_plugin.engine.checkpoints.load_checkpoint import has_checkpoint, load_checkpoint
-from gpp_plugin.engine.checkpoints.rank_files import place_of
-from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, SaveOptions, save_checkpoint
+from gpp_plugin.engine.checkpoints.save_checkpoint import (
+    BackgroundSave,
+    SaveOptions,
+    place_of,
+    save_checkpoint,
+)
 from gpp_plugin.engine.checkpoints.saved_tensors import cut_shard, join_shards
-from gpp_plugin.engine.guards.agreement import agree_on_state
-from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
@@ -30,6 +32,8 @@ from gpp_plugin.ir.block_graph import Parameter, is_carried
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.report.progress import shown_as
 from gpp_plugin.runtime.ranks.agree import Collectives, do_together
+from gpp_plugin.runtime.ranks.agreement import WEIGHT, agree, describe_tensor
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.ranks.waiting import finish
 
 EXPORT_NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -145,7 +149,8 @@ class PipelineFiles:
             )
             if not weights_only:
                 self._data.restore(loaded.data)
-            agree_on_state(self._stages.stages, tag=loaded.directory.name, group=self._setting.group)
+            facts = loaded_facts(self._stages.stages, loaded.directory.name)
+            agree(facts, what="a look at what each rank loaded", group=self._setting.group, is_partial=True)
         return str(loaded.directory), loaded.client_state
 
     def resume(self, directory: str | Path) -> dict[str, Any] | None:
@@ -263,6 +268,20 @@ class PipelineFiles:
                         values[name] = _own_part(stage, name, parameter, values[name])
                 stage.module.load_state_dict(values, strict=False)
                 stage.refresh_masters()
+
+
+def loaded_facts(stages: Sequence[StageEngine], tag: str) -> dict[str, str]:
+    """Return what identifies a checkpoint that was loaded: its tag, counters, and the weights of a rank's stages.
+
+    Counters are compared over all ranks, a stage's weights over its replicas, and over the stages that share them.
+    """
+    facts = {"the checkpoint": tag}
+    for stage in stages:
+        facts |= {"global_steps": str(stage.global_steps), "loss_scale": str(stage.loss_scale)}
+        where = f" of tensor position {stage.tensor_position}" if stage.stage.tensor > 1 else ""
+        for name, parameter in stage.module.named_parameters():
+            facts[f"{WEIGHT}{name}{where}"] = describe_tensor(parameter)
+    return facts
 
 
 def _state_of(stage: StageEngine) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
-from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.errors import ConfigError
@@ -29,6 +28,7 @@ from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_programs import held_tensors, plan_of_units
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
 

@@ -22,8 +22,7 @@ from gpp_plugin.capture.tracing.sample_batches import (
     rows_per_sample,
 )
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.gradients.gradient_store import StageGradients
-from gpp_plugin.engine.job_context import Setting
+from gpp_plugin.engine.gradient_store import StageGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import BatchRefused
@@ -48,7 +47,9 @@ from gpp_plugin.runtime.batches import (
     unit_key,
     units_of,
 )
+from gpp_plugin.runtime.memory.counting import storage_bytes
 from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
 
@@ -321,6 +322,24 @@ class MemoryWatch:
             lengths=self._lengths(),
         )
 
+    def free_for_caches(self, stages: RankEngine) -> int | None:
+        """Return the bytes that this rank has for caches: of `memory.limit_gb`, else of what CUDA has free.
+
+        None on a CPU without a limit, whose memory other processes share.
+        """
+        limit_gb, device = self._config.memory.limit_gb, self._setting.device
+        if isinstance(limit_gb, (int, float)):
+            held = storage_bytes(
+                tensor
+                for stage in stages.stages
+                for tensor in (*stage.weight_tensors(), *stage.updater.own_tensors())
+            )
+            return int(limit_gb * 1e9) - held
+        if device.type != "cuda":
+            return None
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] // self._setting.placement.own_sharers + idle
+
     def _mine(
         self,
         stages: Sequence[StageEngine],
@@ -331,7 +350,7 @@ class MemoryWatch:
     ) -> RankMemory:
         counts = joined_counts(list(self._counts.values()))
         held = HeldBytes(
-            weights=_bytes_of(t for stage in stages for t in stage.weight_tensors()),
+            weights=storage_bytes(t for stage in stages for t in stage.weight_tensors()),
             gradients=self._gradients,
             optimizer=sum(_optimizer_bytes(stage) for stage in stages),
             buffers=self._inputs,
@@ -363,15 +382,8 @@ def _in_words(batch: Batch) -> str:
     return ", ".join(f"{key} {list(shape)}" for key, shape in shapes)
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of storages, each once."""
-    # Views share a storage, and ZeRO's parameters are views of one flat buffer.
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
 def _optimizer_bytes(stage_engine: StageEngine) -> int:
     """Return the bytes of an optimizer's state and of weights that are its own (masters)."""
     weights = {t.untyped_storage().data_ptr() for t in stage_engine.weight_tensors()}
-    held = stage_engine.optimizer_tensors()
-    return _bytes_of(t for t in held if t.untyped_storage().data_ptr() not in weights)
+    held = stage_engine.updater.own_tensors()
+    return storage_bytes(t for t in held if t.untyped_storage().data_ptr() not in weights)

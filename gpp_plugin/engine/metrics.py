@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.job_context import Monitor, Setting
+from gpp_plugin.engine.framework import Monitor
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import write_text_whole
@@ -22,6 +22,7 @@ from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.timeline_chart import PhaseTimes, format_messages, format_phases, mean_phases
 from gpp_plugin.runtime.batches import Batch, num_elements, units_of
 from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.recorder import Clock, gather_timeline
 from gpp_plugin.runtime.stage_source import Reference
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.job_context import StageReplica, StepCounters, WeightUpdater
+from gpp_plugin.engine.framework import StageReplica, StepCounters, WeightUpdater
 from gpp_plugin.engine.sharded_weights import GatheredBytes, ShardedWeights, attached, gathered
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, make_replicas_equal
@@ -297,7 +297,7 @@ class RankEngine:
     @property
     def lr_scheduler(self) -> Any:
         """Return the first stage's learning-rate scheduler, if any; the other stages' are in the same state."""
-        return self.stages[0].lr_scheduler
+        return self.stages[0].updater.lr_scheduler
 
     def require_optimizer(self) -> None:
         """Refuse to train where the job has no optimizer.
@@ -305,12 +305,12 @@ class RankEngine:
         Raises:
             ConfigError: says what to add.
         """
-        self.stages[0].require_optimizer()
+        self.stages[0].updater.require()
 
     def close(self) -> None:
         """Let go of what the framework holds; the stages step no more."""
         for stage in self.stages:
-            stage.close()
+            stage.updater.close()
 
 
 class JoinedOptimizers:

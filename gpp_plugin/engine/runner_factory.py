@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.guards.agreement import agree, fingerprint_of
-from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
@@ -25,6 +23,8 @@ from gpp_plugin.runtime.code_by_shape import RunnerContext
 from gpp_plugin.runtime.rank_programs import channels_of, make_programs, plan_of_units, tied_stages
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.agreement import agree, fingerprint_of
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageForwards
 from gpp_plugin.runtime.unit_patterns import UnitPatterns

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
-from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
-from gpp_plugin.engine.gradients.partitioned_gradients import PartitionedGradients
-from gpp_plugin.engine.job_context import StageReplica, StepCounters, WeightUpdater
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
+from gpp_plugin.engine.framework import StageReplica, StepCounters, WeightUpdater
+from gpp_plugin.engine.gradient_store import GradientStore, StageGradients
+from gpp_plugin.engine.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.sharded_weights import GatheredBytes, ShardedWeights, gathered
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates
 from gpp_plugin.engine.stage_step import (
@@ -31,7 +31,6 @@ from gpp_plugin.engine.stage_step import (
     TiedSums,
 )
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.weight_versions import WeightPlaces
 
 
 class StageEngine:
@@ -93,11 +92,11 @@ class StageEngine:
             mini_batch=plan.mini_batch,
             device=device,
         )
-        self._updater = make_optimizer(module, replica)
-        self.config = self._updater.config
+        self.updater = make_optimizer(module, replica)
+        self.config = self.updater.config
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self.gradients: StageGradients = self._make_gradients(reduces_early)
-        trained = set(map(id, self._updater.trained.values()))
+        trained = set(map(id, self.updater.trained.values()))
         self._untrained = [p for p in module.parameters() if id(p) not in trained and p.requires_grad]
         self.reductions = GradientReductions(
             self.gradients,
@@ -130,11 +129,11 @@ class StageEngine:
         }
         if not self.is_partitioned:
             return GradientStore(
-                self._updater.trained, reduces_early=reduces_early, device=self.device, **common
+                self.updater.trained, reduces_early=reduces_early, device=self.device, **common
             )
         return PartitionedGradients(
-            self._updater.trained,
-            self._updater.layout,
+            self.updater.trained,
+            self.updater.layout,
             is_reduced_often=self.config.zero_stage >= 2,
             **common,
         )
@@ -147,13 +146,13 @@ class StageEngine:
         assert isinstance(group, dist.ProcessGroup), "this rank is in its stage's group"
         weights = ShardedWeights(
             self.module.parameters(),
-            self._updater.flat_weights(),
+            self.updater.flat_weights(),
             group=group,
             position=self.position,
             degree=self.stage.degree,
             count=count,
         )
-        self._updater.publish_to(weights.parts)
+        self.updater.publish_to(weights.parts)
         return weights
 
     def _make_update(self) -> StageUpdate:
@@ -162,7 +161,7 @@ class StageEngine:
         if self.tensor_position > 0:
             foreign.update(duplicates(self.gradients.parameters))
         return StageUpdate(
-            self.gradients, self.reductions, self._updater, foreign=foreign, clear=self.zero_grad
+            self.gradients, self.reductions, self.updater, foreign=foreign, clear=self.zero_grad
         )
 
     def _foreign_ties(self) -> set[str]:
@@ -174,7 +173,7 @@ class StageEngine:
     @property
     def loss_scale(self) -> float:
         """Return the factor on every loss of this mini-batch; the same on every rank."""
-        return self._updater.loss_scale
+        return self.updater.loss_scale
 
     def rest(self, names: Collection[str]) -> None:
         """Leave these parameters, which no unit of the mini-batch that begins reads, as they are in its step."""
@@ -250,44 +249,22 @@ class StageEngine:
     @property
     def optimizer(self) -> Any:
         """Return the stage's optimizer; one over placeholders where the stage trains nothing."""
-        return self._updater.optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """Return the stage's learning-rate scheduler, if any."""
-        return self._updater.lr_scheduler
-
-    def require_optimizer(self) -> None:
-        """Refuse to train where the job has no optimizer.
-
-        Raises:
-            ConfigError: says what to add.
-        """
-        self._updater.require()
+        return self.updater.optimizer
 
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters that the optimizer steps, by name."""
-        return self._updater.trained
+        return self.updater.trained
 
     @property
     def is_trained(self) -> bool:
         """Return whether the optimizer steps any parameter of the stage."""
-        return bool(self._updater.trained)
+        return bool(self.updater.trained)
 
     @property
     def is_partitioned(self) -> bool:
         """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1 to 3)."""
-        return bool(self._updater.layout)
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """Return the releases that a checkpoint's manifest names."""
-        return self._updater.versions
-
-    def weight_places(self, parameters: Sequence[nn.Parameter]) -> WeightPlaces:
-        """Return where these trained parameters may lie."""
-        return self._updater.places(parameters)
+        return bool(self.updater.layout)
 
     def weight_tensors(self) -> tuple[Tensor, ...]:
         """Return parameters and buffers of the module; under ZeRO 3 this rank's parts of them."""
@@ -300,10 +277,6 @@ class StageEngine:
             *self.module.buffers(),
         )
 
-    def optimizer_tensors(self) -> list[Tensor]:
-        """Return masters and optimizer state; parameters that are their own masters are among them."""
-        return self._updater.own_tensors()
-
     def parameter_state(self) -> dict[str, Tensor]:
         """Return the stage's parameters as fp32 copies, the masters where there are any.
 
@@ -312,8 +285,8 @@ class StageEngine:
         state: dict[str, Tensor] = {}
         with gathered([] if self.weights is None else [self.weights]):
             for name, parameter in self.module.named_parameters():
-                if name in self._updater.trained:
-                    state[name] = self._updater.master(name)
+                if name in self.updater.trained:
+                    state[name] = self.updater.master(name)
                 else:
                     state[name] = parameter.detach().float().clone()
         return state
@@ -322,11 +295,7 @@ class StageEngine:
         """Take master weights anew after the module's parameters were written from outside."""
         if self.weights is not None:
             self.weights.keep_written()
-        self._updater.refresh_masters()
-
-    def close(self) -> None:
-        """Let go of what the framework holds; the stage steps no more."""
-        self._updater.close()
+        self.updater.refresh_masters()
 
     # ---- state, as checkpoints hold it ----------------------------------------------------------------
 
@@ -347,33 +316,13 @@ class StageEngine:
 
     def optimizer_pieces(self) -> OptimizerPieces:
         """Return what optimizer and masters keep on this rank of the parameters that the stage saves."""
-        return self._updater.pieces(self._foreign_ties())
-
-    def trained_spans(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the elements of each trained parameter that this rank's masters hold: first one, and how many."""
-        return self._updater.spans()
-
-    def check_optimizer(self, saved: SavedOptimizer) -> None:
-        """Refuse the state of another optimizer.
-
-        Raises:
-            CheckpointError: names both.
-        """
-        self._updater.check_kind(saved)
-
-    def load_optimizer(self, saved: SavedOptimizer) -> None:
-        """Restore optimizer and masters.
-
-        Raises:
-            CheckpointError: what was saved cannot be cut as this rank holds it.
-        """
-        self._updater.restore(saved)
+        return self.updater.pieces(self._foreign_ties())
 
     def shared_state(self) -> dict[str, Any]:
         """Return schedule, loss scaler and counters: the same on every rank."""
-        return {**self._updater.shared_state(), "counters": self._counters.as_dict()}
+        return {**self.updater.shared_state(), "counters": self._counters.as_dict()}
 
     def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool = True) -> None:
         """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""
-        self._updater.load_shared_state(state, load_scheduler=load_scheduler)
+        self.updater.load_shared_state(state, load_scheduler=load_scheduler)
         self._counters.load(state["counters"])

@@ -19,15 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.engine.gradients.flat_gradients import Summand, sum_over
-from gpp_plugin.engine.gradients.gradient_store import StageGradients
-from gpp_plugin.engine.job_context import StepCounters, WeightUpdater
+from gpp_plugin.engine.framework import StepCounters, WeightUpdater
+from gpp_plugin.engine.gradient_store import StageGradients, Summand, sum_over
 from gpp_plugin.engine.stage_groups import (
     StageGroups,
     TiedParameter,
@@ -463,20 +461,6 @@ def _root(square: float) -> float:
     return math.sqrt(square) if square >= 0 else math.nan
 
 
-class StepRule(Protocol):
-    """Over which ranks a step is agreed, and how often it is taken."""
-
-    def step(self, stage: int | None = None) -> StepResult:
-        """Update the rank's stages with the gradients that were summed; collective over the ranks of the rule.
-
-        Args:
-            stage: that one; None: all of them, or the rank's only one.
-        """
-
-    def end_mini_batch(self) -> StepResult:
-        """Return what the mini-batch's steps did, when the last of them is taken."""
-
-
 class StepTogether:
     """All stages step once a mini-batch, or none does.
 
@@ -551,3 +535,7 @@ class StepAlone:
                 stage_norms=norms,
             )
         )
+
+
+StepRule = StepTogether | StepAlone
+"""Over which ranks a step is agreed, and how often it is taken."""

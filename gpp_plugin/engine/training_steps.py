@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
@@ -46,6 +45,7 @@ from gpp_plugin.runtime.batches import Batch, UnitBatch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives, do_together
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
@@ -244,8 +244,7 @@ class TrainingSteps:
 
     Args:
         collectives: of all ranks.
-        losses: the loss of a call.
-        data: checks in mode async that all ranks are given the same; None: they agree before a call.
+        reads_inputs: this rank's stages read model inputs.
         learn_shapes: learns the shapes of a mini-batch before it runs; collective.
         metrics: are given the staleness of gradients, in mode async.
     """
@@ -256,9 +255,9 @@ class TrainingSteps:
         stages: RankEngine,
         runner: MiniBatchRunner,
         *,
+        setting: Setting,
         collectives: Collectives,
-        losses: LossSum | LossReports,
-        data: DataCheck | None = None,
+        reads_inputs: bool,
         learn_shapes: Callable[[Batch], None],
         metrics: Metrics,
     ) -> None:
@@ -266,12 +265,21 @@ class TrainingSteps:
         self._stages = stages
         self._runner = runner
         self._collectives = collectives
-        self._losses = losses
-        self._data = data
+        self._losses: LossSum | LossReports = LossSum(
+            collectives, mini_batch=rank_runner.plan.mini_batch, is_sum=rank_runner.sums_losses
+        )
+        # In mode async it is checked that all ranks are given the same; else they agree before a call.
+        self._data: DataCheck | None = None
+        if rank_runner.policy.steps_alone:
+            limit_s = collectives.timeout_s
+            self._losses = loss_reports(rank_runner, stages, setting=setting, timeout_s=limit_s)
+            self._data = DataCheck(
+                group=setting.group, rank=setting.rank, reads=reads_inputs, timeout_s=limit_s
+            )
         self._learn_shapes = learn_shapes
         self._metrics = metrics
         self._is_prefetch_off = False
-        self._has_noted_staleness = data is None
+        self._has_noted_staleness = self._data is None
 
     @property
     def staleness(self) -> dict[str, int]:
@@ -392,11 +400,11 @@ class LossSum:
     """The loss of a synchronous mini-batch, which ranks sum when it ends.
 
     Args:
-        collectives: of all ranks; None of a single one.
+        collectives: of all ranks.
         mini_batch: what losses are means over, in all; ``is_sum``: they are sums, divided already.
     """
 
-    def __init__(self, collectives: Collectives | None, *, mini_batch: int, is_sum: bool) -> None:
+    def __init__(self, collectives: Collectives, *, mini_batch: int, is_sum: bool) -> None:
         self._collectives = collectives
         self._mini_batch = mini_batch
         self._is_sum = is_sum
@@ -404,8 +412,6 @@ class LossSum:
     def of_call(self, result: MiniBatchResult, step: int, num_running: int) -> float:
         """Return the mean loss on every rank."""
         mine = share_of_loss(result.losses, self._mini_batch, is_sum=self._is_sum)
-        if self._collectives is None:
-            return mine
         own = torch.tensor([mine], dtype=torch.float64)
         return float(self._collectives.sum(own, f"the loss of step {step}"))
 

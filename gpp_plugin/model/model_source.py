@@ -27,7 +27,6 @@ from gpp_plugin.capture.tracing.sample_batches import (
     rows_per_sample,
 )
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.job_context import WatchedModule
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
 from gpp_plugin.integrations.huggingface import pretrained_files
 from gpp_plugin.integrations.huggingface.model_inputs import (
@@ -87,7 +86,7 @@ from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives, call_on_rank_zero, exchange
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, joined_module
-from gpp_plugin.runtime.stage_source import Reference, UnitSource
+from gpp_plugin.runtime.stage_source import Reference, UnitSource, WatchedModule
 from gpp_plugin.runtime.tensor_parallel.tensor_ranks import (
     check_shared_out,
     describe_whole,

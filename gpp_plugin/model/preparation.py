@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ReadError
 from gpp_plugin.ir.block_graph import CARRIED, BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -45,6 +44,7 @@ from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster
 from gpp_plugin.profile.machine import read_machine
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.schedule.names import schedule_label
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,14 @@ from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plugins import Transport, TransportRequest, find_transport
-from gpp_plugin.rehearse.rehearsal import make_async_programs, make_prefetch_programs, programs_of_plan
-from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
+from gpp_plugin.rehearse.rehearsal import (
+    LEAST_COMM_TIMEOUT_S,
+    RehearsalSettings,
+    make_async_programs,
+    make_prefetch_programs,
+    programs_of_plan,
+    scale_tensors,
+)
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import HandOvers

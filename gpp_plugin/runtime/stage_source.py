@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.ir.analysis import Analysis
@@ -118,3 +118,20 @@ class UnitSource(StageSource, Protocol):
         Raises:
             CaptureError: it cannot do without the others; the same on every rank.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedModule:
+    """A captured module as its user holds it.
+
+    Args:
+        prefix: what stages put before its own names of tensors.
+        eager: its modules that run as they are.
+        trace: traces it as it is, on this rank alone: returns all that two traces can differ in, and which attributes
+            of which modules (by path) were read.
+    """
+
+    module: nn.Module
+    prefix: str
+    eager: tuple[str, ...]
+    trace: Callable[[], tuple[str, frozenset[tuple[str, str]]]]

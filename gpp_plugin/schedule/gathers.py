@@ -56,7 +56,7 @@ from gpp_plugin.schedule.checks.order_check import OF_STAGE, execute_serially
 # every execution in which some ranks wait there and others later, as more can only happen before a later wait.
 #
 # Three conditions keep the claim true. All sums have begun on every rank when its last backward has ended (the
-# engine's part, `engine.gradients.gradient_store.EarlySends`). The backward holds no collectives of tensor ranks,
+# engine's part, `engine.gradient_store.EarlySends`). The backward holds no collectives of tensor ranks,
 # among which sums would begin at places that depend on timing. And it is a whole backward: a separate weight gradient
 # is made in several passes.
 #

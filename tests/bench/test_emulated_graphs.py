@@ -10,7 +10,7 @@ from gpp_benchmarks._emulated_graphs import (
     linear_bytes,
     linear_plan,
 )
-from gpp_plugin.rehearse.rehearsal_settings import check_rehearsable
+from gpp_plugin.rehearse.rehearsal import check_rehearsable
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 JOINT = [*chain_links(3), *chain_links(3, 3), (2, 6), (5, 6)]

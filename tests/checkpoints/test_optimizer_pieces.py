@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpp_plugin.engine.checkpoints.checkpoint_files import MASTER
 from gpp_plugin.engine.checkpoints.optimizer_pieces import (
-    MASTER,
     Fragment,
+    OptimizerPiece,
     OptimizerPieces,
     check_kind,
     optimizer_pieces,
@@ -33,23 +34,22 @@ class Held:
     def kind(self) -> str:
         return self._ranks[0].kind
 
+    def _pieces(self, name: str, what: str) -> list[OptimizerPiece]:
+        found = [p for rank in self._ranks for p in rank.pieces if (p.name, p.what) == (name, what)]
+        return sorted(found, key=lambda p: p.start or 0)
+
     def tensor_kinds(self, name: str) -> Collection[str]:
         return {p.what for rank in self._ranks for p in rank.pieces if p.name == name} - {MASTER}
 
     def is_whole(self, name: str, what: str) -> bool:
-        return any(
-            p.start is None for rank in self._ranks for p in rank.pieces if (p.name, p.what) == (name, what)
-        )
+        return any(p.start is None for p in self._pieces(name, what))
 
     def read(self, name: str, what: str, start: int, count: int) -> Tensor:
-        parts = [p for rank in self._ranks for p in rank.pieces if (p.name, p.what) == (name, what)]
-        flat = torch.cat([p.tensor.reshape(-1) for p in sorted(parts, key=lambda p: p.start or 0)])
+        flat = torch.cat([p.tensor.reshape(-1) for p in self._pieces(name, what)])
         return flat[start : start + count].clone()
 
     def read_whole(self, name: str, what: str) -> Tensor:
-        return next(
-            p.tensor for rank in self._ranks for p in rank.pieces if (p.name, p.what) == (name, what)
-        ).clone()
+        return self._pieces(name, what)[0].tensor.clone()
 
     def numbers(self, name: str) -> Mapping[str, Any]:
         return next(rank.numbers[name] for rank in self._ranks if name in rank.numbers)
@@ -189,18 +189,12 @@ def test_families_of_optimizers() -> None:
 
 def test_groups_keep_their_numbers_and_options() -> None:
     one = whole(1)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [one["a"].master], "lr": 0.5},
-            {"params": [one["b"].master], "lr": 0.25, "betas": (0.8, 0.9)},
-        ]
-    )
+    second = {"params": [one["b"].master], "lr": 0.25, "betas": (0.8, 0.9)}
+    optimizer = torch.optim.AdamW([{"params": [one["a"].master], "lr": 0.5}, second])
     own = {name: one[name] for name in ("a", "b")}
     pieces = optimizer_pieces(optimizer, own, has_masters=True, group_numbers=[1, 4], foreign=["a"])
-    assert [(g.number, g.names, g.options["lr"]) for g in pieces.groups] == [
-        (1, ("a",), 0.5),
-        (4, ("b",), 0.25),
-    ]
+    found_groups = [(g.number, g.names, g.options["lr"]) for g in pieces.groups]
+    assert found_groups == [(1, ("a",), 0.5), (4, ("b",), 0.25)]
     assert {p.name for p in pieces.pieces} == {"b"}
     two = {name: whole(2)[name] for name in ("b", "a")}
     found = torch.optim.AdamW([{"params": [f.master]} for f in two.values()])

@@ -22,7 +22,7 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     saved_stages,
 )
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPiece, OptimizerPieces
-from gpp_plugin.engine.checkpoints.rank_files import (
+from gpp_plugin.engine.checkpoints.save_checkpoint import (
     FileContents,
     RankFiles,
     random_state,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.engine.checkpoints.checkpoint_files import WEIGHT, BrokenFile, CheckpointManifest
-from gpp_plugin.engine.checkpoints.rank_files import FileContents, write_files
+from gpp_plugin.engine.checkpoints.save_checkpoint import FileContents, write_files
 from gpp_plugin.engine.checkpoints.saved_tensors import (
     CheckpointTensors,
     TensorPlace,

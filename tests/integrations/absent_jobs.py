@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.integrations.engine_jobs import config_of, make_engine
-from tests.integrations.unit_jobs import losses_of, one_process, with_weights
+from tests.integrations.unit_jobs import own_steps
 from tests.integrations.whole_unit_jobs import family, mixed_family_units
-from tests.models import build
-from tests.reference import gradient_errors
+from tests.reference import gradient_errors, train_reference
 
 
 class TwoTowers(nn.Module):
@@ -54,19 +53,6 @@ def tower_units(kinds: str) -> list[dict[str, Any]]:
     return units
 
 
-def mixed_units(has_image: Sequence[bool], seed: int, *, layers: int = 1) -> list[dict[str, Any]]:
-    """Return units of a LLaVA, of several lengths, with images or as text only."""
-    _, make_batch = build("llava", layers=layers)
-    units = []
-    for index, is_there in enumerate(has_image):
-        unit = make_batch(2 - index % 2, 100 * seed + index)
-        if not is_there:
-            length = unit["input_ids"].shape[1] - index % 2
-            unit = {k: v[:, :length].contiguous() for k, v in unit.items() if k != "pixel_values"}
-        units.append(unit)
-    return units
-
-
 def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence[str]) -> dict[str, Any]:
     """Train a step for each pattern on units with absent branches, and evaluate; compare with one process.
 
@@ -78,13 +64,9 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
         model: Any = TwoTowers()
         steps = [tower_units(kinds) for kinds in patterns]
         sample = tower_units("b")[0]
-    elif name != "llava":
+    else:
         model, sample = family(name), mixed_family_units(name, "b", 9)[0]
         steps = [mixed_family_units(name, kinds, seed) for seed, kinds in enumerate(patterns)]
-    else:
-        model, make_batch = build("llava", layers=1)
-        steps = [mixed_units([kind == "b" for kind in kinds], seed) for seed, kinds in enumerate(patterns)]
-        sample = make_batch(4, 9)
     plain = copy.deepcopy(model)
     config = config_of(
         block={"units": len(patterns[0]), **block},
@@ -102,17 +84,14 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
         states.append({name: tensor.clone() for name, tensor in state.items()})
     evaluated = float(engine.eval_batch(stream))
     _, logits = engine.eval_batch(stream, return_logits=True)
-    reference, _ = one_process(plain, steps, loss_mean="units")
-    _, wanted = one_process(plain, steps[:1], loss_mean="units")
-    trained = with_weights(plain, steps, loss_mean="units")
+    reference = train_reference(plain, steps)
     with torch.no_grad():
-        mean = sum(float(part) for part in losses_of(trained, steps[0], "units"))
-        last = [trained(**unit).logits for unit in steps[0]]
-    weights = dict(trained.named_parameters())
+        wanted = [reference.model.eval()(**unit) for unit in steps[0]]
+    weights = dict(reference.model.named_parameters())
     return {
         "losses": losses,
-        "wanted": reference,
-        "errors": gradient_errors(gradients[0], wanted),
+        "wanted": reference.losses,
+        "errors": gradient_errors(gradients[0], reference.gradients),
         "reached": [sorted(found) for found in gradients],
         "weights": {
             n: float((states[-1][n] - w.detach()).abs().max()) for n, w in weights.items() if n in states[-1]
@@ -122,23 +101,20 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
             for i in range(1, len(states))
         ],
         "evaluated": evaluated,
-        "wanted_evaluated": mean,
-        "logits": [float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)],
+        "wanted_evaluated": sum(float(out.loss) for out in wanted) / len(wanted),
+        "logits": [float((a - b.logits).abs().max()) for a, b in zip(logits, wanted, strict=True)],
         "stages": [list(stage.blocks) for stage in engine.plan.stages],
         "left": len(list(stream)),
-        "orders": [engine._batch_source.take(iter(units)).given for units in steps],
     }
 
 
-class Samples:
-    """A dataset of which every third sample lacks the right input."""
-
-    def __len__(self) -> int:
-        return 36
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        unit = tower_units("l" if index % 3 == 0 else "b")[0]
-        return {key: value[0] + (0 if key == "labels" else 0.01 * index) for key, value in unit.items()}
+def tower_samples() -> list[dict[str, Any]]:
+    """Return a dataset of which every third sample lacks the right input."""
+    units = [tower_units("l" if index % 3 == 0 else "b")[0] for index in range(36)]
+    return [
+        {key: value[0] + (0 if key == "labels" else 0.01 * index) for key, value in unit.items()}
+        for index, unit in enumerate(units)
+    ]
 
 
 def collate_alike(items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -157,7 +133,7 @@ def load_absent(block: dict[str, Any]) -> dict[str, Any]:
     from gpp_plugin.data import pack
 
     torch.manual_seed(0)
-    model, data = TwoTowers(), Samples()
+    model, data = TwoTowers(), tower_samples()
     plain = copy.deepcopy(model)
 
     def packing() -> Any:
@@ -172,16 +148,12 @@ def load_absent(block: dict[str, Any]) -> dict[str, Any]:
         training_data=packing(),
         collate_fn=collate_alike,
     )[0]
-    engine.retain_gradients()
-    losses = [float(engine.train_batch())]
-    gradients = dict(engine.gradients)
-    losses += [float(engine.train_batch()) for _ in range(2)]
+    losses, gradients = own_steps(engine)
     collated = [collate_alike([data[i] for i in unit]) for unit in packing().epoch_units(0)[:12]]
-    reference, first = one_process(plain, [collated[i : i + 4] for i in range(0, 12, 4)], loss_mean="units")
+    reference = train_reference(plain, [collated[i : i + 4] for i in range(0, 12, 4)])
     return {
         "losses": losses,
-        "wanted": reference,
-        "errors": gradient_errors(gradients, first),
+        "wanted": reference.losses,
+        "errors": gradient_errors(gradients, reference.gradients),
         "lacking": sum(unit["right"] is None for unit in collated),
-        "reads": engine._batch_source.reads_inputs,
     }

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integrations.engine_jobs import make_engine
+from tests.integrations.engine_jobs import config_of, make_engine, steps
 from tests.models import build
 
 NUM_BATCHES = 20
 
 
 def async_config(*, mini_batch: int, unit: int, block: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_batch_size": mini_batch,
-        "train_micro_batch_size_per_gpu": unit,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        "steps_per_print": 0,
-        "graph_pipeline": {"mode": "async", "comm_timeout_s": 60, "verify": False, **block},
-    }
-    return {**config, **changes}
+    sizes = {"train_batch_size": mini_batch, "train_micro_batch_size_per_gpu": unit}
+    return config_of(**sizes, block={"mode": "async", **block}, **changes)
 
 
 def held_by_stages(engine: Any) -> list[tuple[tuple[str, ...], int]]:
@@ -37,21 +31,14 @@ def make(
     return make_engine(model, batches[0], config, **given), batches
 
 
-def train(
-    name: str, mini_batch: int, config: dict[str, Any], flush_at: tuple[int, ...] = ()
-) -> dict[str, Any]:
+def train(name: str, mini_batch: int, config: dict[str, Any]) -> dict[str, Any]:
     """Train 20 mini-batches; return losses, what flushes returned, final parameters, and the stages."""
     engine, batches = make(name, mini_batch, config)
-    losses, flushed = [], []
-    for number, batch in enumerate(batches):
-        losses.append(float(engine.train_batch(data_iter=iter([batch]))))
-        if number in flush_at:
-            flushed.append(float(engine.flush()))
-    last = engine.flush()
+    losses, flushed = steps(engine, batches), float(engine.flush())
     versions = next(iter(engine._rank_runner.stage_runners[0]._codes._known.values())).versions
     return {
         "losses": losses,
-        "flushed": [*flushed, None if last is None else float(last)],
+        "flushed": flushed,
         "again": engine.flush(),
         "parameters": {n: p.detach().clone() for n, p in engine.module.named_parameters()},
         "stages": held_by_stages(engine),
@@ -67,20 +54,19 @@ def train(
 def resume(directory: str, config: dict[str, Any], name: str, mini_batch: int) -> dict[str, Any]:
     """Save in the middle and go on; a fresh engine that loads must go on the same."""
     engine, batches = make(name, mini_batch, config)
-    before = [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches[:4]]
+    before = steps(engine, batches[:4])
     engine.save_checkpoint(directory)
-    left = float(engine.flush())
-    expected = [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches[4:9]]
+    engine.flush()
+    expected = steps(engine, batches[4:9])
     other, _ = make(name, mini_batch, config)
     other.load_checkpoint(directory)
-    found = [float(other.train_batch(data_iter=iter([batch]))) for batch in batches[4:9]]
+    found = steps(other, batches[4:9])
     weights = [e.module_state_dict() for e in (engine, other)]
     return {
-        "left": left,
         "expected": expected,
         "found": found,
         "same": all((weights[0][n] == weights[1][n]).all() for n in weights[0]),
-        "steps": (other.global_steps, other.get_lr()),
+        "steps": other.global_steps,
         "losses": before,
         "stages": held_by_stages(engine),
     }

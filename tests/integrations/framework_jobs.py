@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     Fragment,
     OptimizerPieces,
-    SavedOptimizer,
     check_kind,
     optimizer_pieces,
     restore_optimizer,
     whole_fragment,
 )
+from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.ir.plan import PipelinePlan
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
@@ -101,10 +101,10 @@ class PlainOptimizer:
     def spans(self) -> dict[str, list[tuple[int, int]]]:
         return {name: [(0, parameter.numel())] for name, parameter in self.trained.items()}
 
-    def check_kind(self, saved: SavedOptimizer) -> None:
+    def check_kind(self, saved: StageOptimizerState) -> None:
         check_kind(self.optimizer, saved)
 
-    def restore(self, saved: SavedOptimizer) -> None:
+    def restore(self, saved: StageOptimizerState) -> None:
         restore_optimizer(self.optimizer, self.fragments, saved)
 
     def shared_state(self) -> dict[str, Any]:

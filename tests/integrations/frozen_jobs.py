@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.ir.program import InstructionKind
-from tests.integrations.engine_jobs import make_engine
+from tests.integrations.engine_jobs import make_engine, steps_and_gradients
 from tests.models import build
 from tests.runtime.jobs import Job, make_batches, make_config
 
@@ -32,18 +32,12 @@ def frozen_model(kind: str, **options: Any) -> tuple[nn.Module, Any]:
     """Return a model with a part frozen, and its batches; ``options`` as of `build`."""
     name, _, part = kind.partition(" ")
     model, make_batch = build(name, **options)
-    if part == "lora":
+    if part.endswith("lora"):  # late: only in the last block; everything before it runs forward only
         torch.manual_seed(7)
         model.requires_grad_(False)
-        for block in model.transformer.h:
+        for block in model.transformer.h[-1:] if part == "late lora" else model.transformer.h:
             width = block.attn.c_attn.weight.shape
             block.attn.c_attn = LoRA(block.attn.c_attn, width[0], width[1], rank=2)
-    elif part == "late lora":  # only in the last block: everything before it runs forward only
-        torch.manual_seed(7)
-        model.requires_grad_(False)
-        attention = model.transformer.h[-1].attn
-        width = attention.c_attn.weight.shape
-        attention.c_attn = LoRA(attention.c_attn, width[0], width[1], rank=2)
     else:
         for path in part.split("+"):
             model.get_submodule(path).requires_grad_(False)
@@ -57,12 +51,7 @@ def train_frozen(tasks: list[Job]) -> list[dict[str, Any]]:
         model, make_batch = frozen_model(job["model"])
         batches = make_batches(make_batch, job)
         engine = make_engine(model, batches[0], make_config(job))
-        engine.retain_gradients()
-        losses: list[float] = []
-        gradients: dict[str, Tensor] = {}
-        for batch in batches:
-            losses.append(float(engine.train_batch(data_iter=iter([batch]))))
-            gradients = gradients or {name: g.clone() for name, g in engine.gradients.items()}
+        losses, gradients = steps_and_gradients(engine, batches)
         program = engine._rank_runner.stage_runners[0]._programs.main
         kinds = [i.task.kind.value for i in program.instructions if i.task is not None]
         sent = [m.direction.value for m in program.messages(InstructionKind.SEND)]
@@ -84,7 +73,7 @@ def train_frozen(tasks: list[Job]) -> list[dict[str, Any]]:
 
 def optimizer_elements(stage_engine: Any) -> int:
     """Return the elements of all state tensors of the stage's optimizer that are as large as its parameters."""
-    inner = stage_engine._updater._inner_optimizer
+    inner = stage_engine.updater._inner_optimizer
     if inner is None:
         return 0
     return sum(

@@ -33,7 +33,7 @@ def read_while_training(
     )  # the first one compiles, counts and finds out what is saved
     tasks, step = HostReads(), HostReads()
     runner = engine._rank_runner
-    executor, hooks, updater = runner._executor, runner.stage_runners[0]._hooks, engine.stage_engine._updater
+    executor, hooks, updater = runner._executor, runner.stage_runners[0]._hooks, engine.stage_engine.updater
     run, take, apply = executor.run, hooks.step, updater.apply
     states = contextlib.ExitStack()
 

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.mini_batch_loader import make_loader, repeat
+from gpp_plugin.engine.loading.rank_shard import Share
+from gpp_plugin.engine.loading.row_loader import RowLoader
+from gpp_plugin.ir.samples import SampleRange
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build
 
-WIDTH = 8
+WIDTH, ROWS = 8, 6
 
 
 class Samples(Dataset[dict[str, Any]]):
@@ -73,9 +77,8 @@ class Streamed(IterableDataset[dict[str, Any]]):
 
 def pad(items: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Collate samples of any length: zeros up to the longest."""
-    xs = [item["x"] for item in items]
     return {
-        "x": nn.utils.rnn.pad_sequence(xs, batch_first=True),
+        "x": nn.utils.rnn.pad_sequence([item["x"] for item in items], batch_first=True),
         "labels": torch.tensor([item["labels"] for item in items]),
     }
 
@@ -92,6 +95,42 @@ class Classes(nn.Module):
         """Return the mean cross entropy; padding changes it."""
         hidden = torch.tanh(self.first(x[..., None])).mean(1)
         return {"loss": nn.functional.cross_entropy(self.second(hidden), labels)}
+
+
+def row_loader(
+    dataset: Any,
+    *,
+    rank: int = 3,
+    mini_batch: int = ROWS,
+    units: int | None = None,
+    part: Any = None,
+    held: Any = None,
+    dtype: Any = None,
+    collate_fn: Any = None,
+    prepare: Any = lambda batch: batch,
+    keys: tuple[str, ...] = ("x", "labels"),
+    workers: int = 0,
+) -> RowLoader:
+    """Return what loads a rank's part of mini-batches; the whole of each without ``part``."""
+    ranges = ((0, mini_batch),) if part is None else part
+    samples = tuple(SampleRange(first_sample=first, num_samples=count) for first, count in ranges)
+    return RowLoader(
+        make_loader(dataset, mini_batch=mini_batch, collate_fn=collate_fn, seed=1, units=units),
+        collate_fn=collate_fn,
+        prepare=prepare,
+        share=Share(rank=rank, mini_batch=mini_batch, units=units, samples=samples, keys=held, dtype=dtype),
+        keys=keys,
+        seed=1,
+        workers=workers,
+    )
+
+
+def batch_source(**changes: Any) -> BatchSource:
+    """Return what brings mini-batches to one rank."""
+    given = {"mini_batch": ROWS, "keys": ("x", "labels"), **changes}
+    return BatchSource(
+        prepare=lambda batch: batch, reads_inputs=True, source=0, group=None, timeout_s=1.0, **given
+    )
 
 
 def make(dataset: Any, *, workers: int, stages: int, **given: Any) -> Any:

@@ -5,29 +5,69 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gpp_plugin.data.unit_packing import pack
-from gpp_plugin.engine.checkpoints.state_values import to_json
-from gpp_plugin.engine.loading.batch_source import BatchSource
-from gpp_plugin.engine.loading.mini_batch_loader import make_loader
-from gpp_plugin.engine.loading.rank_shard import Share
+from gpp_plugin.data import pack
+from gpp_plugin.engine.checkpoints.checkpoint_files import to_json
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.runtime.batches import OwnRows, UnitBatch
-from tests.integrations import data_position_jobs as jobs
-from tests.integrations.loading_jobs import Noisy, Samples, Streamed
+from tests.integrations.loading_jobs import (
+    ROWS,
+    WIDTH,
+    Noisy,
+    Samples,
+    Streamed,
+    batch_source,
+    make,
+    row_loader,
+)
 from tests.ranks import run_kept_ranks
 
-B = 6
+
+class NoisyStream(Streamed):
+    """Samples one after the other with noise of three generators added, and no state."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for item in super().__iter__():
+            yield {**item, "x": item["x"] + torch.randn(WIDTH) + random.random() + float(np.random.rand())}
+
+
+def random_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def resume(kind: str, directory: str) -> dict[str, Any]:
+    """Eight steps straight; four, and four of a fresh engine from a checkpoint in the middle of an epoch; and again."""
+    make_dataset: Any = {"samples": Samples, "stream": Streamed}[kind]
+    straight = make(make_dataset(), workers=0, stages=2)
+    for _ in range(3):
+        straight.train_batch()
+    straight.save_checkpoint(directory, tag="three")
+    losses = [float(straight.train_batch()) for _ in range(4)]
+    straight.load_checkpoint(directory)
+    back = [float(straight.train_batch()) for _ in range(4)]
+    straight.destroy()
+    resumed = make(make_dataset(), workers=0, stages=2)
+    resumed.load_checkpoint(directory)
+    again = [float(resumed.train_batch()) for _ in range(4)]
+    resumed.destroy()
+    return {"straight": losses, "resumed": again, "rolled back": back}
 
 
 class Stream(IterableDataset[dict[str, Any]]):
@@ -54,36 +94,8 @@ class Stream(IterableDataset[dict[str, Any]]):
         self.at = state["at"]
 
 
-def loader_of(dataset: Any, *, workers: int, units: int | None = None, mini_batch: int = B) -> RowLoader:
-    return RowLoader(
-        make_loader(dataset, mini_batch=mini_batch, collate_fn=None, seed=1, units=units),
-        collate_fn=None,
-        prepare=lambda batch: batch,
-        share=Share(
-            rank=0,
-            mini_batch=mini_batch,
-            units=units,
-            samples=(SampleRange(first_sample=0, num_samples=mini_batch),),
-            keys=None,
-            dtype=None,
-        ),
-        keys=("x", "labels"),
-        seed=1,
-        workers=workers,
-    )
-
-
 def data_of(loader: RowLoader | None, *, peeks: bool = False) -> TrainingData:
-    feed = BatchSource(
-        prepare=lambda batch: batch,
-        mini_batch=B,
-        reads_inputs=True,
-        source=0,
-        group=None,
-        keys=("x", "labels"),
-        timeout_s=60,
-    )
-    return TrainingData(feed, loader, peeks_at_iterators=peeks)
+    return TrainingData(batch_source(), loader, peeks_at_iterators=peeks)
 
 
 def taken(data: TrainingData, count: int, *, ahead: bool = False) -> list[Tensor]:
@@ -105,13 +117,13 @@ def alike(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 KINDS: dict[str, Any] = {
-    "samples": lambda workers: loader_of(Samples(), workers=workers),
-    "units": lambda workers: loader_of(Samples(), workers=workers, units=3),
-    "packed": lambda workers: loader_of(
+    "samples": lambda workers: row_loader(Samples(), workers=workers),
+    "units": lambda workers: row_loader(Samples(), workers=workers, units=3),
+    "packed": lambda workers: row_loader(
         pack(Samples(), cost=[1.0 + n % 4 for n in range(20)], budget=8, units=2), workers=workers, units=2
     ),
-    "stream": lambda workers: loader_of(Stream(), workers=workers),
-    "dropped": lambda workers: loader_of(Streamed(), workers=workers),
+    "stream": lambda workers: row_loader(Stream(), workers=workers),
+    "dropped": lambda workers: row_loader(Streamed(), workers=workers),
 }
 
 
@@ -138,42 +150,42 @@ def test_the_next_mini_batch_is_the_one_after_the_last_trained(kind: str, worker
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", [Noisy, jobs.NoisyStream])
+@pytest.mark.parametrize("kind", [Noisy, NoisyStream])
 def test_random_numbers_go_on(kind: Any, workers: int) -> None:
     """What a dataset draws is what it would have drawn; and reading again leaves dropout's numbers alone."""
-    straight = data_of(loader_of(kind(), workers=workers))
+    straight = data_of(row_loader(kind(), workers=workers))
     taken(straight, 2)
-    position, states = straight.position(), jobs.random_states()
+    position, states = straight.position(), random_states()
     wanted, drawn = taken(straight, 3), torch.rand(3)
     straight.close()
-    resumed = data_of(loader_of(kind(), workers=workers))
-    jobs.set_random_states(states)
+    resumed = data_of(row_loader(kind(), workers=workers))
+    set_random_states(states)
     resumed.restore(position)
     assert alike(taken(resumed, 3), wanted) and torch.equal(torch.rand(3), drawn)
     resumed.close()
 
 
 def test_a_stream_without_state_says_how_many_samples_it_drops(caplog: pytest.LogCaptureFixture) -> None:
-    before = data_of(loader_of(Streamed(), workers=0))
+    before = data_of(row_loader(Streamed()))
     taken(before, 4)
     with caplog.at_level(logging.WARNING):
-        data_of(loader_of(Streamed(), workers=0)).restore(before.position())
+        data_of(row_loader(Streamed())).restore(before.position())
     (record,) = caplog.records
     assert "24 samples of it are read and dropped" in record.getMessage()
 
 
 def test_other_data_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    before = data_of(loader_of(Samples(), workers=0))
+    before = data_of(row_loader(Samples()))
     wanted = torch.cat(taken(before, 2))
     position = before.position()
-    smaller = data_of(loader_of(Samples(), workers=0, mini_batch=4))
+    smaller = data_of(row_loader(Samples(), mini_batch=4))
     smaller.restore(position)
     assert torch.equal(taken(smaller, 1)[0], taken(before, 1)[0][:4]) and wanted.shape[0] == 12
-    stream = data_of(loader_of(Streamed(), workers=0))
+    stream = data_of(row_loader(Streamed()))
     with caplog.at_level(logging.WARNING):
         stream.restore(position)
-        data_of(loader_of(Samples(), workers=0, mini_batch=5)).restore(position)
-        data_of(loader_of(Samples(), workers=0)).restore(None)
+        data_of(row_loader(Samples(), mini_batch=5)).restore(position)
+        data_of(row_loader(Samples())).restore(None)
     said = [record.getMessage() for record in caplog.records]
     assert [text.split(":")[0] for text in said] == [
         "training_data was another (samples) when the checkpoint was saved",
@@ -186,7 +198,7 @@ def test_other_data_are_named(caplog: pytest.LogCaptureFixture) -> None:
         {**position, "lists": "x"},
     ):
         with pytest.raises(CheckpointError, match="position in"):
-            data_of(loader_of(Samples(), workers=0)).restore(broken)
+            data_of(row_loader(Samples())).restore(broken)
 
 
 @pytest.mark.parametrize("is_given_before", [True, False])
@@ -278,7 +290,7 @@ def test_an_iterator_whose_state_cannot_be_taken_and_given_back_has_no_position(
     data = data_of(None)
     methods = {} if method is None else {method: lambda self, *state: {"at": 1}}
     iterator: Any = type("Numbers", (itertools.repeat,), methods) if methods else itertools.repeat
-    data.use_iterator(iterator({"x": torch.zeros(B), "labels": torch.zeros(B)}))
+    data.use_iterator(iterator({"x": torch.zeros(ROWS), "labels": torch.zeros(ROWS)}))
     taken(data, 1)
     assert data.position() is None
     data.restore(None)
@@ -286,6 +298,6 @@ def test_an_iterator_whose_state_cannot_be_taken_and_given_back_has_no_position(
 
 @pytest.mark.parametrize("kind", ["samples", "stream"])
 def test_an_engine_resumes_in_the_middle_of_an_epoch(kind: str, tmp_path: Any) -> None:
-    for found in run_kept_ranks(jobs.resume, 2, kind, str(tmp_path)):
+    for found in run_kept_ranks(resume, 2, kind, str(tmp_path)):
         assert found["resumed"] == found["straight"]
         assert found["rolled back"] == found["straight"]

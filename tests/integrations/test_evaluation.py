@@ -61,15 +61,8 @@ def test_blocks_that_training_skips_run_where_their_parameters_are_behind_what_t
     plan = plan_of((("a", "loss"), (0,), 2), (("b",), (1,), 2), (("c",), (2,), 2))
     held = [{"w", "head"}, {"head", "v"}, {"head"}]
     reads = {"a": ("w",), "new": ("head", "mean"), "free": (), "first": ("v",)}
-    graph = graph_of(
-        "first",
-        "a",
-        "b",
-        "new",
-        "free",
-        reads=reads,
-        edges=(("a", "b"), ("a", "new"), ("b", "new"), ("new", "free")),
-    )
+    edges = (("a", "b"), ("a", "new"), ("b", "new"), ("new", "free"))
+    graph = graph_of("first", "a", "b", "new", "free", reads=reads, edges=edges)
     found = evaluation_plan(plan, graph, parameters={"w", "head", "v"}, held=held)
     assert [stage.blocks for stage in found.stages] == [("a",), ("first", "b", "new", "free"), ()]
     assert [stage.in_flight for stage in found.stages] == [1, 1, 1]
@@ -94,9 +87,8 @@ class Job:
             outputs={n: n for n in layouts},
         )  # fmt: skip
         block_graph = graph_of("a", edges=(), reads={})
-        reference: Any = SimpleNamespace(
-            analysis=SimpleNamespace(op_graph=self.op_graph), block_graph=block_graph
-        )
+        analysis = SimpleNamespace(op_graph=self.op_graph)
+        reference: Any = SimpleNamespace(analysis=analysis, block_graph=block_graph)
         source: Any = SimpleNamespace(
             analyse=lambda batch, outputs: self.log.append(f"capture {sorted(batch)}") or reference,
             unit_rule=lambda reference: None, meet=lambda reference, batch: None,
@@ -170,14 +162,11 @@ def test_losses_and_outputs_of_all_parts_are_those_of_the_batch_and_modes_come_b
         "runner of 1", "complete",
     ]  # fmt: skip
     job.log.clear()
-    assert job.evaluate(rows_of(4), "row", "same", "unit")[0] == pytest.approx(1.5) and job.log == [
-        "attached"
-    ]
+    assert job.evaluate(rows_of(4), "row", "same", "unit")[0] == pytest.approx(1.5)
+    assert job.log == ["attached"]
     idle = Job(PLAN, rank=1)
-    assert idle.evaluate(rows_of(6))[0] == pytest.approx(1.5 * 4 / 6) and idle.log[-2:] == [
-        "runner of 2",
-        "stand by",
-    ]
+    assert idle.evaluate(rows_of(6))[0] == pytest.approx(1.5 * 4 / 6)
+    assert idle.log[-2:] == ["runner of 2", "stand by"]
     with pytest.raises(ConfigError, match="the model returns no loss"):
         Job(PLAN, has_loss=False).evaluate(rows_of(4))
     assert Job(PLAN, has_loss=False).evaluate(rows_of(4), needs_loss=False)[1] == {}

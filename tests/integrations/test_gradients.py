@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import flat_gradients, gradient_store, partitioned_gradients
-from gpp_plugin.engine.gradients.flat_gradients import sum_over
-from gpp_plugin.engine.gradients.gradient_store import GradientStore
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
+from gpp_plugin.engine import gradient_store, partitioned_gradients
+from gpp_plugin.engine.gradient_store import GradientStore, sum_over
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
 from gpp_plugin.errors import RuntimeFailure
 from tests.ranks import run_kept_ranks
 
@@ -43,6 +42,18 @@ class Tower(nn.Module):
 def make_store(tower: nn.Module, **options: Any) -> GradientStore:
     settings = {"dtype": None, "bucket_elements": BUCKET, **options}
     return GradientStore(dict(tower.named_parameters()), **settings)
+
+
+def partitioned(
+    parameters: dict[str, nn.Parameter],
+    group: FlatGroup,
+    *,
+    position: int = 0,
+    degree: int = 1,
+    **options: Any,
+) -> PartitionedGradients:
+    given: Any = {"group": None, "dtype": torch.float32, "communication_dtype": None, **options}
+    return PartitionedGradients(parameters, [group], position=position, degree=degree, **given)
 
 
 def backward(tower: Tower, seed: int, left_out: tuple[int, ...] = ()) -> None:
@@ -202,18 +213,11 @@ def test_a_stage_of_one_rank_has_whole_sums_where_its_optimizer_partitions_them(
         ParameterSpan(name=n, first=f, num_elements=p.numel())
         for n, f, p in (("w", 0, weight), ("b", 6, bias))
     )
-    store = PartitionedGradients(
-        {"w": weight, "b": bias}, [FlatGroup(spans=spans, partition_size=8)], dtype=torch.float32, group=None,  # type: ignore[arg-type]
-        position=0, degree=1, communication_dtype=None, bucket_elements=4, is_reduced_often=True,
-    )  # fmt: skip
+    group = FlatGroup(spans=spans, partition_size=8)
+    store = partitioned({"w": weight, "b": bias}, group, bucket_elements=4, is_reduced_often=True)
     weight.grad = torch.arange(6.0).view(2, 3)
     store.reduce_data()
-    found = store.whole("w")
-    assert (
-        found is not None
-        and found.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-        and store.whole("b") is None
-    )
+    assert store.whole("w").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] and store.whole("b") is None
     assert store.gather().keys() == {"w"}
 
 
@@ -227,7 +231,7 @@ def test_flags_of_many_parameters_lie_before_all_gradients() -> None:
 
 
 def test_stages_of_one_rank_that_share_a_parameter_both_have_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_gradients, "all_reduce", lambda total, **_: total.mul_(10))
+    monkeypatch.setattr(gradient_store, "all_reduce", lambda total, **_: total.mul_(10))
     towers = [Tower(), Tower()]
     stores = [make_store(tower) for tower in towers]
     for number, tower in enumerate(towers):
@@ -447,11 +451,9 @@ def test_three_partitions_make_up_the_sums_of_unlike_parameters(
     shares, tied, norms = [], [], []
     for position in range(3):
         parameters = {n: torch.nn.Parameter(torch.zeros(size)) for n, size in sizes.items()}
-        store = PartitionedGradients(
-            parameters, [FlatGroup(spans=spans, partition_size=10)], dtype=torch.float32, group=None,
-            position=position, degree=3, communication_dtype=None, bucket_elements=bucket,
-            is_reduced_often=is_reduced_often,
-        )  # fmt: skip
+        options = {"bucket_elements": bucket, "is_reduced_often": is_reduced_often}
+        group = FlatGroup(spans=spans, partition_size=10)
+        store = partitioned(parameters, group, position=position, degree=3, **options)
         for p in parameters.values():
             p.grad = torch.ones_like(p)
         assert store.held_bytes() == 4 * (26 + (10 if is_reduced_often else 26)), "a mini-batch that fails"
@@ -470,7 +472,7 @@ def test_three_partitions_make_up_the_sums_of_unlike_parameters(
             assert not store.is_empty()
             torch.testing.assert_close(store.partitions[0], flat[10 * position : 10 * position + 10])
             share = float(store.squared_norm(without=["d"], precision=torch.float64))
-            (summands,) = [list(store.tied_summands(["d", "b"]))]
+            summands = list(store.tied_summands(["d", "b"]))
             assert [len(s.brought) for s in summands] == {12: [12, 8], 3: [3] * 6 + [2], 1000: [20]}[bucket]
             brought = torch.cat([summand.brought for summand in summands])
             own = store.norms(["d", "a"]).square()

@@ -10,24 +10,76 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpp_benchmarks._attention_models import Batch, Size, build_family
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import UnitSize
 from gpp_plugin.runtime.batches import UnitBatch
 from gpp_plugin.runtime.ranks.agree import Collectives
-from tests.integrations import length_memory_jobs
+from tests.integrations.engine_jobs import B, config_of, make_engine, said_of
 from tests.plan.test_planned_lengths import sized
 from tests.ranks import run_kept_ranks
 
-SETTINGS = {"layers": 1, "width": 16, "length": 64, "stages": 2}
+SHARES = (0.5, 0.625, 0.75, 1.0)
+"""Of the longest: lengths that are trained on, none of them one that blocks are measured at but by chance."""
+
+
+def at_share(batch: Batch, share: float) -> Batch:
+    """Return a batch with texts of a share of their length, as evenly as whole tokens allow."""
+    found = dict(batch)
+    for key, value in batch.items():
+        if isinstance(value, Tensor) and not value.is_floating_point() and value.ndim == 2:
+            found[key] = value[:, : round(value.shape[1] * share)].contiguous()
+    return found
+
+
+def measure(name: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Train at four lengths, each longer than the one before, and return what each rank held and should have."""
+    model, make_batch = build_family(name, Size(width=16, layers=1, length=64, samples=B))
+    whole = make_batch("none")
+    # the longest that the model has places for is what it is built for; so that one can be longer, max is less
+    longest = at_share(whole, 0.75)
+    most = {key: longest[key].shape[1] for key in ("input_ids", "labels") if key in whole}
+    typical = {key: round(0.6 * value) for key, value in most.items()}
+    lengths = {"max": most, "typical": [typical]}
+    engine = make_engine(model, longest, config_of(block={"stages": 2, "lengths": lengths, **block}))
+    rows = []
+    for share in SHARES:
+        batch = at_share(longest, share)
+        engine.train_batch(data_iter=iter([batch]))
+        report = engine.memory_report()
+        for rank in report.ranks:
+            counts, predicted = rank.counts, rank.predicted
+            assert counts is not None and predicted is not None
+            rows.append(
+                {
+                    "lengths": report.lengths.partition(";")[0],
+                    "predicted_bytes": predicted.activations,
+                    "predicted_inputs": predicted.inputs,
+                    "held_inputs": rank.held.buffers,
+                    "ratio": counts.peak_held_bytes / predicted.activations if predicted.activations else 1.0,
+                    "differences": list(report.differences),
+                }
+            )
+    steps = engine.global_steps
+    refused = said_of(lambda: engine.train_batch(data_iter=iter([whole])))
+    engine.train_batch(data_iter=iter([at_share(longest, 0.7)]))
+    found = {
+        "rows": rows,
+        "refused": refused,
+        "steps_after": engine.global_steps - steps,
+        "planned": [part.activations for part in engine.plan.memory],
+        "byte_error": engine._memory._sized.costs.byte_error,
+    }
+    engine.destroy()
+    return found
 
 
 @pytest.mark.parametrize(("model", "recompute"), [("gpt2", "full"), ("t5", "off"), ("gpt2", "off")])
 def test_what_is_predicted_at_four_lengths_is_counted(model: str, recompute: str) -> None:
     """T5 has two lengths, an encoder's and a decoder's; in the third case stages were planned at the longest."""
-    block = {"memory": {"recompute": recompute, "swap": "off"}, "verify": False}
-    settings = {**SETTINGS, "model": model, "block": block}
-    first, second = run_kept_ranks(length_memory_jobs.measure, 2, settings, timeout_s=200)
+    block = {"memory": {"recompute": recompute, "swap": "off"}}
+    first, second = run_kept_ranks(measure, 2, model, block, timeout_s=200)
     assert [row["ratio"] for row in first["rows"]] == [row["ratio"] for row in second["rows"]]
     lengths = dict.fromkeys(row["lengths"] for row in first["rows"])
     assert len(lengths) == 4 and len(first["rows"]) == 8
@@ -52,11 +104,9 @@ def watch_of(
     """Return what watches one rank of a plan for texts of 8 to 32 tokens."""
     found = sized()
     found.plan = plan or found.plan
+    lengths, memory = SimpleNamespace(max=32), SimpleNamespace(optimization="auto")
     config = SimpleNamespace(
-        lengths=SimpleNamespace(max=32) if is_sized else None,
-        mode=mode,
-        comm_timeout_s=1.0,
-        memory=SimpleNamespace(optimization="auto"),
+        lengths=lengths if is_sized else None, mode=mode, comm_timeout_s=1.0, memory=memory
     )
     setting = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, rank=0, zero_stage=0)
     given: Any = {
@@ -98,7 +148,8 @@ def test_a_rank_s_buffers_and_optimizer_are_counted_once_each() -> None:
     plan = dataclasses.replace(plan, stages=(first, dataclasses.replace(second, ranks=(2,))))
     weight, other = torch.zeros(4, 2), torch.zeros(3, dtype=torch.float64)
     stage = SimpleNamespace(
-        weight_tensors=lambda: [weight, weight[1:]], optimizer_tensors=lambda: [weight[:2], other, other[1:]]
+        weight_tensors=lambda: [weight, weight[1:]],
+        updater=SimpleNamespace(own_tensors=lambda: [weight[:2], other, other[1:]]),
     )
     table = torch.zeros(1, 5, dtype=torch.float64)  # cast to fp32
     for batch, read in (
@@ -113,11 +164,8 @@ def test_a_rank_s_buffers_and_optimizer_are_counted_once_each() -> None:
         engine: Any = SimpleNamespace(stages=[stage], whole_bytes=SimpleNamespace(most=7))
         (rank,) = watch.report(engine).ranks
         assert (rank.held.buffers, rank.held.weights, rank.held.optimizer) == (read, 32, 24)
-        assert (
-            rank.held.gathered == 7
-            and rank.held.messages == 9
-            and rank.measured_peak_bytes == rank.held.total + 1000
-        )
+        assert (rank.held.gathered, rank.held.messages) == (7, 9)
+        assert rank.measured_peak_bytes == rank.held.total + 1000
 
 
 def test_a_mini_batch_is_refused_for_the_stage_that_lacks_memory_whichever_is_larger() -> None:

@@ -11,45 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.loading.batch_source import BatchSource, _Loading
+from gpp_plugin.engine.loading.batch_source import _Loading
 from gpp_plugin.engine.loading.mini_batch_loader import count_workers, make_loader
-from gpp_plugin.engine.loading.rank_shard import Share
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 from gpp_plugin.runtime.batches import OwnRows, UnitBatch, mini_batch_shapes
 from tests.integrations import loading_jobs as jobs
-from tests.integrations.loading_jobs import Lengths, Noisy, Samples, Streamed, pad
+from tests.integrations.loading_jobs import Lengths, Noisy, Samples, Streamed, batch_source, pad, row_loader
 from tests.ranks import run_kept_ranks
 
-B = 6
+B = jobs.ROWS
 MODEL = jobs.Classes()
-WHOLE = ((0, 6),)
+WHOLE = ((0, B),)
 PARTS = (((0, 1), (3, 1)), ((1, 2), (4, 2)))
 """Two ranks of a stage: samples 0 and 3, and samples 1, 2, 4 and 5."""
 
 
-def loader_of(
-    dataset: Any,
-    *,
-    workers: int = 0,
-    part: Any = WHOLE,
-    keys: Any = None,
-    collate_fn: Any = None,
-    dtype: Any = None,
-) -> RowLoader:
-    samples = tuple(SampleRange(first_sample=first, num_samples=count) for first, count in part)
-    return RowLoader(
-        make_loader(dataset, mini_batch=B, collate_fn=collate_fn, seed=1),
-        collate_fn=collate_fn,
-        prepare=lambda batch: prepare_batch(MODEL, batch),
-        share=Share(rank=3, mini_batch=B, samples=samples, keys=keys, dtype=dtype),
-        keys=("x", "labels") if not getattr(dataset, "_extra", None) else ("x", "labels", "extra"),
-        seed=1,
-        workers=workers,
-    )
+def loader_of(dataset: Any, **given: Any) -> RowLoader:
+    keys = ("x", "labels") if not getattr(dataset, "_extra", None) else ("x", "labels", "extra")
+    return row_loader(dataset, prepare=lambda batch: prepare_batch(MODEL, batch), keys=keys, **given)
 
 
 def taken(loader: RowLoader, count: int) -> list[OwnRows]:
@@ -95,7 +77,7 @@ def test_samples_are_fetched_together_where_a_dataset_can() -> None:
 
 
 def test_a_rank_keeps_what_it_reads_in_the_precision_it_computes_in() -> None:
-    own = taken(loader_of(Samples(), workers=2, part=PARTS[0], keys={"x"}, dtype=torch.bfloat16), 2)[1]
+    own = taken(loader_of(Samples(), workers=2, part=PARTS[0], held={"x"}, dtype=torch.bfloat16), 2)[1]
     assert set(own.held) == {"x"} and set(own) == {"x", "labels"}
     assert own.held["x"].dtype == torch.bfloat16 and own["x"].dtype == torch.float32
     assert own.held["x"].untyped_storage().nbytes() == 2 * 8 * 2, "two rows leave the worker, not six"
@@ -187,16 +169,9 @@ def test_all_ranks_know_which_masks_hide_nothing_in_the_whole_mini_batch() -> No
 # ---- what is taken ahead of callers' iterators -------------------------------------------------------------
 
 
-def make_feed() -> BatchSource:
-    return BatchSource(
-        prepare=dict, mini_batch=1, reads_inputs=True, source=0, group=None, keys=["x"], timeout_s=1.0
-    )
-
-
 def taking_turns(iterators: list[Any]) -> list[float]:
     """Take every iterator's three mini-batches in turn, each time one more ahead; return what came, in order."""
-    feed = make_feed()
-    data = TrainingData(feed, None, peeks_at_iterators=True)
+    data = TrainingData(batch_source(mini_batch=1, keys=["x"]), None, peeks_at_iterators=True)
     came = []
     for _ in range(3):
         for iterator in iterators:
@@ -221,8 +196,7 @@ def test_any_number_of_iterators_in_turn_lose_nothing(is_held: bool, caplog: Any
 
 
 def test_what_was_taken_ahead_goes_with_its_iterator() -> None:
-    feed = make_feed()
-    data = TrainingData(feed, None, peeks_at_iterators=True)
+    data = TrainingData(batch_source(mini_batch=1, keys=["x"]), None, peeks_at_iterators=True)
 
     def failing() -> Any:
         yield {"x": torch.zeros(1, 1)}
@@ -243,7 +217,7 @@ def test_what_was_taken_ahead_goes_with_its_iterator() -> None:
 
 
 def test_what_was_loaded_ahead_is_dropped_when_all_ranks_have_told_of_it() -> None:
-    feed, waits, work = make_feed(), [], object()
+    feed, waits, work = batch_source(), [], object()
     feed._wait = waits.append  # type: ignore[method-assign]
     feed._prefetched = _Loading(torch.zeros(2), work=work)
     for _ in range(2):
@@ -252,7 +226,7 @@ def test_what_was_loaded_ahead_is_dropped_when_all_ranks_have_told_of_it() -> No
 
 
 def test_the_source_tells_the_shapes_of_a_mini_batch_and_of_every_unit() -> None:
-    feed = make_feed()
+    feed = batch_source()
     one, other = ({"x": torch.ones(n, 2 + n), "name": "a text"} for n in (1, 2))
 
     def shapes(batch: Any) -> dict[str, Any]:

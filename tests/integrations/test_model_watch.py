@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.guards.model_watch import ModelWatch
-from gpp_plugin.engine.job_context import WatchedModule
+from gpp_plugin.engine.model_watch import ModelWatch
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.runtime.stage_source import WatchedModule
 
 
 class Net(nn.Module):

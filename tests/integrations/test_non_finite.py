@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.guards.non_finite import Found, SkippedSteps, first_found
+from gpp_plugin.engine.non_finite import Found, SkippedSteps, first_found
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import RuntimeFailure
+from tests.integrations.engine_jobs import B, config_of, make_engine, said_of, steps
+from tests.models import build
 from tests.ranks import run_kept_ranks
 
 STEPS_ALLOWED = 3
@@ -47,8 +49,6 @@ class Net(nn.Module):
 
 def train_to_the_end(locate: bool) -> tuple[int, str, str, bool]:
     """Train on batches of which the third micro-batch breaks; return steps, error, the next one's, and weights."""
-    from tests.integrations.engine_jobs import B, config_of, make_engine
-
     batch = {"x": torch.rand(B, 8, generator=torch.Generator().manual_seed(0))}
     bad = {"x": batch["x"].clone()}
     bad["x"][4, 0] = 100.0
@@ -56,19 +56,11 @@ def train_to_the_end(locate: bool) -> tuple[int, str, str, bool]:
     engine = make_engine(Net(breaking=2), batch, config_of(block=block))
     engine.train_batch(iter([batch]))
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    done, said, after = 0, "", ""
-    try:
-        for _ in range(2 * STEPS_ALLOWED):
-            engine.train_batch(iter([bad]))
-            done += 1
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+    done, said = 0, said_of(lambda: engine.train_batch(iter([bad])))
+    while not said and done < 2 * STEPS_ALLOWED:
+        done, said = done + 1, said_of(lambda: engine.train_batch(iter([bad])))
     is_unchanged = all(torch.equal(before[name], p) for name, p in engine.module.named_parameters())
-    try:
-        engine.train_batch(iter([batch]))
-    except Exception as error:
-        after = str(error)
-    return done, said, after, is_unchanged
+    return done, said, said_of(lambda: engine.train_batch(iter([batch]))), is_unchanged
 
 
 def test_steps_that_are_all_skipped_end_the_job_on_every_rank() -> None:
@@ -102,12 +94,8 @@ def test_only_skipped_steps_running_count_and_none_while_the_loss_scale_sinks() 
     with pytest.raises(RuntimeFailure, match=r"\(steps 7 to 9\): .*since: layers.1; lower"):
         skipped.count(step_of(True), number=next(number), where="layers.1")
     sinking = SkippedSteps(2)
-    for scale in (
-        8.0,
-        4.0,
-        2.0,
-        1.0,
-    ):  # the first is not lower than one before it: it counts, and the others do not
+    # the first is not lower than one before it: it counts, and the others do not
+    for scale in (8.0, 4.0, 2.0, 1.0):
         sinking.count(step_of(True, scale), number=next(number))
     with pytest.raises(RuntimeFailure, match=r"2 steps running were skipped \(steps 13 to 14\)"):
         sinking.count(step_of(True, 1.0), number=next(number))
@@ -117,9 +105,6 @@ def test_only_skipped_steps_running_count_and_none_while_the_loss_scale_sinks() 
 
 def skip_one(block: dict[str, Any], config: dict[str, Any], bad: float) -> dict[str, Any]:
     """Train on a batch, one with a number that is not finite, and another; beside a run without the second."""
-    from tests.integrations.engine_jobs import B, config_of, make_engine, steps
-    from tests.models import build
-
     answer: dict[str, Any] = {}
     for with_bad in (False, True):
         model, make_batch = build("clip", layers=1)
@@ -160,12 +145,8 @@ def test_ranks_with_parts_of_the_weights_skip_together(setup: str, precision: st
 
 
 def test_where_numbers_are_first_not_finite_is_the_earliest_forward_of_any_rank() -> None:
-    found = [
-        None,
-        Found(order=(1, 0), place="a backward"),
-        Found(order=(0, 3), place="3"),
-        Found(order=(0, 2), place="2"),
-    ]
+    places = (((1, 0), "a backward"), ((0, 3), "3"), ((0, 2), "2"))
+    found = [None, *(Found(order=order, place=place) for order, place in places)]
     for told, place in ((found, "2"), (found[:2], "a backward"), (found[:1] * 2, "")):
         collectives: Any = SimpleNamespace(gather=lambda own, what, told=told: told)
         assert first_found(None, collectives) == place

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,37 @@ from gpp_plugin.engine import metrics
 from gpp_plugin.engine.metrics import OutlierMonitor
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.runtime.batches import UnitBatch
-from tests.integrations import observation_jobs as jobs
+from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+from tests.models import build
 from tests.ranks import run_ranks
+
+
+def observe(directory: str) -> dict[str, Any]:
+    """Every report of the JSON, alone with the others, a line each two steps."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gpp_plugin.engine.metrics")
+    logger.addHandler(handler)
+    level, logger.level = logger.level, logging.INFO
+    try:
+        model, make_batch = build("t5")
+        config = config_of(
+            steps_per_print=2,
+            wall_clock_breakdown=True,
+            comms_logger={"enabled": True},
+            flops_profiler={"enabled": True, "profile_step": 1, "output_file": f"{directory}/flops.txt"},
+            csv_monitor={"enabled": True, "output_path": directory, "job_name": "job"},
+            tensorboard={"enabled": True, "output_path": directory, "job_name": "board"},
+            block={"stages": 2},
+        )
+        engine = make_engine(model, make_batch(B, 0), config)
+        steps(engine, [make_batch(B, seed) for seed in range(4)])
+        names = [stage.name for stage in engine.plan.stages]
+        return {"lines": lines, "stages": names, "tokens": [make_batch(B, 0)["input_ids"].numel()]}
+    finally:
+        logger.removeHandler(handler)
+        logger.level = level
 
 
 def rows_of(directory: Path, name: str) -> list[float]:
@@ -87,7 +118,7 @@ def test_numbers_are_of_the_steps_since_the_last_line() -> None:
 
 
 def test_every_report_of_the_configuration(tmp_path: Path) -> None:
-    answers = run_ranks(jobs.observe, 2, str(tmp_path))
+    answers = run_ranks(observe, 2, str(tmp_path))
     assert not answers[1]["lines"], "rank 0 tells of all"
     lines = answers[0]["lines"]
     (first, second) = (line for line in lines if line.startswith("step "))
@@ -105,7 +136,7 @@ def test_every_report_of_the_configuration(tmp_path: Path) -> None:
     flops = (tmp_path / "flops.txt").read_text()
     assert "FLOPs a mini-batch" in flops and all(line in flops for line in flops.splitlines())
     assert len(rows_of(tmp_path, "train_loss")) == 4
-    seconds = [jobs.B / rate for rate in rows_of(tmp_path, "samples_per_second")]
+    seconds = [B / rate for rate in rows_of(tmp_path, "samples_per_second")]
     tokens = rows_of(tmp_path, "tokens_per_second")
     assert all(
         rate * s == pytest.approx(tokens[0] * seconds[0]) for rate, s in zip(tokens, seconds, strict=True)

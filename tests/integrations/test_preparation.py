@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gpp_plugin.capture.tracing import traced
 from gpp_plugin.capture.tracing.sample_batches import count_samples
@@ -33,6 +34,14 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
+def start(model: nn.Module, batch: dict[str, Any], config: dict[str, Any]) -> tuple[ModelSource, Any, Any]:
+    block = read_config(config)
+    assert block is not None
+    setting = setting_of(config, rank=0, num_ranks=2, device=torch.device("cpu"), group=None)
+    source = ModelSource(model, config=block, setting=setting)
+    return source, *source.prepare_plan(batch)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -46,22 +55,14 @@ def test_a_second_start_exports_for_the_analysis_only(
     model, make_batch = build(name)
     batch = make_batch(B)
     config = config_of(block={"stages": 2, "profile_dir": str(tmp_path)})
-    block = read_config(config)
-    assert block is not None
-    setting = setting_of(config, rank=0, num_ranks=2, device=torch.device("cpu"), group=None)
-
-    def start() -> tuple[ModelSource, Any, Any]:
-        source = ModelSource(model, config=block, setting=setting)
-        return source, *source.prepare_plan(batch)
-
     analysis = [U, 2 * U]
-    _, _, first = start()
+    _, _, first = start(model, batch, config)
     assert exports == [*analysis, 1, B]
     (stored,) = tmp_path.glob("*.json")
     assert {cost.samples for cost in load(Profile, stored).costs} == {sizes}
     exports.clear()
 
-    source, reference, plan = start()
+    source, reference, plan = start(model, batch, config)
     assert plan == first
     tries_again = [] if 1 in sizes else [1, B]
     assert exports == [*analysis, *tries_again]
@@ -75,14 +76,8 @@ def test_a_second_start_exports_for_the_analysis_only(
 
 def test_profiles_take_what_was_exported_for_the_analysis(exports: list[int], tmp_path: Path) -> None:
     model, make_batch = build("two_branch")
-    config = config_of(
-        train_batch_size=16, train_micro_batch_size_per_gpu=4, block={"stages": 2, "verify": False}
-    )
-    config["graph_pipeline"]["profile_dir"] = str(tmp_path)
-    block = read_config(config)
-    assert block is not None
-    setting = setting_of(config, rank=0, num_ranks=2, device=torch.device("cpu"), group=None)
-    ModelSource(model, config=block, setting=setting).prepare_plan(make_batch(16))
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
+    start(model, make_batch(16), config_of(**sizes, block={"stages": 2, "profile_dir": str(tmp_path)}))
     (stored,) = tmp_path.glob("*.json")
     assert {cost.samples for cost in load(Profile, stored).costs} == {(1, 2, 4, 16)}
     assert exports == [4, 2, 1, 16], "at 2 samples once, for both"

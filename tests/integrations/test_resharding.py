@@ -12,11 +12,94 @@ import torch
 
 from gpp_plugin.cli import main
 from gpp_plugin.engine.checkpoints.conversion import WholeState, read_checkpoint
-from tests.integrations import reshard_jobs as jobs
-from tests.integrations.engine_jobs import B, U
+from tests.integrations.engine_jobs import B, U, clipping, config_of, decay_groups, make_engine, steps
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "two stages": (0, {"stages": 2}),
+    "four stages, ZeRO 1": (1, {"stages": 4}),
+    "one stage of four, ZeRO 2": (2, {"stages": 1, "data_parallel": 4}),
+    "two of two, ZeRO 3": (3, {"stages": 2, "data_parallel": 2}),
+    "two of two, ZeRO 1": (1, {"stages": 2, "data_parallel": 2}),
+}
+"""ZeRO stage and block, on four ranks."""
+PLANS_OF_TWO: dict[str, tuple[int, dict[str, Any]]] = {
+    "two stages": (0, {"stages": 2}),
+    "one stage of two, ZeRO 1": (1, {"stages": 1, "data_parallel": 2}),
+}
+"""The same, on two."""
+SCHEDULE = {
+    "type": "WarmupLR",
+    "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6, "warmup_type": "linear"},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "clip": {"gradient_clipping": 0.5},
+    "t5": {"scheduler": SCHEDULE},
+    "gpt2": {"bf16": {"enabled": True}},
+    "llava": {},
+}
+"""What else of the configuration each model has; T5 has parameter groups too, LLaVA trains adapters alone."""
+
+
+def make(
+    name: str, plan: str, *, seed: int, plans: dict[str, tuple[int, dict[str, Any]]] = PLANS
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Return an engine and the batches of seven steps."""
+    model, make_batch = build(name, seed=seed)
+    if name == "llava":
+        model = with_adapters(model)
+    zero, block = plans[plan]
+    batches = [make_batch(B, seed) for seed in range(7)]
+    given = {"model_parameters": decay_groups(model.parameters())} if name == "t5" else {}
+    config = config_of(**MORE.get(name, {}), zero_optimization={"stage": zero}, block=block)
+    return make_engine(model, batches[0], config, **given), batches
+
+
+def with_adapters(model: Any) -> Any:
+    """Train LoRA adapters of the language model alone, and nothing of the vision tower."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        lora = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|v)_proj", lora_dropout=0.0)
+        return get_peft_model(model, lora)
+
+
+def reshard(
+    name: str, directory: str, plans: dict[str, tuple[int, dict[str, Any]]] = PLANS
+) -> dict[str, Any]:
+    """Train two steps on the first plan and save; load on each next one, save, and train on."""
+    first, *others = plans
+    engine, batches = make(name, first, seed=0, plans=plans)
+    started = steps(engine, batches[:2])
+    engine.save_checkpoint(f"{directory}/{first}", tag="half", client_state={"epoch": 1})
+    answer: dict[str, Any] = {"start": started, first: steps(engine, batches[2:])}
+    engine.destroy()
+    before = first
+    for plan in (*others, first):
+        engine, _ = make(name, plan, seed=3, plans=plans)
+        torch.manual_seed(0)
+        _, client = engine.load_checkpoint(f"{directory}/{before}")
+        assert client == {"epoch": 1} and engine.global_steps == 2
+        target = "back" if plan == first else plan
+        engine.save_checkpoint(f"{directory}/{target}", tag="half", client_state=client)
+        answer[target] = steps(engine, batches[2:])
+        answer[f"{target} rates"] = sorted(set(engine.get_lr()))
+        engine.destroy()
+        before = target
+    return answer
+
+
+def load_converted(name: str, directory: str, plan: str) -> dict[str, Any]:
+    """Load what one process wrote, and train on."""
+    engine, batches = make(name, plan, seed=4)
+    engine.load_checkpoint(directory)
+    engine.save_checkpoint(f"{directory}/again", tag="half")
+    found = steps(engine, batches[2:])
+    engine.destroy()
+    return {"losses": found, "steps": engine.global_steps}
 
 
 def assert_same_bits(one: WholeState, other: WholeState) -> None:
@@ -47,19 +130,19 @@ def resharded(tmp_path_factory: pytest.TempPathFactory) -> Resharded:
     @functools.cache
     def run(name: str) -> tuple[Path, list[dict[str, Any]]]:
         directory = tmp_path_factory.mktemp(name)
-        return directory, run_kept_ranks(jobs.reshard, 4, name, str(directory), timeout_s=400)
+        return directory, run_kept_ranks(reshard, 4, name, str(directory), timeout_s=400)
 
     return run
 
 
-@pytest.mark.parametrize("name", jobs.MORE)
+@pytest.mark.parametrize("name", MORE)
 def test_pairs_of_plans(name: str, resharded: Resharded) -> None:
     directory, answers = resharded(name)
-    first, *others = jobs.PLANS
+    first, *others = PLANS
     assert all(answer == answers[0] for answer in answers[1:])
     saved = read_checkpoint(directory / first)
     assert saved.optimizer and saved.step == 2
-    is_half = "bf16" in jobs.MORE[name]
+    is_half = "bf16" in MORE[name]
     for plan in (*others, "back"):
         assert_same_bits(saved, read_checkpoint(directory / plan))
         wanted, found = answers[0][first], answers[0][plan]
@@ -79,14 +162,14 @@ def test_pairs_of_plans(name: str, resharded: Resharded) -> None:
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Where the checkpoints of two ranks are, and what each rank saw."""
     directory = tmp_path_factory.mktemp("two")
-    given = ("two_branch", str(directory), jobs.PLANS_OF_TWO)
-    return directory, run_kept_ranks(jobs.reshard, 2, *given)
+    given = ("two_branch", str(directory), PLANS_OF_TWO)
+    return directory, run_kept_ranks(reshard, 2, *given)
 
 
 def test_two_ranks_go_on_from_another_plan_as_one_process(
     on_two_ranks: tuple[Path, list[dict[str, Any]]],
 ) -> None:
-    first, other = jobs.PLANS_OF_TWO
+    first, other = PLANS_OF_TWO
     _, answers = on_two_ranks
     model, make_batch = build("two_branch")
     losses = train_reference(model, [make_batch(B, seed) for seed in range(7)], unit=U).losses
@@ -99,7 +182,7 @@ def test_two_ranks_go_on_from_another_plan_as_one_process(
 def test_what_is_loaded_on_another_plan_and_saved_has_the_same_bits(
     on_two_ranks: tuple[Path, list[dict[str, Any]]],
 ) -> None:
-    first, other = jobs.PLANS_OF_TWO
+    first, other = PLANS_OF_TWO
     directory, _ = on_two_ranks
     saved = read_checkpoint(directory / first)
     assert saved.optimizer and saved.step == 2
@@ -111,23 +194,15 @@ def train_alone(name: str, told: dict[str, Any]) -> list[float]:
     """Go on from a converted checkpoint with a plain model and torch's AdamW; return five losses."""
     model, make_batch = build(name, seed=9)
     model.load_state_dict(told["module"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    optimizer.load_state_dict(told["optimizer"])
-    losses = []
-    for seed in range(2, 7):
-        batch = make_batch(B, seed)
-        total = 0.0
-        for at in range(0, B, U):
-            unit = {k: v[at : at + U] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-            loss = model(**unit).loss * U / B
-            loss.backward()
-            total += float(loss.detach())
-        if "gradient_clipping" in jobs.MORE[name]:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), jobs.MORE[name]["gradient_clipping"])
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=1.0)
+        optimizer.load_state_dict(told["optimizer"])
+        return optimizer
+
+    clips = clipping(make, MORE[name].get("gradient_clipping", 0.0), [])
+    batches = [make_batch(B, seed) for seed in range(2, 7)]
+    return train_reference(model, batches, unit=U, make_optimizer=clips).losses
 
 
 def test_one_process_goes_on_and_hands_back(
@@ -143,7 +218,7 @@ def test_one_process_goes_on_and_hands_back(
     universal, back = tmp_path / "universal", tmp_path / "converted"
     assert main(["convert", str(one), str(universal), "--to", "universal"]) == 0
     assert main(["convert", str(universal), str(back), "--to", "gpp"]) == 0
-    found = run_kept_ranks(jobs.load_converted, 4, name, str(back), "two of two, ZeRO 3")
+    found = run_kept_ranks(load_converted, 4, name, str(back), "two of two, ZeRO 3")
     assert_same_bits(read_checkpoint(directory / first), read_checkpoint(back / "again"))
     for answer in found:
         assert answer["losses"] == pytest.approx(answers[0][first], rel=2e-5) and answer["steps"] == 7

@@ -102,12 +102,10 @@ def test_adam_on_the_cpu_is_torchs_with_fused_adams_defaults(kind: str) -> None:
     assert len(derived.notes) == 1 and '"torch_adam": false' in derived.notes[0]
 
 
-@pytest.mark.parametrize("held", [{"device": "none"}, {"device": "auto"}, None])
+@pytest.mark.parametrize("held", [{"device": "none"}, None])
 def test_an_optimizer_that_is_not_offloaded_is_torchs_on_the_cpu(held: Any) -> None:
-    zero = {"stage": 1, "offload_optimizer": held}
-    derived = derive(
-        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": zero}, "cpu"
-    )
+    zero, adamw = {"stage": 1, "offload_optimizer": held}, {"type": "AdamW", "params": {"lr": 1e-3}}
+    derived = derive({"optimizer": adamw, "zero_optimization": zero}, "cpu")
     assert derived.deepspeed["optimizer"]["params"]["torch_adam"] is True
 
 
@@ -136,9 +134,7 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
     derived = derive({"zero_optimization": asked})
     assert (derived.zero_stage, derived.bucket_elements) == (3, 99)
     zero = derived.deepspeed["zero_optimization"]
-    assert zero["stage"] == 1 and not [
-        key for key in zero if key.startswith("stage3") or key == "sub_group_size"
-    ]
+    assert zero["stage"] == 1 and not any("stage3" in key or key == "sub_group_size" for key in zero)
 
 
 @pytest.mark.parametrize(
@@ -158,22 +154,16 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             "zero_optimization.offload_optimizer: ",
         ),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled, bf16.enabled: "),
         (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
             "data_types.grad_accum_dtype: ",
         ),
         ({"communication_data_type": "int8"}, 'communication_data_type: "int8"'),
-        ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: "sum"'),
-        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: "),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled: "),
-        ({"sparse_gradients": True}, "sparse_gradients: "),
         (
             {"tensor_parallel": {"autotp_size": 2}},
             "tensor_parallel.autotp_size: 2 is not supported: stages are shared out among ranks by graph_pipeline.",
         ),
         ({"optimizer": {"type": "Muon", "params": {}}}, "optimizer.type: Muon"),
-        ({"elasticity": {"enabled": False}}, "elasticity: "),  # DeepSpeed has removed it
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal: "),
     ],
 )
@@ -184,15 +174,5 @@ def test_what_stages_cannot_do_is_refused_by_its_key(config: dict[str, Any], sta
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"torch_autocast": {"enabled": False}},
-        {"compile": {"deepcompile": False}},
-        {"gradient_allreduce_op": "mean"},
-        {"tensor_parallel": {"autotp_size": 1}},
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-    ],
-)
-def test_switched_off_blocks_are_accepted(config: dict[str, Any]) -> None:
-    derive(config)
+def test_an_optimizer_on_the_host_is_accepted() -> None:
+    derive({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}})

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpp_plugin.engine import stage_step
-from gpp_plugin.engine.gradients.flat_gradients import Summand
+from gpp_plugin.engine.gradient_store import Summand
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.stage_groups import TiedParameter
 from gpp_plugin.engine.stage_step import GradientReductions, RankUpdate, StageUpdate, StepAlone, StepTogether
@@ -87,14 +88,6 @@ class Updater:
         self.loss_scale /= 1 + overflow
 
 
-class Counters:
-    def __init__(self) -> None:
-        self.added: list[tuple[int, bool]] = []
-
-    def add(self, *, samples: int, overflow: bool) -> None:
-        self.added.append((samples, overflow))
-
-
 def stage_of(
     index: int,
     gradients: Gradients,
@@ -103,7 +96,7 @@ def stage_of(
     degree: int = 1,
     tensor: int = 1,
     ties: bool = False,
-) -> tuple[StageUpdate, GradientReductions, list[int]]:
+) -> tuple[StageUpdate, GradientReductions, mock.Mock]:
     tied = [TiedParameter(name="tie", stages=(0, 2), owner=2, is_whole=True)] if ties else []
     reductions = GradientReductions(
         gradients,  # type: ignore[arg-type]
@@ -113,18 +106,14 @@ def stage_of(
         tied=tied,
         device=torch.device("cpu"),
     )
-    cleared: list[int] = []
-
-    def clear() -> None:
-        cleared.append(index)
-
-    return StageUpdate(gradients, reductions, updater, foreign=["tie"], clear=clear), reductions, cleared  # type: ignore[arg-type]
+    clear = mock.Mock()
+    return StageUpdate(gradients, reductions, updater, foreign=["tie"], clear=clear), reductions, clear  # type: ignore[arg-type]
 
 
 def rank_of(
     stages: Sequence[StageUpdate], agreeing: Sequence[int], **options: Any
-) -> tuple[RankUpdate, Counters]:
-    counters = Counters()
+) -> tuple[RankUpdate, mock.Mock]:
+    counters = mock.Mock()
     given = {"group": None, "compare": lambda: None, "samples": 12, **options}
     return RankUpdate(stages, counters, agreeing=agreeing, **given), counters  # type: ignore[arg-type]
 
@@ -154,12 +143,13 @@ def test_one_norm_of_all_stages_scales_and_clips_each_of_the_rank(others: list[f
     assert dict(result.stage_norms) == pytest.approx({0: 3.0, 1: 4.0, 2: 0.0, 3: 12.0})
     assert updaters[0].applied == pytest.approx([0.5 / 4], rel=1e-6), "above: down to the limit"
     assert updaters[1].applied == [1 / 4], "below: as it is"
-    assert [cleared for *_, cleared in built] == [[0], [2]] and near.log[-1] == "without ['tie']"
+    assert all(clear.call_count == 1 for *_, clear in built) and near.log[-1] == "without ['tie']"
     assert near.learnt == [0.0, 2.0] and far.learnt == [1.0]
     assert [u.num_adopted for u in updaters] == [0, 1], (
         "masters take over what was written, of that stage alone"
     )
-    assert counters.added == [(12, False)] and result.learning_rates == (1.0,)
+    counters.add.assert_called_once_with(samples=12, overflow=False)
+    assert result.learning_rates == (1.0,)
     assert [u.counted for u in updaters] == [[False]] * 2 and rule.end_mini_batch() is result
 
 
@@ -167,12 +157,14 @@ def test_one_norm_of_all_stages_scales_and_clips_each_of_the_rank(others: list[f
 def test_a_norm_that_is_not_finite_steps_no_stage_and_counts(others: list[float], bad: float) -> None:
     others += [0.0, bad]
     updater = Updater(scale=8.0, clipping=1.0)
-    stage, _, cleared = stage_of(0, Gradients(3.0), updater)
+    stage, _, clear = stage_of(0, Gradients(3.0), updater)
     update, counters = rank_of([stage], (0, 1))
     result = StepTogether(update).step()
-    assert result.overflow and result.grad_norm == math.inf and not updater.applied and cleared == [0]
+    assert result.overflow and result.grad_norm == math.inf and not updater.applied
+    clear.assert_called_once_with()
     assert result.stage_norms[0] == 3.0 / 8 and not math.isfinite(result.stage_norms[1])
-    assert counters.added == [(12, True)] and result.learning_rates == (0.0,) and result.loss_scale == 4.0
+    counters.add.assert_called_once_with(samples=12, overflow=True)
+    assert result.learning_rates == (0.0,) and result.loss_scale == 4.0
     updater.config.check_overflow = False
     assert not StepTogether(update).step().overflow and len(updater.applied) == 1
     assert math.isnan(updater.applied[0]) if math.isnan(bad) else updater.applied == [0.0]
@@ -195,7 +187,8 @@ def test_stages_that_step_alone_advance_once_a_mini_batch(others: list[float]) -
     assert found.overflow and found.grad_norm == math.inf and dict(found.stage_norms) == {0: 3.0, 1: 4.0}
     assert [len(u.applied) for u in updaters] == [3, 1] and [u.advanced for u in updaters] == [1, 1]
     assert [u.counted for u in updaters] == [[True], [True]]
-    assert ranks[0][1].added == [(12, True)] and not ranks[1][1].added, "one mini-batch"
+    ranks[0][1].add.assert_called_once_with(samples=12, overflow=True)  # one mini-batch
+    ranks[1][1].add.assert_not_called()
     found = rule.end_mini_batch()
     assert not found.overflow and found.grad_norm == 5.0
 
@@ -257,23 +250,22 @@ def test_the_loss_of_a_batch_is_a_mean_by_samples_or_a_sum() -> None:
 def test_gradients_are_kept_of_all_stages_that_stepped_alone() -> None:
     """Mode async: each stage of a rank steps by itself; asked for are those of the whole rank."""
 
-    def stage(name: str) -> Any:
+    def stage(name: str, **more: Any) -> Any:
         return SimpleNamespace(
             gradients=f"{name}'s",
             full_gradients=lambda: {name: torch.ones(1)},
             step=lambda: f"{name} stepped",
+            **more,
         )
 
     noted: list[list[Any]] = []
     first, second = stage("first"), stage("second")
-    both = SimpleNamespace(
-        stages=[first, second], full_gradients=lambda: {"both": torch.ones(1)}, step=lambda: "all stepped"
-    )
+    both = stage("both", stages=[first, second])
     step = RankStep(both, SimpleNamespace(note_gradients=lambda found: noted.append(list(found))))  # type: ignore[arg-type]
     alone = [step.alone(first), step.alone(second)]
     for keeps, kept in ((False, None), (True, {"first", "second"})):
         step.keeps_gradients = keeps
         assert [one() for one in alone] == ["first stepped", "second stepped"]
         assert (step.gradients and set(step.gradients)) == kept
-    assert step() == "all stepped" and set(step.gradients or ()) == {"both"}
+    assert step() == "both stepped" and set(step.gradients or ()) == {"both"}
     assert noted == [["first's", "second's"]] * 5, "all that the rank holds, before each step"

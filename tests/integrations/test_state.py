@@ -1,31 +1,94 @@
-"""What an engine holds and remembers: evaluation graphs, data that fails, weights and gradients under ZeRO."""
+"""What an engine holds and remembers: data that fails, weights and gradients under ZeRO."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from gpp_plugin.engine.evaluator import MAX_GRAPHS, MAX_RUNNERS
-from tests.integrations import state_jobs as jobs
-from tests.integrations.engine_jobs import U
+from gpp_plugin.model.weights.materialize import resident_bytes
+from tests.integrations.engine_jobs import B, config_of, make_engine, said_of, steps
+from tests.models import build
 from tests.ranks import run_kept_ranks
-from tests.reference import units_of
 
 
-def test_evaluation_depends_on_constants_and_keeps_a_few_plans() -> None:
-    model = jobs.powered().eval()
-    for answer in run_kept_ranks(jobs.evaluate_many, 2):
-        for (size, power), loss in answer["losses"]:
-            batch = jobs.powered_batch(size, power)
-            with torch.no_grad():
-                parts = [float(model(**part)["loss"]) * part["x"].shape[0] for part in units_of(batch, U)]
-            assert loss == pytest.approx(sum(parts) / size, rel=1e-5), (size, power)
-        assert answer["runners"] <= MAX_RUNNERS and answer["graphs"] <= MAX_GRAPHS
+class Failing(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """A dataset of two-branch samples that cannot be read on one rank after a while."""
+
+    def __init__(self, rank: int, bad_rank: int) -> None:
+        self.batch = build("two_branch")[1](3 * B, 0)
+        self.is_bad = rank == bad_rank
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return 3 * B
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.num_read += 1
+        if self.is_bad and self.num_read > 3 * B:
+            raise OSError("the disk is gone")
+        return {key: value[index] for key, value in self.batch.items()}
+
+
+def fail_to_load(bad_rank: int) -> dict[str, Any]:
+    """Train until one rank's dataset fails; say what this rank saw and how soon."""
+    import deepspeed
+    import torch.distributed as dist
+
+    model, _ = build("two_branch")
+    dataset = Failing(dist.get_rank(), bad_rank)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config_of(block={"stages": 2}), training_data=dataset
+    )
+    said = [said_of(engine.train_batch) for _ in range(3)]
+    assert said[:2] == ["", ""]
+    return {"said": said[2], "step": engine.global_steps}
+
+
+def hold_weights() -> list[dict[str, Any]]:
+    """Train under each ZeRO stage on two ranks of one stage; say what is held and what the program does."""
+    answers = []
+    for zero in (0, 1, 2):
+        model, make_batch = build("gpt2")
+        batch = make_batch(B, 0)
+        config = config_of(zero_optimization={"stage": zero}, block={"stages": 1})
+        engine = make_engine(model, batch, config)
+        stage_engine, hooks = engine.stage_engine, engine._rank_runner.stage_runners[0]._hooks
+        held: list[int] = []
+        between: list[int] = []
+
+        def note(into: list[int], of: Any = stage_engine.gradients) -> None:
+            into.append(of.held_bytes())
+
+        def then(*calls: Callable[[], None]) -> Callable[[], None]:
+            return lambda: [call() for call in calls] and None
+
+        hooks.accumulate = then(functools.partial(note, held), stage_engine.accumulate)
+        hooks.reduce_data = then(stage_engine.reduce_data, functools.partial(note, between))
+        losses = steps(engine, [batch])
+        stage = dict(engine.module.named_parameters(remove_duplicate=False))
+        kinds = [i.kind.value for i in engine._rank_runner.stage_runners[0]._programs.main.instructions]
+        answers.append(
+            {
+                "losses": losses,
+                "reductions": kinds.count("reduce_data"),
+                "as backwards end": held,
+                "after reductions": between,
+                "parameters": sum(p.numel() * p.element_size() for p in engine.module.parameters()),
+                "shared": all(p.data_ptr() == stage[n].data_ptr() for n, p in model.named_parameters()),
+                "model bytes": resident_bytes(model),
+            }
+        )
+    return answers
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_a_rank_that_cannot_load_its_data_tells_the_others(bad_rank: int) -> None:
-    answers = run_kept_ranks(jobs.fail_to_load, 2, bad_rank)
+    answers = run_kept_ranks(fail_to_load, 2, bad_rank)
     said = answers[bad_rank]["said"]
     assert said.startswith(f"RuntimeFailure: rank {bad_rank} could not load sample ")
     assert said.endswith(" of training_data: OSError: the disk is gone")
@@ -35,7 +98,7 @@ def test_a_rank_that_cannot_load_its_data_tells_the_others(bad_rank: int) -> Non
 
 
 def test_zero_2_reduces_behind_each_backward_and_the_users_model_keeps_no_copies() -> None:
-    for found in run_kept_ranks(jobs.hold_weights, 2, (0, 1, 2)):
+    for found in run_kept_ranks(hold_weights, 2):
         whole = found[0]["parameters"]
         assert [answer["reductions"] for answer in found] == [1, 1, 2], "of two micro-batches"
         assert found[1]["losses"] == found[0]["losses"] and found[2]["losses"] == pytest.approx(

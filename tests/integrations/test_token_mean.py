@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.integrations.huggingface.model_inputs import count_labelled
 from tests.integrations import unit_jobs as jobs
 from tests.ranks import run_kept_ranks
@@ -62,10 +61,3 @@ def test_labels_that_are_targets_are_counted(loss_type: str, is_encoder_decoder:
     assert int(count_labelled(model, batches)) == expected
     shifted = [*batches, {"labels": rows[1], "shift_labels": torch.tensor([[1, 2, -100]])}]
     assert int(count_labelled(model, shifted)) == expected + 2
-
-
-def test_a_batchs_loss_is_a_sum_over_tokens_or_a_mean_by_samples() -> None:
-    losses = [(torch.tensor(2.0), 3), (torch.tensor([5.0]), 1)]
-    assert share_of_loss(losses, 8, is_sum=True) == 7.0
-    assert share_of_loss(losses, 8, is_sum=False) == (2.0 * 3 + 5.0) / 8
-    assert share_of_loss([], 8, is_sum=False) == 0.0

@@ -21,7 +21,7 @@ def test_in_mode_async_every_unit_is_a_step() -> None:
     answer = run_kept_ranks(whole_unit_jobs.windows, 1, 1)[0]
     assert "units of one mini-batch differ in shapes or in values" in answer["said"]
     units = [[unit] for units in answer["steps"] for unit in units]
-    losses = train_reference(whole_unit_jobs.build("reader"), units).losses
+    losses = train_reference(whole_unit_jobs.build_reader(), units).losses
     assert answer["last"] is None
     wanted = [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
     assert answer["losses"] == pytest.approx(wanted, rel=1e-5)

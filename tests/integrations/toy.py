@@ -75,9 +75,9 @@ class Holder(nn.Module):
             owner.register_parameter(leaf, nn.Parameter(initial(name), requires_grad="frozen" not in name))
 
 
-def make_stage(index: int, *, frozen_middle: bool = False) -> Holder:
+def make_stage(index: int) -> Holder:
     """Return the module of stage ``index``."""
-    return Holder(("middle.frozen.weight",) if index == 1 and frozen_middle else STAGE_NAMES[index])
+    return Holder(STAGE_NAMES[index])
 
 
 def gradient(name: str, step: int, rank: int, micro_batch: int) -> Tensor:
@@ -96,12 +96,12 @@ def whole_gradient(name: str, step: int, num_micro_batches: int) -> Tensor:
 
 
 def make_engine(
-    rank: int, config: dict[str, Any], *, frozen_middle: bool = False, **options: Any
+    rank: int, config: dict[str, Any], *, module: nn.Module | None = None, **options: Any
 ) -> StageEngine:
-    """Return this rank's engine of the toy."""
+    """Return this rank's engine of the toy; ``module``: of its stage, where it is not as usual."""
     plan = make_plan(config.get("train_batch_size", 8))
     groups = StageGroups.create(plan, (TIE,), timeout_s=60)
-    module = make_stage(plan.stage_of_rank(rank), frozen_middle=frozen_middle)
+    module = module or make_stage(plan.stage_of_rank(rank))
     return make_stage_engine(
         module=module, config=config, plan=plan, rank=rank, groups=groups, tied=(TIE,), **options
     )

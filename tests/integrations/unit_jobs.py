@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.integrations.engine_jobs import config_of, make_engine
+from tests.integrations.engine_jobs import config_of, logged, make_engine, steps_and_gradients
 from tests.models import build
-from tests.reference import gradient_errors, loss_of
+from tests.reference import ReferenceRun, gradient_errors, train_reference
 
 UNLABELLED = -100
 
@@ -41,22 +41,29 @@ def trainer_count(model: nn.Module, units: Sequence[dict[str, Any]]) -> Tensor:
 
 def one_process(
     model: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *, loss_mean: str
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Train a copy on a list of units a step; return the losses and the first step's gradients."""
+) -> ReferenceRun:
+    """Train a copy on a list of units a step."""
+    if loss_mean == "units":
+        return train_reference(model, steps)
     model = copy.deepcopy(model).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    losses, gradients = [], {}
+    run = ReferenceRun(losses=[], gradients={}, model=model)
     for units in steps:
         optimizer.zero_grad()
-        total = 0.0
-        for loss in losses_of(model, units, loss_mean):
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
-        if not gradients:
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        losses = token_losses(model, units)
+        sum(losses).backward()
+        run.losses.append(float(sum(losses).detach()))
+        run.gradients = run.gradients or {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
         optimizer.step()
-    return losses, gradients
+    return run
+
+
+def token_losses(model: nn.Module, units: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """Return what each unit adds to the loss of a step, which is the mean over its labelled tokens."""
+    count = trainer_count(model, units)
+    return [model(**unit, num_items_in_batch=count).loss for unit in units]
 
 
 # ---- token means --------------------------------------------------------------------------------------------
@@ -68,19 +75,6 @@ def unlike_labels(batch: dict[str, Any], unit: int) -> dict[str, Any]:
     for row in range(len(labels)):
         labels[row, -1 - row // unit - row % 3 :] = UNLABELLED
     return {**batch, "labels": labels}
-
-
-class Rows:
-    """A dataset of the rows of batches."""
-
-    def __init__(self, batches: Sequence[dict[str, Any]]) -> None:
-        self._rows = [{k: v[i] for k, v in b.items()} for b in batches for i in range(len(b["input_ids"]))]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._rows[index]
 
 
 def collate_padded(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -110,53 +104,36 @@ def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict
         engine = deepspeed.initialize(
             model=gpp_plugin.GraphPipelineModule(model, sample_batch=sample),
             config=config,
-            training_data=Rows(batches),
+            training_data=[{k: v[i] for k, v in b.items()} for b in batches for i in range(8)],
             collate_fn=collate_padded if loader == "collated" else None,
         )[0]
         batches = list(engine.training_dataloader)
         engine.training_dataloader.generator.manual_seed(0)  # from the beginning, as the engine reads it
     wanted = [[{k: v[i : i + 2] for k, v in b.items()} for i in range(0, 8, 2)] for b in batches]
-    engine.retain_gradients()
-    losses = []
-    for step, batch in enumerate(batches):
-        losses.append(float(engine.train_batch(iter([batch]) if loader == "iterator" else None)))
-        if step == 0:
-            gradients = dict(engine.gradients)
+    if loader == "iterator":
+        losses, gradients = steps_and_gradients(engine, batches)
+    else:
+        losses, gradients = own_steps(engine)
     evaluated = float(engine.eval_batch(iter([batches[0]])))
-    reference, first = one_process(plain, wanted, loss_mean="tokens")
-    by_units, _ = one_process(plain, wanted[:1], loss_mean="units")
-    trained = with_weights(plain, wanted, loss_mean="tokens")
+    reference = one_process(plain, wanted, loss_mean="tokens")
     with torch.no_grad():
-        whole = sum(float(part) for part in losses_of(trained, wanted[0], "tokens"))
+        whole = float(sum(token_losses(reference.model.eval(), wanted[0])))
     return {
         "losses": losses,
-        "wanted": reference,
-        "by_units": by_units[0],
-        "errors": gradient_errors(gradients, first),
+        "wanted": reference.losses,
+        "by_units": one_process(plain, wanted[:1], loss_mean="units").losses[0],
+        "errors": gradient_errors(gradients, reference.gradients),
         "evaluated": evaluated,
         "wanted_evaluated": whole,
-        "degrees": [stage.degree for stage in engine.plan.stages],
     }
 
 
-def losses_of(model: nn.Module, units: Sequence[dict[str, Any]], loss_mean: str) -> list[Tensor]:
-    """Return what each unit adds to the loss of a step."""
-    if loss_mean == "tokens":
-        told = trainer_count(model, units)
-        return [model(**unit, num_items_in_batch=told).loss for unit in units]
-    return [loss_of(model(**unit)) / len(units) for unit in units]
-
-
-def with_weights(plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *, loss_mean: str) -> nn.Module:
-    """Return the model as trained in one process, in evaluation mode."""
-    model = copy.deepcopy(plain).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    for units in steps:
-        optimizer.zero_grad()
-        for loss in losses_of(model, units, loss_mean):
-            loss.backward()
-        optimizer.step()
-    return model.eval()
+def own_steps(engine: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Train three steps on what the engine loads; return the losses and the first step's gradients."""
+    engine.retain_gradients()
+    losses = [float(engine.train_batch())]
+    gradients = dict(engine.gradients)
+    return losses + [float(engine.train_batch()) for _ in range(2)], gradients
 
 
 # ---- units --------------------------------------------------------------------------------------------------
@@ -189,13 +166,6 @@ def train_counts(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
     plain = copy.deepcopy(model)
     config = config_of(block={"units": len(counts[0]), "stages": 2}, train_batch_size="auto")
     engine = make_engine(model, make_batch(4, 9), config)
-    engine.retain_gradients()
-    export, exports = torch.export.export, []
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        exports.append(len(args))
-        return export(*args, **kwargs)
-
     steps = [
         [
             {key: value[:, : value.shape[1] - step].contiguous() for key, value in make_batch(n, 7 * step + n).items()}
@@ -203,37 +173,25 @@ def train_counts(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
         ]
         for step, of_step in enumerate(counts)
     ]  # fmt: skip
-    torch.export.export = counting
-    try:
+    engine.retain_gradients()
+    with mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
         losses = [float(engine.train_batch(iter(steps[0])))]
-        gradients = dict(engine.gradients)
-        after_first = len(exports)
+        gradients, after_first = dict(engine.gradients), export.call_count
         losses += [float(engine.train_batch(iter(units))) for units in steps[1:]]
-    finally:
-        torch.export.export = export
-    reference, first = one_process(plain, steps, loss_mean="units")
+    reference = train_reference(plain, steps)
     return {
         "losses": losses,
-        "wanted": reference,
-        "errors": gradient_errors(gradients, first),
-        "exports": (after_first, len(exports) - after_first),
+        "wanted": reference.losses,
+        "errors": gradient_errors(gradients, reference.gradients),
+        "exports": (after_first, export.call_count - after_first),
     }
 
 
-class Lines:
-    """A dataset of texts of unlike lengths."""
-
-    def __init__(self, count: int) -> None:
-        _, make_batch = build("gpt2")
-        rows = make_batch(count, 5)["input_ids"]
-        self.rows = [rows[i, : 3 + (5 * i) % 6] for i in range(count)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = self.rows[index]
-        return {"input_ids": ids, "labels": ids.clone()}  # no mask: a stage in the middle reads nothing
+def lines(count: int) -> list[dict[str, Tensor]]:
+    """Return texts of unlike lengths, without masks: a stage in the middle reads nothing."""
+    _, make_batch = build("gpt2")
+    rows = [row[: 3 + (5 * i) % 6] for i, row in enumerate(make_batch(count, 5)["input_ids"])]
+    return [{"input_ids": ids, "labels": ids.clone()} for ids in rows]
 
 
 class Branching(nn.Module):
@@ -253,25 +211,6 @@ class Branching(nn.Module):
 # ---- samples in one row -------------------------------------------------------------------------------------
 
 
-def causal_model(name: str) -> nn.Module:
-    """Return a tiny decoder that keeps samples of one row apart."""
-    if name == "gpt2":
-        return build("gpt2")[0]
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
-
-
 def train_flattened(name: str, block: dict[str, Any]) -> dict[str, Any]:
     """Train on rows of several samples that the engine's loader makes; compare with samples one by one."""
     import deepspeed
@@ -279,36 +218,33 @@ def train_flattened(name: str, block: dict[str, Any]) -> dict[str, Any]:
     from gpp_plugin.data import flatten, pack
 
     torch.manual_seed(0)
-    model = causal_model(name)
+    model = build(name)[0]
     plain = copy.deepcopy(model)
     plain.config.use_cache = False
-    data = Lines(24)
+    data = lines(24)
 
     def packing() -> Any:
         return pack(data, cost="input_ids", budget=20, units=2, seed=1, is_padded=False)
 
     config = config_of(block={"loss_mean": "tokens", "verify": True, **block})
     del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gpp_plugin").addHandler(handler)
-    logging.getLogger("gpp_plugin").setLevel(logging.INFO)
-    engine = deepspeed.initialize(model=model, config=config, training_data=packing(), collate_fn=flatten)[0]
-    engine.retain_gradients()
-    losses = [float(engine.train_batch())]
-    gradients = dict(engine.gradients)
-    losses += [float(engine.train_batch()) for _ in range(2)]
+    with logged("gpp_plugin") as records:
+        engine = deepspeed.initialize(
+            model=model, config=config, training_data=packing(), collate_fn=flatten
+        )[0]
+        losses, gradients = own_steps(engine)
     units = packing().epoch_units(0)[:6]
     steps = [[data[i] for unit in units[first : first + 2] for i in unit] for first in (0, 2, 4)]
     single = [[_alone(item) for item in step] for step in steps]
-    reference, first = one_process(plain, single, loss_mean="tokens")
+    reference = one_process(plain, single, loss_mean="tokens")
     return {
         "losses": losses,
-        "wanted": reference,
-        "errors": gradient_errors(gradients, first),
+        "wanted": reference.losses,
+        "errors": gradient_errors(gradients, reference.gradients),
         "rows": sum(len(unit) for unit in units) / len(units),
-        "log": "\n".join(lines) if torch.distributed.get_rank() == 0 else "verified",
+        "log": " ".join(record.getMessage() for record in records)
+        if torch.distributed.get_rank() == 0
+        else "verified",
     }
 
 

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from gpp_benchmarks.zoo._catalogue import CATALOGUE, IMAGE, IMAGE_END, IMAGE_START, build_model
-from tests.integrations.engine_jobs import make_engine
-from tests.reading_models import OneByOne, Reader, reader_batch
+from tests.integrations.engine_jobs import make_engine, said_of
+from tests.reading_models import Reader, reader_batch
 from tests.runtime.jobs import make_config, use_device
 
 TWO, TURNED = [[2, 1], [1, 2]], [[1, 2], [2, 1]]
-STEPS: tuple[tuple[list[list[int]], bool], ...] = ((TWO, True), (TURNED, True), (TWO, False), (TWO, True))
-"""What Python reads of each mini-batch: sizes of images; whether something is padded."""
+"""Sizes of a unit's images, which Python reads."""
 
 
-def build(name: str) -> Any:
+def build_reader() -> Reader:
     torch.manual_seed(0)
-    return Reader() if name == "reader" else OneByOne()
-
-
-def units_of_steps(name: str, num_units: int) -> list[list[dict[str, Any]]]:
-    """Return the units of each mini-batch."""
-    if name == "one_by_one":
-        generator = torch.Generator().manual_seed(0)
-        return [[{"x": torch.randn(2, 4, generator=generator)} for _ in range(num_units)] for _ in range(3)]
-    return [
-        [reader_batch(sizes, seed=10 * step + unit, padded=padded) for unit in range(num_units)]
-        for step, (sizes, padded) in enumerate(STEPS)
-    ]
+    return Reader()
 
 
 def refused() -> list[str]:
@@ -39,37 +28,27 @@ def refused() -> list[str]:
     import deepspeed
 
     import gpp_plugin
-    from gpp_plugin.errors import GppError
 
     use_device("cpu")
     job = {"model": "reader", "mini_batch": 4, "unit": 2, "block": {"stages": 2}}
-    good = units_of_steps("reader", 2)[0]
-    wrapped = gpp_plugin.GraphPipelineModule(build("reader"), sample_batch=good[0])
+    good = [reader_batch(TWO, seed=seed, padded=True) for seed in (0, 1)]
+    wrapped = gpp_plugin.GraphPipelineModule(build_reader(), sample_batch=good[0])
     engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
-    said = []
     five = {key: torch.ones(5, 3, dtype=torch.long) for key in good[0]}
-    for units in ([five, good[0]], good[:1]):
-        try:
-            engine.train_batch(iter(units))
-        except GppError as error:
-            said.append(f"{type(error).__name__}: {error}")
+    said = [
+        said_of(functools.partial(engine.train_batch, iter(units))) for units in ([five, good[0]], good[:1])
+    ]
     said.append(str(float(engine.train_batch(iter([good[0], reader_batch([[1, 1], [1, 1]])])))))
     return said
 
 
 def windows(num_stages: int) -> dict[str, Any]:
     """Train in mode async, where every unit is a step; a mini-batch of unlike units is refused before."""
-    from gpp_plugin.errors import ConfigError
-
     use_device("cpu")
     sample = reader_batch(TWO, seed=9)
     job = {"mini_batch": 4, "unit": 2, "block": {"mode": "async", "stages": num_stages}}
-    engine = make_engine(build("reader"), sample, make_config(job))
-    try:
-        engine.train_batch(iter([reader_batch(TWO), reader_batch(TURNED)]))
-        said = "nothing"
-    except ConfigError as error:
-        said = str(error)
+    engine = make_engine(build_reader(), sample, make_config(job))
+    said = said_of(lambda: engine.train_batch(iter([reader_batch(TWO), reader_batch(TURNED)])))
     steps = [
         [reader_batch(sizes, seed=2 * step + unit) for unit in range(2)]
         for step, sizes in enumerate((TWO, TURNED, TWO))

@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GenerateConfig
-from gpp_plugin.engine.job_context import Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import argument_facts, joined_tokens
 from gpp_plugin.ir.memory_report import RankCaches
@@ -29,6 +28,7 @@ from gpp_plugin.model.generation.generator import (
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.model.generation.owned_modules import DrawsOfAll, ReplicaPart, replicas_of
 from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
 
 

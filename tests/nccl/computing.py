@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
-from gpp_plugin.engine.job_context import StageReplica
+from gpp_plugin.engine.framework import StageReplica
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
@@ -226,7 +226,7 @@ class ComputingStages:
     def versions(self, index: int) -> WeightVersions:
         """Return the versions of a stage's weights (mode async)."""
         own = list(self._modules[index].parameters())
-        places = self.engine.of(index).weight_places
+        places = self.engine.of(index).updater.places
         return WeightVersions(own, most=self._plan.num_versions(index), make_places=places)
 
     def _function(

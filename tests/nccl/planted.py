@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
-from gpp_plugin.engine.checkpoints.rank_files import FileContents
+from gpp_plugin.engine.checkpoints.save_checkpoint import FileContents
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.generation.micro_batches import ReplicaLink
@@ -197,7 +197,7 @@ _BUFFERS = "runtime.messages.receive_buffers:ReceiveBuffers"
 _NCCL = "runtime.messages.nccl_transport"
 _LINK = "runtime.memory.swap:SwapLink"
 _ROWS = "runtime.input_rows"
-_STORE = "engine.gradients.gradient_store"
+_STORE = "engine.gradient_store"
 
 FAULTS = (
     # messages: waits, and what is kept until it has been sent
@@ -266,7 +266,7 @@ FAULTS = (
     Fault(f"{_STORE}:EarlySends._made", "and not self._buckets[self._next].waiting", "", job="ZeRO 0"),
     Fault("engine.sharded_weights:_Sharded.gather", "all_gather(self._whole, self.part, group=self._group, what=GATHERED)", "torch.distributed.all_gather_into_tensor(self._whole, self.part, group=self._group, async_op=True)", job="ZeRO 3"),
     Fault("engine.sharded_weights:_Sharded.free", "self.part.copy_(self._own)", "pass", job="ZeRO 3"),
-    Fault("engine.gradients.partitioned_gradients:_reduce_scatter", "group=group)", "group=group, async_op=True)", job="ZeRO 1"),
+    Fault("engine.partitioned_gradients:_reduce_scatter", "group=group)", "group=group, async_op=True)", job="ZeRO 1"),
     Fault("runtime.weight_versions:WeightVersions.begin_update", "self._locations.move(self._live)", "pass", job="windows"),
     Fault("runtime.executor:StageExecutor.step", "self.finish_sends()", "pass", job="weights sent"),
     Fault("runtime.weight_versions:WeightVersions.apart", "if not self._aliased:", "if True:", job="weights sent in windows"),
@@ -278,8 +278,8 @@ FAULTS = (
     Fault("model.generation.micro_batches:ReplicaLink._send", ".copy_(value)", ".copy_(value, non_blocking=True)", job="generation"),
     Fault("model.generation.micro_batches:ReplicaLink._receive", "self._wait(dist", "(dist", job="generation"),
     Fault("model.generation.stage_tensors:ReplicaRun.bring", "if position not in tensor.holders", "if position not in tensor.holders and not self.position", job="generation"),
-    Fault("engine.checkpoints.rank_files:FileContents.copied", "copy=True", "copy=True, non_blocking=True", job="save"),
-    Fault("engine.checkpoints.rank_files:FileContents.copied", 'tensor.detach().to("cpu", copy=True)', "tensor.detach()", job="save"),
+    Fault("engine.checkpoints.save_checkpoint:FileContents.copied", "copy=True", "copy=True, non_blocking=True", job="save"),
+    Fault("engine.checkpoints.save_checkpoint:FileContents.copied", 'tensor.detach().to("cpu", copy=True)', "tensor.detach()", job="save"),
     # messages of megatron-core's communicators
     Fault("integrations.megatron.p2p:MegatronTransport.bind_send", "Posted(list(handles.values()), place, tensors)", "Posted(list(handles.values()), place, ())", job="megatron"),
     Fault("integrations.megatron.p2p:MegatronTransport.bind_receive", "Posted(list(handles.values()), place, buffers)", "Posted([], place, buffers)", job="megatron"),

@@ -4,21 +4,20 @@ import dataclasses
 
 import pytest
 
-from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan
+from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan
 from gpp_plugin.cli import main
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
-from gpp_plugin.rehearse.rehearsal import scale_times
-from gpp_plugin.rehearse.rehearsal_settings import (
+from gpp_plugin.rehearse.rehearsal import (
     RehearsalSettings,
     check_memory,
     check_rehearsable,
     message_memory_bytes,
     scale_tensors,
+    scale_times,
 )
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 
 @pytest.fixture
@@ -91,13 +90,6 @@ def test_a_plan_that_cannot_be_rehearsed_is_named_with_its_file(plan, tmp_path, 
     save(with_stage(plan, 0, ranks=(7,)), path)
     assert main(["rehearse", str(path)]) == 1
     assert capsys.readouterr().err.startswith(f"gpp rehearse: {path}: the plan's ranks are 1, 2, 7;")
-
-
-def test_stages_that_nothing_flows_back_to_run_forwards_only():
-    plan = emulated_plan("tree", branch_links(2, 1, has_own_join=True), num_micro_batches=2)
-    assert forward_only_stages(plan) == frozenset()
-    edges = (dataclasses.replace(plan.edges[0], gradient_tensors=()), plan.edges[1])
-    assert forward_only_stages(dataclasses.replace(plan, edges=edges)) == {0}
 
 
 SPEC = TensorSpec(name="x", dtype="bfloat16", shape=(6, 4, 5), num_samples=4, layout=batch_layout(1))

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from gpp_plugin.engine.checkpoints.rank_files import random_state, restore_random_state
+from gpp_plugin.engine.checkpoints.save_checkpoint import random_state, restore_random_state
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from tests.models import build
 

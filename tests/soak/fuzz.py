@@ -31,7 +31,7 @@ from gpp_plugin.plan.cluster_files import CLUSTER_DIR, read_cluster
 from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
 from gpp_plugin.plan.plan_form import check_events, read_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings, check_memory, load_rehearsable
+from gpp_plugin.rehearse.rehearsal import RehearsalSettings, check_memory, load_rehearsable
 from gpp_plugin.report.chrome_trace import chrome_trace
 from gpp_plugin.report.summary import summarize_timeline
 from tests.soak.mutations import mutate

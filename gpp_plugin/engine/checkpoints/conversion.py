@@ -30,6 +30,7 @@ from gpp_plugin.engine.checkpoints import checkpoint_directory as places
 from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
     MANIFEST,
+    MASTER,
     STATE,
     WEIGHT,
     CheckpointManifest,
@@ -37,12 +38,15 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     manifest_text,
     plain_of,
     read_manifest,
+    to_json,
 )
-from gpp_plugin.engine.checkpoints.optimizer_pieces import MASTER
-from gpp_plugin.engine.checkpoints.rank_files import FileContents, write_files
-from gpp_plugin.engine.checkpoints.save_checkpoint import WrittenPart, complete_manifest
+from gpp_plugin.engine.checkpoints.save_checkpoint import (
+    FileContents,
+    WrittenPart,
+    complete_manifest,
+    write_files,
+)
 from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, TensorPlace
-from gpp_plugin.engine.checkpoints.state_values import to_json
 from gpp_plugin.errors import CheckpointError
 
 _PARAMETER_NAME = re.compile(r"^[A-Za-z0-9_.]+$")

@@ -30,6 +30,7 @@ from torch import Tensor
 from gpp_plugin.engine.checkpoints import checkpoint_directory as places
 from gpp_plugin.engine.checkpoints.checkpoint_files import (
     MANIFEST,
+    MOST_DEPTH,
     STATE,
     STATE_TENSORS,
     WEIGHT,
@@ -38,16 +39,15 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     read_manifest,
     read_text,
 )
-from gpp_plugin.engine.checkpoints.rank_files import (
+from gpp_plugin.engine.checkpoints.save_checkpoint import (
     STATE_KEY,
+    all_ranks,
     place_of,
     rank_file,
     replica_key,
     restore_random_state,
 )
-from gpp_plugin.engine.checkpoints.save_checkpoint import all_ranks
 from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, StageOptimizerState
-from gpp_plugin.engine.checkpoints.state_values import MOST_DEPTH
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.serialize import parse_json
@@ -64,14 +64,12 @@ class LoadedCheckpoint:
         client_state: what the user gave to save.
         rank_state: what this rank's engine gave to save; None where it was saved on fewer ranks.
         data: the position in the data.
-        is_same_plan: it was saved on this plan.
     """
 
     directory: Path
     client_state: dict[str, Any] = field(default_factory=dict)
     rank_state: Any = None
     data: Any = None
-    is_same_plan: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,8 +245,8 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
         needed |= _check_weights(engine, saved)
         if wanted.optimizer and engine.is_trained and manifest.optimizer:
             optimizers[engine.stage_index] = state = _optimizer_state(engine, saved)
-            engine.check_optimizer(state)
-            for name, spans in engine.trained_spans().items():
+            engine.updater.check_kind(state)
+            for name, spans in engine.updater.spans().items():
                 needed |= state.needed(name, spans)
     own_file = rank_file(stages[0].rank)
     has_own = own_file in manifest.files
@@ -294,7 +292,7 @@ def _check_weights(engine: StageEngine, saved: CheckpointTensors) -> set[tuple[s
 def _optimizer_state(engine: StageEngine, saved: CheckpointTensors) -> StageOptimizerState:
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     return StageOptimizerState(
-        saved, {name: place_of(engine, name, parameters[name]) for name in engine.trained_spans()}
+        saved, {name: place_of(engine, name, parameters[name]) for name in engine.updater.spans()}
     )
 
 
@@ -310,7 +308,7 @@ def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> 
     for stage in stages:
         _read_weights(stage, saved, own if is_same and own in manifest.files else None)
         if stage.stage_index in checked.optimizers:
-            stage.load_optimizer(checked.optimizers[stage.stage_index])
+            stage.updater.restore(checked.optimizers[stage.stage_index])
         else:
             stage.refresh_masters()
     state = saved.shared_state(checked.state)
@@ -328,7 +326,6 @@ def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> 
         client_state=state["client_state"],
         rank_state=rank_state,
         data=state["data"],
-        is_same_plan=is_same,
     )
 
 

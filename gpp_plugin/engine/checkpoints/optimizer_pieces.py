@@ -18,16 +18,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpp_plugin.engine.checkpoints.checkpoint_files import MASTER
+from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MASTER = "master"
 _STEP = "step"
 
 
@@ -113,31 +114,6 @@ class OptimizerPieces:
     groups: tuple[PieceGroup, ...]
 
 
-class SavedOptimizer(Protocol):
-    """The optimizer state of a checkpoint, by parameter name."""
-
-    def kind(self) -> str:
-        """Return the class of the optimizer that was saved."""
-
-    def tensor_kinds(self, name: str) -> Collection[str]:
-        """Return which tensors were saved of a parameter's state, ``master`` not among them."""
-
-    def is_whole(self, name: str, what: str) -> bool:
-        """Return whether it has a shape of its own."""
-
-    def read(self, name: str, what: str, start: int, count: int) -> Tensor:
-        """Return elements of it; of ``master``, the weights where no masters were saved."""
-
-    def read_whole(self, name: str, what: str) -> Tensor:
-        """Return what has a shape of its own."""
-
-    def numbers(self, name: str) -> Mapping[str, Any]:
-        """Return which numbers were saved of a parameter's state."""
-
-    def options(self, name: str) -> Mapping[str, Any]:
-        """Return the options of the parameter group that ``name`` was in."""
-
-
 def optimizer_pieces(
     optimizer: torch.optim.Optimizer,
     fragments: Mapping[str, Fragment],
@@ -215,7 +191,7 @@ def group_names(optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragme
     ]
 
 
-def check_kind(optimizer: torch.optim.Optimizer, saved: SavedOptimizer) -> None:
+def check_kind(optimizer: torch.optim.Optimizer, saved: StageOptimizerState) -> None:
     """Refuse the state of an optimizer that keeps other things.
 
     Raises:
@@ -239,7 +215,7 @@ def _family(kind: str) -> str:
 
 @torch.no_grad()
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragment], saved: SavedOptimizer
+    optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragment], saved: StageOptimizerState
 ) -> None:
     """Write masters, and let ``optimizer`` continue from the state in ``saved``.
 
@@ -267,7 +243,10 @@ def restore_optimizer(
 
 
 def _state_of(
-    optimizer: torch.optim.Optimizer, master: Tensor, members: Mapping[str, Fragment], saved: SavedOptimizer
+    optimizer: torch.optim.Optimizer,
+    master: Tensor,
+    members: Mapping[str, Fragment],
+    saved: StageOptimizerState,
 ) -> dict[str, Any]:
     """Return the state of one master from that of the parameters in it; empty where it never took a step."""
     own_state: dict[str, Any] = {}
@@ -304,7 +283,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _like_own(optimizer: torch.optim.Optimizer, what: str, value: Any, saved: SavedOptimizer) -> Any:
+def _like_own(optimizer: torch.optim.Optimizer, what: str, value: Any, saved: StageOptimizerState) -> Any:
     """Return a number as this optimizer keeps it: torch's count steps in tensors, DeepSpeed's in integers."""
     if what != _STEP or saved.kind() == type(optimizer).__name__:
         return value
@@ -314,7 +293,10 @@ def _like_own(optimizer: torch.optim.Optimizer, what: str, value: Any, saved: Sa
 
 
 def _options_of(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], names: Sequence[str], saved: SavedOptimizer
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    names: Sequence[str],
+    saved: StageOptimizerState,
 ) -> dict[str, Any]:
     """Return a group's options: those its parameters had, where this optimizer has them, over its own."""
     own = _own_options(group)

@@ -27,6 +27,7 @@ from torch import Tensor
 from gpp_plugin.engine.checkpoints.checkpoint_directory import check_inside
 from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
+    MASTER,
     STATE_TENSOR,
     STATE_TENSORS,
     WEIGHT,
@@ -35,10 +36,9 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     TensorFile,
     TensorRecord,
     check_tensors,
+    from_json,
     read_text,
 )
-from gpp_plugin.engine.checkpoints.optimizer_pieces import MASTER
-from gpp_plugin.engine.checkpoints.state_values import from_json
 from gpp_plugin.errors import CheckpointError
 
 
@@ -106,14 +106,9 @@ class CheckpointTensors:
         """Return whether there is such a tensor."""
         return (what, name) in self._index
 
-    def dtype(self, what: str, name: str) -> str:
-        """Return its type by torch's name."""
-        return self._index[what, name][0].tensor.dtype
-
     def shape(self, what: str, name: str) -> tuple[int, ...]:
         """Return the shape of the whole, all shards joined."""
-        entry = self._index[what, name][0].tensor
-        return _whole_shape(entry)
+        return _whole_shape(self._index[what, name][0].tensor)
 
     def check_everything(self) -> None:
         """Check every tensor and every text of the checkpoint.
@@ -305,7 +300,7 @@ def join_shards(shards: Sequence[Tensor], *, axis: int, stride: int) -> Tensor:
 
 
 class StageOptimizerState:
-    """A checkpoint's optimizer state as one stage requests it (`optimizer_pieces.SavedOptimizer`).
+    """A checkpoint's optimizer state as one stage requests it.
 
     Args:
         places: how the stage holds its trained parameters.

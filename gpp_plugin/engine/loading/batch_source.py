@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples
-from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.loading.mini_batch_loader import check_keys, first_items, inputs_of, own_inputs
 from gpp_plugin.engine.loading.rank_shard import Complete, as_they_are
 from gpp_plugin.engine.training_steps import different_data

@@ -6,7 +6,7 @@ import copy
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, is_counted, likely_counts
+from gpp_plugin.data import PackedUnits
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.runtime.batches import (
-    Batch,
-)
+from gpp_plugin.runtime.batches import Batch
 
 # Where training is in its data, as JSON: what a checkpoint keeps so that no sample comes twice and none is left out.
 #
@@ -29,7 +28,7 @@ from gpp_plugin.runtime.batches import (
 #     kind "given"     a caller's loader or iterator: its own ``state_dict``, as torchdata has it
 #
 # A mini-batch is of *lists*, what the loader's batch sampler yields: one, or one for each unit where it is of units.
-# States are written as those of checkpoints (`state_values`), tensors in place: ranks compare them.
+# States are written as those of checkpoints (`to_json`), tensors in place: ranks compare them.
 # Positions count mini-batches trained: what workers have prefetched, or a frozen branch has run, does not count.
 
 SAMPLES, STREAM, EXTERNAL = "samples", "stream", "given"
@@ -69,7 +68,7 @@ class StreamPoint:
     dropped: int = 0
 
 
-# The keys of a batch: those that the model was captured with, and those of its tensors.
+# What a batch must be: its keys, those that the model was captured with, and its number of samples.
 
 
 def check_keys(batch: Batch, keys: frozenset[str]) -> None:
@@ -104,6 +103,46 @@ def own_inputs(unit: Batch, keys: frozenset[str], inputs: frozenset[str]) -> dic
     own = {key: value for key, value in unit.items() if value is not None or key not in inputs}
     check_keys(own, keys - (inputs - own.keys()))
     return own
+
+
+def check_count(batch: Batch, *, sizes: Sequence[int]) -> None:
+    """Refuse a sample batch that may be of one number of samples or another, where neither is that of the job.
+
+    Args:
+        sizes: samples of a loss unit and of a mini-batch.
+
+    Raises:
+        ConfigError: says what its tensors have, and how to continue.
+    """
+    if not is_counted(batch) or count_samples(batch) in sizes:
+        return
+    counts = likely_counts(batch)
+    if len(counts) > 1 and not isinstance(batch, WholeUnit):
+        rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, Tensor))
+        raise ConfigError(
+            f"the sample batch may be of {' or '.join(map(str, counts))} samples ({rows}), and "
+            f"train_micro_batch_size_per_gpu is {sizes[0]}: give a sample batch of so many samples, or, where a batch "
+            'is one loss unit as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a '
+            "mini-batch"
+        )
+
+
+def check_axes(batch: Batch, mini_batch: int) -> None:
+    """Refuse a sample batch with a number that has no axis where several batches will be joined to a mini-batch.
+
+    Raises:
+        ConfigError: names the entry, and how to continue.
+    """
+    scalars = [key for key, value in batch.items() if isinstance(value, Tensor) and not value.dim()]
+    if not scalars or (samples := count_samples(batch)) >= mini_batch:
+        return
+    key, number = scalars[0], mini_batch // samples
+    raise ConfigError(
+        f"batch entry {key!r} is a tensor without an axis, and {number} batches of {samples} samples are joined along "
+        f"axis 0 to a mini-batch of {mini_batch}, in which it may have {number} values: let each be a loss unit of its "
+        f'own, "graph_pipeline": {{"units": {number}}}, give it a row a sample ([{samples}, 1]), or, where it never '
+        "changes, give a Python number"
+    )
 
 
 MOST_WORKERS = 4

@@ -73,35 +73,6 @@ class Share:
     inputs: frozenset[str] = frozenset()
     order: ChooseOrder | None = None
 
-    @classmethod
-    def of(
-        cls,
-        plan: PipelinePlan,
-        rank: int,
-        *,
-        keys: Iterable[str] | None,
-        dtype: torch.dtype | None,
-        units: int | None = None,
-        inputs: Iterable[str] = (),
-        order: ChooseOrder | None = None,
-    ) -> Share:
-        """Return what a rank of a plan keeps."""
-        read = [
-            plan.stages[index].samples(micro_batch, rank)
-            for index in plan.stages_of_rank(rank)
-            for micro_batch in range(plan.num_micro_batches(index))
-        ]
-        return cls(
-            rank=rank,
-            mini_batch=plan.mini_batch,
-            units=units,
-            inputs=frozenset(inputs),
-            order=order,
-            samples=merged_ranges(read),
-            keys=None if keys is None else frozenset(keys),
-            dtype=dtype,
-        )
-
     @property
     def numbers(self) -> list[int]:
         """Return the samples' numbers in the mini-batch."""
@@ -166,6 +137,17 @@ class Share:
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
+
+
+def samples_of_rank(plan: PipelinePlan, rank: int) -> tuple[SampleRange, ...]:
+    """Return the samples of a mini-batch that the stages of a rank read."""
+    return merged_ranges(
+        [
+            plan.stages[index].samples(micro_batch, rank)
+            for index in plan.stages_of_rank(rank)
+            for micro_batch in range(plan.num_micro_batches(index))
+        ]
+    )
 
 
 Prepare = Callable[[Any], dict[str, Any]]

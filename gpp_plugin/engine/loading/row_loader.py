@@ -28,8 +28,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
-from gpp_plugin.engine.job_context import Setting
+from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
 from gpp_plugin.engine.loading.mini_batch_loader import (
     SAMPLES,
     STREAM,
@@ -52,14 +51,12 @@ from gpp_plugin.engine.loading.rank_shard import (
     SharesOfStream,
     as_it_is,
     as_they_are,
+    samples_of_rank,
 )
 from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.batches import (
-    ChooseOrder,
-    OwnRows,
-    UnitBatch,
-)
+from gpp_plugin.runtime.batches import ChooseOrder, OwnRows, UnitBatch
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
 
@@ -357,13 +354,14 @@ def make_row_loader(
         collate_fn=collate_fn,
         prepare=prepare,
         complete=complete,
-        share=Share.of(
-            plan,
-            setting.rank,
-            keys=reads,
+        share=Share(
+            rank=setting.rank,
+            mini_batch=plan.mini_batch,
+            samples=samples_of_rank(plan, setting.rank),
+            keys=None if reads is None else frozenset(reads),
             dtype=setting.dtype,
             units=config.units,
-            inputs=inputs,
+            inputs=frozenset(inputs),
             order=order,
         ),
         keys=keys,

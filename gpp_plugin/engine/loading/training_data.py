@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpp_plugin.engine.checkpoints.state_values import from_json, to_json
+from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
 from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.mini_batch_loader import EXTERNAL, repeat
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError
-from gpp_plugin.runtime.batches import (
-    Batch,
-)
+from gpp_plugin.runtime.batches import Batch
 
 # Mini-batches that were taken of iterators before they are trained, each stored as long as its iterator.
 
@@ -157,15 +155,7 @@ class TrainingData:
             batch = self._take(None) if taken is None else _result(taken)
             self._num_returned += 1
             return batch
-        found: Batch | None = None
-        failure: Exception | None = None
-        try:
-            found = self._take(data_iter) if taken is None else _result(taken)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = error
-        self._batch_source.agree(found, failure, compares=True)
-        assert found is not None, "a rank without a mini-batch has raised"
-        return found
+        return self._agreed(lambda: self._take(data_iter) if taken is None else _result(taken), compares=True)
 
     def take(self, data_iter: Iterator[Any], *, refusal: Exception | None = None) -> Batch:
         """Return a batch to evaluate, of any size and keys; collective.
@@ -177,14 +167,18 @@ class TrainingData:
             ConfigError: it is no batch.
             StopIteration: ``data_iter`` ended, here or on another rank.
         """
+        self._batch_source.refusal = refusal
+        return self._agreed(lambda: self._batch_source.take(data_iter), compares=False)
+
+    def _agreed(self, take: Callable[[], Batch], *, compares: bool) -> Batch:
+        """Return what every rank could take; collective; raises as of `BatchSource.agree`."""
         found: Batch | None = None
         failure: Exception | None = None
         try:
-            self._batch_source.refusal = refusal
-            found = self._batch_source.take(data_iter)
+            found = take()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-        self._batch_source.agree(found, failure, compares=False)
+        self._batch_source.agree(found, failure, compares=compares)
         assert found is not None, "a rank without a batch has raised"
         return found
 
@@ -260,13 +254,11 @@ class TrainingData:
         Returns:
             None where the data are a caller's without ``state_dict``, or its state is none that JSON holds (a warning).
         """
-        if self._own is not None:
-            own = (
-                self._attempt(self._own_position)
-                if self._batch_source.rank == self._batch_source.source
-                else None
-            )
-            shared: dict[str, Any] | None = self._batch_source.share_position(own)
+        if (loader := self._own) is not None:
+            source, own = self._batch_source, None
+            if source.rank == source.source:
+                own = self._attempt(lambda: {**loader.position(self._num_returned), "draws": source.draws})
+            shared: dict[str, Any] | None = source.share_position(own)
             return shared
         states = self._batch_source.gather_positions(self._attempt(self._external_position))
         if any(state is None for state in states):
@@ -274,10 +266,6 @@ class TrainingData:
         if all(state == states[0] for state in states):
             return {"kind": EXTERNAL, "states": states[:1]}
         return {"kind": EXTERNAL, "states": states}
-
-    def _own_position(self) -> dict[str, Any]:
-        assert self._own is not None
-        return {**self._own.position(self._num_returned), "draws": self._batch_source.draws}
 
     def _external_position(self) -> Any:
         state = self._external_state() if self._state_before is None else self._state_before
@@ -330,11 +318,10 @@ class TrainingData:
             self._own.restore(position, warns=warns)
             self._num_returned = int(position["mini_batches"])
             self._batch_source.draws = self._batch_source.draws or bool(position.get("draws"))
-        elif self._external is None:  # for the loader that will be set
-            self._pending = position
         else:
             self._pending = position
-            self._use(self._external, repeats=self._repeats)
+            if self._external is not None:  # else it is for the loader that will be set
+                self._use(self._external, repeats=self._repeats)
 
     def _warn_unplaced(self) -> None:
         """Say once that the caller's data are not where the loaded checkpoint was."""
@@ -361,11 +348,8 @@ class TrainingData:
                     type(self._external).__name__,
                 )
             return False
-        self._external.load_state_dict(
-            from_json(
-                states[self._batch_source.rank if self._batch_source.rank < len(states) else 0], tensor=None
-            )
-        )
+        rank = self._batch_source.rank
+        self._external.load_state_dict(from_json(states[rank if rank < len(states) else 0], tensor=None))
         return True
 
     def apply(self, fn: Callable[[Any], Any]) -> None:

@@ -32,10 +32,9 @@ from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
 from gpp_plugin.config.deepspeed_json import load_deepspeed_json
 from gpp_plugin.config.reader import check_ranks, read_config
-from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
-from gpp_plugin.engine.guards.agreement import agree_on_job
-from gpp_plugin.engine.job_context import Monitor, Setting, StageReplica
+from gpp_plugin.engine.framework import Monitor, StageReplica
 from gpp_plugin.engine.loading.batch_source import sample_from_dataset
 from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.import_hook import original_initialize
@@ -58,10 +57,12 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.ranks.agreement import agree_on_job
 from gpp_plugin.runtime.ranks.job_board import engine_call
 from gpp_plugin.runtime.ranks.placement_of_ranks import (
     JOINING_TIMEOUT_S,
     JobPlacement,
+    Setting,
     join_ranks,
     telling_before_joining,
 )

@@ -40,12 +40,12 @@ from torch import Tensor, nn
 from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     Fragment,
     OptimizerPieces,
-    SavedOptimizer,
     optimizer_pieces,
     restore_optimizer,
     whole_fragment,
 )
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan
+from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, ParameterSpan
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlace, WeightPlaces
@@ -352,7 +352,7 @@ class MasterWeights:
             group_numbers=group_numbers,
         )
 
-    def restore(self, saved: SavedOptimizer) -> None:
+    def restore(self, saved: StageOptimizerState) -> None:
         """Restore masters and optimizer state from those of any plan."""
         restore_optimizer(self.optimizer, self.fragments, saved)
         if self.partitioned:  # what was linked is of the state before

@@ -23,10 +23,11 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer, check_kind
-from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, PartitionedGradients
-from gpp_plugin.engine.job_context import StageReplica, StepCounters
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, check_kind
+from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
+from gpp_plugin.engine.framework import StageReplica, StepCounters
+from gpp_plugin.engine.gradient_store import GradientStore, StageGradients
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, PartitionedGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.engine.stage_engine import StageEngine
@@ -298,7 +299,7 @@ class DeepSpeedOptimizer:
                 spans[name].append((fragment.start, fragment.num_elements))
         return spans
 
-    def check_kind(self, saved: SavedOptimizer) -> None:
+    def check_kind(self, saved: StageOptimizerState) -> None:
         """Refuse the state of another optimizer.
 
         Raises:
@@ -306,7 +307,7 @@ class DeepSpeedOptimizer:
         """
         check_kind(self._trained_masters.optimizer, saved)
 
-    def restore(self, saved: SavedOptimizer) -> None:
+    def restore(self, saved: StageOptimizerState) -> None:
         """Restore masters and optimizer state from those of any plan."""
         self._trained_masters.restore(saved)
         self._publish_loss_scale()

@@ -29,8 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config.block import GenerateConfig
-from gpp_plugin.engine.guards.agreement import agree, describe_tensor
-from gpp_plugin.engine.job_context import NOTHING_GENERATED, Setting
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations.huggingface.generate_calls import (
     SilentStreamer,
@@ -65,8 +63,12 @@ from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import restored_streams, set_streams, streams_of
 from gpp_plugin.runtime.ranks.agree import Collectives, exchange
+from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
+
+NOTHING_GENERATED = "engine.cache_report: nothing has been generated yet; call engine.generate() first"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,10 +245,10 @@ def exchange(
     return [answer for answer, _ in received]
 
 
-def do_together(act: Callable[[], object], *, what: str, group: dist.ProcessGroup | None) -> None:
-    """Call ``act`` on every rank; if it fails on one, all raise the same.
+def do_together(act: Callable[[], T], *, what: str, group: dist.ProcessGroup | None) -> T:
+    """Call ``act`` on every rank and return this rank's answer; if it fails on one, all raise the same.
 
-    As `exchange` without answers, and in a step: where nothing fails ranks exchange one number.
+    As `exchange` without the others' answers, and in a step: where nothing fails ranks exchange one number.
 
     Args:
         what, group: as for `exchange`.
@@ -257,23 +257,23 @@ def do_together(act: Callable[[], object], *, what: str, group: dist.ProcessGrou
         GppError, CommTimeout: as for `exchange`.
     """
     if group is None or dist.get_world_size(group) == 1:
-        act()
-        return
+        return act()
+    answers: list[T] = []
     failures: list[Exception] = []
     try:
-        act()
+        answers.append(act())
     except Exception as error:
         failures.append(error)
     count = torch.tensor([len(failures)], dtype=torch.int64)
     all_reduce(count, group=group, what=what)
-    if int(count) == 0:
-        return
 
     def fail() -> None:
         for error in failures:
             raise error
 
-    exchange(fail, what=what, group=group)
+    if int(count):
+        exchange(fail, what=what, group=group)
+    return answers[0]
 
 
 def _name(rank: int, stages: Sequence[str]) -> str:

@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin import errors
+from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.runtime.messages.sockets import connect_when_used
@@ -664,3 +665,25 @@ def _host_name() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()}/{boot}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a job runs in: ranks, device, precision, sizes.
+
+    Args:
+        group: a CPU process group of all ranks for small agreements; None for a single rank.
+        placement: which ranks share a host, and which a device.
+        dtype: training precision of parameters and floating inputs.
+        optimizer_bytes: optimizer state, master copy and gradient sum for each trainable parameter.
+    """
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    dtype: torch.dtype
+    sizes: BatchSizes
+    zero_stage: int
+    optimizer_bytes: float
+    group: dist.ProcessGroup | None
+    placement: JobPlacement

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients.flat_gradients import SUMMED, GradientBuffer, Summand, sum_over
+from gpp_plugin.engine.gradient_store import SUMMED, GradientBuffer, Summand, sum_over
 from gpp_plugin.runtime.ranks.waiting import all_reduce
 
 

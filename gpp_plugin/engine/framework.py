@@ -1,15 +1,12 @@
-"""The engine's arguments: where a job runs, its model, and the framework it is configured for.
+"""What the engine needs of a framework: each stage's optimizer, monitors.
 
-The engine holds its parts and imports no framework. What it needs of one is defined here; `integrations` answers:
-
-    Setting         ranks, device, precision, sizes
-    Framework       what a DeepSpeed configuration stands for: each stage's optimizer, monitors
+The engine imports no framework; `integrations` has what a DeepSpeed configuration stands for.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,62 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.config.batch_sizes import BatchSizes
-from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, SavedOptimizer
-from gpp_plugin.engine.gradients.gradient_store import StageGradients
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
+from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
+from gpp_plugin.engine.gradient_store import StageGradients
+from gpp_plugin.engine.partitioned_gradients import FlatGroup
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.weight_versions import WeightPlaces
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a job runs in: ranks, device, precision, sizes.
-
-    Args:
-        group: a CPU process group of all ranks for small agreements; None for a single rank.
-        placement: which ranks share a host, and which a device.
-        dtype: training precision of parameters and floating inputs.
-        optimizer_bytes: optimizer state, master copy and gradient sum for each trainable parameter.
-    """
-
-    rank: int
-    num_ranks: int
-    device: torch.device
-    dtype: torch.dtype
-    sizes: BatchSizes
-    zero_stage: int
-    optimizer_bytes: float
-    group: dist.ProcessGroup | None
-    placement: JobPlacement
-
-
-# ---- the model ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedModule:
-    """A captured module as its user holds it.
-
-    Args:
-        prefix: what stages put before its own names of tensors.
-        eager: its modules that run as they are.
-        trace: traces it as it is, on this rank alone: returns all that two traces can differ in, and which attributes
-            of which modules (by path) were read.
-    """
-
-    module: nn.Module
-    prefix: str
-    eager: tuple[str, ...]
-    trace: Callable[[], tuple[str, frozenset[tuple[str, str]]]]
-
-
-NOTHING_GENERATED = "engine.cache_report: nothing has been generated yet; call engine.generate() first"
-
-
-# ---- the framework ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,14 +230,14 @@ class WeightUpdater(Protocol):
     def spans(self) -> dict[str, list[tuple[int, int]]]:
         """Return the elements of each trained parameter that this rank steps: first one, and how many."""
 
-    def check_kind(self, saved: SavedOptimizer) -> None:
+    def check_kind(self, saved: StageOptimizerState) -> None:
         """Refuse the state of another optimizer.
 
         Raises:
             CheckpointError: names both.
         """
 
-    def restore(self, saved: SavedOptimizer) -> None:
+    def restore(self, saved: StageOptimizerState) -> None:
         """Restore masters and optimizer state from those of any plan.
 
         Raises:

@@ -26,13 +26,12 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence, Sized
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.job_board import mark_shared
@@ -69,12 +68,15 @@ RANKS_OWN = (
 """Keys of a configuration that may name something of a rank's own host, and change nothing of what is trained."""
 
 
-def agree(facts: Mapping[str, str], *, what: str, group: dist.ProcessGroup | None) -> None:
+def agree(
+    facts: Mapping[str, str], *, what: str, group: dist.ProcessGroup | None, is_partial: bool = False
+) -> None:
     """Refuse ranks whose facts are not the same; collective over the group.
 
     Args:
         facts: of this rank, by key.
         what: what they are, for errors of the collective.
+        is_partial: a rank need not have what others have.
 
     Raises:
         ConfigError: names keys, values and ranks; the same on every rank.
@@ -82,17 +84,13 @@ def agree(facts: Mapping[str, str], *, what: str, group: dist.ProcessGroup | Non
     if group is None:
         return
     digest = hashlib.sha256(json.dumps(sorted(facts.items())).encode()).hexdigest()
-    if len(set(exchange(lambda: digest, what=what, group=group))) == 1:
+    if not is_partial and len(set(exchange(lambda: digest, what=what, group=group))) == 1:
         return
-    differences = describe_differences(exchange(lambda: dict(facts), what=what, group=group))
-    if differences:  # none where a rank has fewer weights than others
-        _refuse(differences)
-
-
-def _refuse(differences: str) -> NoReturn:
-    error = ConfigError(differences)
-    mark_shared(error)
-    raise error
+    all_facts = exchange(lambda: dict(facts), what=what, group=group)
+    if differences := describe_differences(all_facts, is_partial=is_partial):
+        error = ConfigError(differences)
+        mark_shared(error)
+        raise error
 
 
 def describe_differences(all_facts: Sequence[Mapping[str, str]], *, is_partial: bool = False) -> str:
@@ -281,28 +279,3 @@ def agree_on_job(
     }
     agree(facts, what="a look at what each rank received", group=group)
     logger.debug("ranks agree on %d facts in %.1f ms", len(facts), (time.perf_counter() - started) * 1e3)
-
-
-def agree_on_state(stages: Sequence[StageEngine], *, tag: str, group: dist.ProcessGroup | None) -> None:
-    """Refuse ranks that loaded different checkpoints; collective over the group.
-
-    Counters are compared over all ranks, a stage's weights over its replicas, and over the stages that share them.
-
-    Args:
-        stages: of this rank.
-        tag: of the checkpoint.
-
-    Raises:
-        ConfigError: names what is not the same.
-    """
-    if group is None:
-        return
-    facts = {"the checkpoint": tag}
-    for stage in stages:
-        facts |= {"global_steps": str(stage.global_steps), "loss_scale": str(stage.loss_scale)}
-        where = f" of tensor position {stage.tensor_position}" if stage.stage.tensor > 1 else ""
-        for name, parameter in stage.module.named_parameters():
-            facts[f"{WEIGHT}{name}{where}"] = describe_tensor(parameter)
-    all_facts = exchange(lambda: facts, what="a look at what each rank loaded", group=group)
-    if differences := describe_differences(all_facts, is_partial=True):
-        _refuse(differences)

@@ -167,15 +167,21 @@ def kept_by(stage: StageBlocks, plan: MemoryPlan) -> list[str]:
 
 
 class Hooks:
-    loss_scale = 2.0
+    """The optimizer side of a stage: sums over nobody, and counts."""
 
-    def accumulate(self) -> None: ...
+    def __init__(self, loss_scale: float = 1.0) -> None:
+        self.loss_scale = loss_scale
+        self.num_accumulated = self.steps = 0
+
+    def accumulate(self) -> None:
+        self.num_accumulated += 1
 
     def reduce_data(self) -> None: ...
 
     def reduce_tied(self) -> None: ...
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        self.steps += 1
 
 
 class Trainer:
@@ -208,7 +214,7 @@ class Trainer:
             function=stage.function,
             parameters=self.tensors,
             gradients=BoundaryGradients(outputs=(), inputs=stage.gradients),
-            hooks=Hooks(),
+            hooks=Hooks(2.0),
             loss=str(stage.captured.op_graph.loss),
             keeper=keeper,
         )

@@ -15,8 +15,8 @@ from gpp_plugin.ir.tensors import Layout, LayoutKind, TensorSpec
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.schedule.program_sets import EMPTY, lower_prefetch
-from tests.schedule.plans import simple_plan
-from tests.schedule.test_look_ahead import freeze
+from tests.runtime.memory_stages import Hooks
+from tests.schedule.plans import freeze, simple_plan
 
 WIDTHS = (3, 5, 5, 2)
 """Of the mini-batches, one after the other: three shapes."""
@@ -79,19 +79,6 @@ class Doubling:
 
     def clear(self) -> None:
         assert not self.held
-
-
-class Hooks:
-    """Counts steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def reduce_data(self) -> None:
-        pass
-
-    def step(self) -> None:
-        self.steps += 1
 
 
 def specs(width: int) -> dict[str, TensorSpec]:

@@ -39,7 +39,7 @@ from gpp_plugin.runtime.compute import VersionedHooks
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.weight_versions import WeightVersions
-from gpp_plugin.schedule.checks.validate_windows import validate_async, validate_prefetch
+from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_prefetch
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import (

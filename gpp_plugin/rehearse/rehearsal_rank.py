@@ -39,9 +39,9 @@ from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
-from gpp_plugin.schedule.durations import Durations, duration_reader
+from gpp_plugin.schedule.event_loop import Durations, duration_reader
 from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramPlace, ProgramSet
-from gpp_plugin.simulate.async_prediction import num_windows
+from gpp_plugin.simulate.predict import num_windows
 
 # Stands for a stage's compute and optimizer: delays of the planned durations, tensors of the right shapes.
 

@@ -13,7 +13,7 @@ from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.rehearse.rehearsal import Rehearsal
 from gpp_plugin.report.timeline_chart import format_timeline
 from gpp_plugin.report.units import fill_text, format_ms, format_table
-from gpp_plugin.schedule.durations import stage_task_us
+from gpp_plugin.schedule.event_loop import stage_task_us
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 
 LARGEST_HOST_SHARE = 0.03

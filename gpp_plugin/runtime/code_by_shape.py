@@ -44,8 +44,7 @@ from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.rank_programs import spec_of_unit
 from gpp_plugin.runtime.split import BackwardSplitter
-from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.stage_source import Reference, StageCode, StageForwards, StageSource
+from gpp_plugin.runtime.stage_module import Reference, StageCode, StageForwards, StageFunction, StageSource
 from gpp_plugin.runtime.unit_patterns import UnitPattern, UnitPatterns
 from gpp_plugin.runtime.weight_versions import MakePlaces, WeightVersions
 from gpp_plugin.schedule.gathers import last_backward

@@ -39,8 +39,8 @@ from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, compi
 from gpp_plugin.runtime.messages.payloads import BoundarySpecs
 from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
-from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.schedule.program_sets import EMPTY, ProgramPlace, RankPrograms
 

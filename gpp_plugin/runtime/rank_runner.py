@@ -44,9 +44,8 @@ from gpp_plugin.runtime.compute import StageHooks, StageWeights
 from gpp_plugin.runtime.executor import Around, MiniBatchResult, RankExecutor, Step
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.recompute import RandomState
-from gpp_plugin.runtime.stage_module import StageFunction, StageModule
+from gpp_plugin.runtime.stage_module import Reference, StageFunction, StageModule
 from gpp_plugin.runtime.stage_runner import StageRunner
-from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.weight_versions import MakePlaces, ParameterPlaces
 from gpp_plugin.schedule.program_sets import EMPTY, RankPrograms, StepPolicy
 

@@ -53,8 +53,7 @@ from gpp_plugin.runtime.memory.keeper import Turn, backwards_after
 from gpp_plugin.runtime.messages.payloads import BoundarySpecs
 from gpp_plugin.runtime.messages.routes import Routes
 from gpp_plugin.runtime.rank_programs import nothing_of
-from gpp_plugin.runtime.stage_module import StageFunction, StageModule
-from gpp_plugin.runtime.stage_source import NO_CODE, StageCode
+from gpp_plugin.runtime.stage_module import NO_CODE, StageCode, StageFunction, StageModule
 from gpp_plugin.runtime.weight_versions import MakePlaces, ParameterPlaces, WeightVersions
 from gpp_plugin.schedule.program_sets import ProgramPlace, RankPrograms
 

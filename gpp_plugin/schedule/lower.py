@@ -37,8 +37,15 @@ from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build_graph import Presence, build_task_graph
 from gpp_plugin.schedule.checks.order_check import execute_serially, has_backwards
-from gpp_plugin.schedule.durations import Durations, nominal_durations, task_durations
-from gpp_plugin.schedule.event_loop import TaskTimes, Transfers, message_transfers, run_task_graph
+from gpp_plugin.schedule.event_loop import (
+    Durations,
+    TaskTimes,
+    Transfers,
+    message_transfers,
+    nominal_durations,
+    run_task_graph,
+    task_durations,
+)
 from gpp_plugin.schedule.gathers import gather_around_tasks
 from gpp_plugin.schedule.task_graph import TaskGraph
 

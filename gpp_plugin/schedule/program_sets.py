@@ -50,8 +50,13 @@ from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgr
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.build_graph import build_task_graph
-from gpp_plugin.schedule.cut_graph import cut_graph, lengthened, part_durations, set_orders
+from gpp_plugin.schedule.build_graph import (
+    build_task_graph,
+    cut_graph,
+    lengthened,
+    part_durations,
+    set_orders,
+)
 from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.gathers import gather_around_tasks
 from gpp_plugin.schedule.lower import end_mini_batch, lower_graph

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.schedule.durations import nominal_durations
+from gpp_plugin.schedule.event_loop import nominal_durations
 from gpp_plugin.schedule.task_graph import TaskGraph, deadlock_error
 
 Chain = tuple[int, list[int]]

@@ -191,10 +191,10 @@ JOBS: dict[str, Callable[[], Recorded]] = {
 
 # ---- faults ------------------------------------------------------------------------------------------------
 
-_PENDING = "runtime.messages.pending:Posted"
+_PENDING = "runtime.messages.transport:Posted"
 _MAIL = "runtime.messages.mailbox:Mailbox"
 _BUFFERS = "runtime.messages.receive_buffers:ReceiveBuffers"
-_NCCL = "runtime.messages.nccl_transport"
+_NCCL = "runtime.messages.transport"
 _LINK = "runtime.memory.swap:SwapLink"
 _ROWS = "runtime.input_rows"
 _STORE = "engine.gradients.gradient_store"
@@ -287,7 +287,7 @@ FAULTS = (
     # what hosts read, and in which order ranks come together
     Fault("runtime.compute:AutogradCompute.backward", "if roots:", "if roots and seeds[0].sum().item() != -1:"),
     Fault("runtime.recorder:Recorder._mark", "return mark", "mark.synchronize(); return mark"),
-    Fault("runtime.messages.opening_order:opening_order", "opening_rounds(channels)", "(opening_rounds(channels)[::-1] if __import__('torch').distributed.get_rank() % 2 else opening_rounds(channels))", job="wide"),
+    Fault("runtime.messages.sockets:opening_order", "opening_rounds(channels)", "(opening_rounds(channels)[::-1] if __import__('torch').distributed.get_rank() % 2 else opening_rounds(channels))", job="wide"),
     Fault(f"{_NCCL}:NcclTransport.bind_receive", "group = self._groups[message.channel]", "self._groups[message.channel] = group = self._groups.get(message.channel[::-1], self._groups[message.channel])", job="wide"),
     Fault(f"{_NCCL}:NcclTransport.open", "opening_order(set(channels) - self._opened)", "opening_order(c for c in channels if torch.distributed.get_rank() in c)", job="wide"),
     Fault("engine.stage_groups:StageGroups.create", "make_one_of(stage.data_ranks(position) for position in range(stage.tensor))", "make_one_of(stage.data_ranks(position) for position in range(stage.tensor) if dist.get_rank() in stage.ranks) if dist.get_rank() in stage.ranks else 0", job="ZeRO 0"),

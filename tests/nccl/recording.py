@@ -41,11 +41,11 @@ from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.rank_programs import channels_of, spec_of_unit
 from gpp_plugin.runtime.ranks import waiting
 from gpp_plugin.runtime.ranks.agree import Collectives
-from gpp_plugin.runtime.ranks.rank_status import HERE
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.checks.validate_windows import validate_prefetch
+from gpp_plugin.schedule.checks.validate_programs import validate_prefetch
 from gpp_plugin.schedule.gathers import last_backward, stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.program_sets import (
@@ -57,7 +57,7 @@ from gpp_plugin.schedule.program_sets import (
     lower_async,
     lower_prefetch,
 )
-from gpp_plugin.simulate.async_prediction import num_windows
+from gpp_plugin.simulate.predict import num_windows
 from tests.nccl.computing import LOSS, ComputingStages
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
 from tests.nccl.fake_groups import FakeDistributed, recorded_distributed

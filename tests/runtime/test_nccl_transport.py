@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.plugins import TransportRequest
-from gpp_plugin.runtime.messages import nccl_transport
-from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
-from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT
+from gpp_plugin.runtime.messages import transport
+from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, NcclTransport
 from tests.runtime.test_transport import message, wires_for
 from tests.schedule.plans import make_plan
 
@@ -56,7 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: group.calls.append("destroyed"))
-    monkeypatch.setattr(nccl_transport, "_options", lambda timeout_s: timeout_s)
+    monkeypatch.setattr(transport, "_nccl_options", lambda timeout_s: timeout_s)
     return groups
 
 

@@ -20,10 +20,10 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.sharding.find_regions import regions_of_stage
 from gpp_plugin.ir.analysis import ShardedRegion, TensorShard
 from gpp_plugin.model.weights.materialize import materialize_parameters
+from gpp_plugin.runtime import tensor_ranks
+from gpp_plugin.runtime.shard_graph import cross_entropy, embedded, shard_graph
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
-from gpp_plugin.runtime.tensor_parallel import tensor_ranks
-from gpp_plugin.runtime.tensor_parallel.shard_graph import cross_entropy, embedded, shard_graph
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, joined, own_part, seeded
+from gpp_plugin.runtime.tensor_ranks import TensorRanks, joined, own_part, seeded
 from tests.models import build
 from tests.nccl.fake_cuda import FakeCuda, recorded_cuda
 from tests.nccl.fake_groups import FakeDistributed, recorded_distributed

@@ -21,9 +21,14 @@ from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, _most_sends, pack_entry
 from gpp_plugin.runtime.messages.payloads import Payload
-from gpp_plugin.runtime.messages.pending import MessagePlace, Posted
 from gpp_plugin.runtime.messages.routes import MessageEntry, RowSource
-from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, make_transport
+from gpp_plugin.runtime.messages.transport import (
+    PACKED_BYTES,
+    MessagePlace,
+    Posted,
+    Transport,
+    make_transport,
+)
 from gpp_plugin.runtime.recorder import Recorder
 from tests.ranks import run_kept_ranks
 

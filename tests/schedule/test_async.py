@@ -10,7 +10,7 @@ from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.memory.keeper import backwards_after
-from gpp_plugin.schedule.checks.validate_windows import validate_async
+from gpp_plugin.schedule.checks.validate_programs import validate_async
 from gpp_plugin.schedule.orders.async_1f1b import (
     Windows,
     asynchronous_in_flight,

@@ -13,8 +13,8 @@ from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.gathers import gathered_at_once
-from gpp_plugin.simulate.overlap import Travel, overlap_of
 from gpp_plugin.simulate.program_times import simulate_programs
+from gpp_plugin.simulate.timeline_metrics import Travel, overlap_of
 from tests.schedule.plans import changed, proven, sharded, short, simple_plan, with_all, with_room
 
 GATHER, FREE = InstructionKind.GATHER, InstructionKind.FREE

@@ -7,7 +7,7 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.plan.choose_schedule import choose_schedule, choose_slicing
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.durations import with_split_costs
+from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.schedule.orders.slicer import longest_start_up, slice_warm_up
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight, start_up_us

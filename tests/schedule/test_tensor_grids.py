@@ -12,8 +12,7 @@ from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import dumps, from_plain, loads, to_plain
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.checks.validate_windows import validate_async
+from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import tensor_pairs
 from gpp_plugin.schedule.program_sets import lower_async

@@ -8,7 +8,7 @@ from gpp_benchmarks._random_plans import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.durations import with_split_costs
+from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.schedule.orders.gpipe import forward_only_schedule
 from gpp_plugin.schedule.orders.zero_bubble import _ListRun, zero_bubble_schedules
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan

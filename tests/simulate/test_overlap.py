@@ -5,7 +5,8 @@ from __future__ import annotations
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.memory_plan import MemoryPlan, SwappedTensor
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.simulate.overlap import (
+from gpp_plugin.simulate.predict import simulate_plan
+from gpp_plugin.simulate.timeline_metrics import (
     COPIES_BACK,
     COPIES_OUT,
     Travel,
@@ -13,7 +14,6 @@ from gpp_plugin.simulate.overlap import (
     swap_copies,
     timeline_overlap,
 )
-from gpp_plugin.simulate.predict import simulate_plan
 from tests.schedule.plans import chain_plan, cluster_of, with_all
 
 

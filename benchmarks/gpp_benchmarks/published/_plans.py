@@ -13,8 +13,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import LAST_KINDS
-from gpp_plugin.schedule.durations import task_durations
-from gpp_plugin.schedule.event_loop import message_transfers, run_task_graph
+from gpp_plugin.schedule.event_loop import message_transfers, run_task_graph, task_durations
 
 # The interleaved order of Megatron-LM: each rank holds several chunks of the model and takes micro-batches in groups.
 #

@@ -30,9 +30,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.runtime.messages.pending import Pending, Post
 from gpp_plugin.runtime.messages.routes import MessageEntry, Piece, Reading, Routes, RowSource
-from gpp_plugin.runtime.messages.transport import Transport
+from gpp_plugin.runtime.messages.transport import Pending, Post, Transport
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.schedule.messages import sends_under_way
 from gpp_plugin.schedule.program_sets import moved_message
@@ -54,7 +53,7 @@ from gpp_plugin.schedule.program_sets import moved_message
 #
 # Memory: the buffers of ``early`` receives more than are posted. What a task has read returns to the allocator as
 # anything else it used: the stream that computes has waited for the transfer by then. The event was recorded before
-# the receive was posted, so that a receive waits for nothing behind it (`schedule.placement`).
+# the receive was posted, so that a receive waits for nothing behind it (`schedule.lower`).
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from gpp_plugin import errors
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.serialize import dumps, loads
+from gpp_plugin.runtime.ranks.failure_board import HERE, name_of
 from gpp_plugin.runtime.ranks.job_board import mark_shared
-from gpp_plugin.runtime.ranks.rank_status import HERE, name_of
 from gpp_plugin.runtime.ranks.waiting import (
     all_reduce,
     broadcast_bytes,

@@ -27,8 +27,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, GppError
-from gpp_plugin.runtime.ranks.failure_board import FailureBoard
-from gpp_plugin.runtime.ranks.rank_status import HERE, RankStatus, describe_error
+from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, RankStatus, describe_error
 
 # The store of an elastic agent, which outlives the processes that it starts: keys of each start's own.
 #

@@ -40,7 +40,7 @@ from collections.abc import Collection, Sequence
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.durations import nominal_times, stage_task_us
+from gpp_plugin.schedule.event_loop import nominal_times, stage_task_us
 from gpp_plugin.schedule.messages import activation_bytes
 from gpp_plugin.schedule.orders.stage_order import sinks_first
 

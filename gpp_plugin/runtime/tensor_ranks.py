@@ -30,7 +30,7 @@ from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.ranks.waiting import all_reduce, device_of, finish
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference
 
 # Parameters of a captured stage in parts, a part a tensor rank.
 #

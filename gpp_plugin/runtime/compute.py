@@ -22,7 +22,7 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, ones_among
 from gpp_plugin.runtime.memory.counting import HeldTogether
-from gpp_plugin.runtime.memory.keeper import KeepAll, StageActivations
+from gpp_plugin.runtime.memory.keeper import SavePolicy, StageActivations
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -387,8 +387,8 @@ class AutogradCompute:
         """Count what the forwards from now on keep for their backwards, if there are any."""
         if self._keeper is None and self._hooks is not None:
             self._keeper = StageActivations(
-                whole=KeepAll(self._call),
-                half=KeepAll(self._halves.function.call) if self._halves is not None else None,
+                whole=SavePolicy(self._call),
+                half=SavePolicy(self._halves.function.call) if self._halves is not None else None,
                 leaves=self._leaves,
                 constants=(*self._parameters, *self._function.constants),
             )

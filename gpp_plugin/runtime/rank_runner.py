@@ -43,7 +43,7 @@ from gpp_plugin.runtime.code_by_shape import MAX_UNIT_SHAPES, RunnerContext
 from gpp_plugin.runtime.compute import StageHooks, StageWeights
 from gpp_plugin.runtime.executor import Around, MiniBatchResult, RankExecutor, Step
 from gpp_plugin.runtime.memory.counting import HeldTogether
-from gpp_plugin.runtime.memory.recompute import RandomState
+from gpp_plugin.runtime.random_streams import are_same, streams_of
 from gpp_plugin.runtime.stage_module import Reference, StageFunction, StageModule
 from gpp_plugin.runtime.stage_runner import StageRunner
 from gpp_plugin.runtime.weight_versions import MakePlaces, ParameterPlaces
@@ -420,6 +420,6 @@ class RankRunner:
         if self.is_stateful:
             step()
             return
-        before = RandomState.take(device)
+        before = streams_of(device)
         step()
-        self.is_stateful |= not before.is_same(RandomState.take(device))
+        self.is_stateful |= not are_same(before, streams_of(device))

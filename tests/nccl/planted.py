@@ -244,8 +244,8 @@ FAULTS = (
     Fault("runtime.memory.swap:SwappedStorage.use", "self._link.wait(self._returned)", "pass", job="swap and recompute"),
     Fault("runtime.memory.swap:HostPool.take", "return free.pop()", "return free[-1]", job="swap"),
     # recomputation
-    Fault("runtime.memory.recompute:RandomState.take", 'if device.type == "cuda" else None', "if False else None", job="swap and recompute"),
-    Fault("runtime.memory.recompute:RandomState.restore", "torch.cuda.set_rng_state(self.cuda, self.device)", "pass", job="swap and recompute"),
+    Fault("runtime.random_streams:streams_of", 'if device.type == "cuda" else None', "if False else None", job="swap and recompute"),
+    Fault("runtime.random_streams:set_streams", "torch.cuda.set_rng_state(streams[1], device)", "pass", job="swap and recompute"),
     Fault("runtime.memory.recompute:Replay._run", "before.restore()", "pass", job="swap and recompute"),
     Fault("runtime.memory.recompute:Replay.restore", "self.states[run].restore()", "pass", job="swap and recompute"),
     # rows of a mini-batch

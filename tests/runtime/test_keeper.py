@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
-from gpp_plugin.runtime.memory.keeper import KeepAll, Pass, StageActivations
+from gpp_plugin.runtime.memory.keeper import Pass, SavePolicy, StageActivations
 from gpp_plugin.runtime.memory.recompute import Held, Replay
 from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink, SwappedStorage
 
@@ -25,7 +25,7 @@ def keeper_of() -> StageActivations:
     def call(weight: Tensor, received: Tensor) -> tuple[Tensor, ...]:
         return ((received * weight).square(),)
 
-    policy = KeepAll(call)
+    policy = SavePolicy(call)
     return StageActivations(whole=policy, half=policy, leaves=(0,), constants=())
 
 
@@ -126,7 +126,7 @@ def test_what_a_segment_does_not_read_again_is_not_brought_back() -> None:
     assert not storage.is_due and storage._data is None and not replay.held
 
 
-class Noted(KeepAll):
+class Noted(SavePolicy):
     """Notes which forward's tensors are brought back."""
 
     def __init__(self, name: str, log: list[str]) -> None:

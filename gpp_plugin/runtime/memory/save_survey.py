@@ -176,11 +176,11 @@ class SurveyPass(MovingPass):
         super().finish()
         self._on_recipe(recipe)
 
-    def save(self, tensor: Tensor) -> _Saved:
+    def save(self, tensor: Tensor) -> Packed:
         """Take a tensor that the running operator saves."""
         saved = _Saved(tensor.detach())
         self._pending.append(saved)
-        return saved
+        return saved.get
 
     def settle(self, node: str, result: Any) -> None:
         """Decide about what an operator saved."""

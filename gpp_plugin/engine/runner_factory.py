@@ -155,7 +155,7 @@ class RunnerFactory:
         return UnitPatterns(
             programs.plan,
             reference,
-            self._source.stages,
+            self._source.stages.lacking,
             program=programs.main,
             transport=transport,
             reduces_early=reduces_early,

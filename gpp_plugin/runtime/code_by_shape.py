@@ -16,6 +16,7 @@ Tests: tests/runtime/test_ragged_units.py, tests/integrations/test_units.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.batches import Batch, shape_key, unit_key, units_of
+from gpp_plugin.runtime.batches import Batch, lately, shape_key, unit_key, units_of
 from gpp_plugin.runtime.compute import (
     AutogradCompute,
     HalfForwards,
@@ -161,13 +162,8 @@ class CodeByShape:
 
     def _of(self, batch: Batch, key: Key) -> ShapeCode:
         """Return the code for a uniform mini-batch, or for a unit."""
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._make(batch, key)
-        self._known.move_to_end(key)
-        while len(self._known) > (MAX_SHAPES if self._patterns is None else MAX_UNIT_SHAPES):
-            self._known.popitem(last=False)
-        return found
+        most = MAX_SHAPES if self._patterns is None else MAX_UNIT_SHAPES
+        return lately(self._known, key, functools.partial(self._make, batch, key), most=most)
 
     def _make(self, batch: Batch, key: Key) -> ShapeCode:
         shared, index = self._shared, self._index

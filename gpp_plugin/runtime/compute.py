@@ -7,9 +7,10 @@ stage's boundary, and in which order, is frozen when it is made, so that a task 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -139,26 +140,17 @@ class StageCompute(Protocol):
         """Forget all micro-batches: a mini-batch ended or failed."""
 
 
-class CountedCompute(StageCompute, Protocol):
-    """A stage's tasks, and what they keep for backward where somebody wants to know."""
-
-    def start_counting(self, together: HeldTogether | None = None) -> None:
-        """Count what the forwards from now on keep for their backwards, if there are any.
-
-        Args:
-            together: counts what all stages of the rank keep.
-        """
-
-    def stop_counting(self) -> MemoryCounts | None:
-        """Count no longer, and return what was counted; None for a stage without backwards."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryGradients:
     """Which gradients cross a stage's boundary on one rank: the two orders of `StageCompute`."""
 
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
+
+
+def has_backwards(program: RankProgram) -> bool:
+    """Return whether a program has backwards, whole or in two parts."""
+    return any(i.task is not None and i.task.kind is not TaskKind.FORWARD for i in program.instructions)
 
 
 def boundary_gradients(
@@ -171,10 +163,7 @@ def boundary_gradients(
     """
     received = program.messages(InstructionKind.RECEIVE)
     outputs = {m.edge for m in received if m.direction is Direction.GRADIENT}
-    is_trained = False
-    for instruction in program.instructions:
-        if instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD:
-            is_trained = True
+    is_trained = has_backwards(program)
     inputs = {i for i, edge in enumerate(plan.edges) if is_trained and edge.dst == program.stage}
 
     def names(edges: set[int]) -> tuple[str, ...]:
@@ -384,7 +373,11 @@ class AutogradCompute:
             self._keeper.clear()
 
     def start_counting(self, together: HeldTogether | None = None) -> None:
-        """Count what the forwards from now on keep for their backwards, if there are any."""
+        """Count what the forwards from now on keep for their backwards, if there are any.
+
+        Args:
+            together: counts what all stages of the rank keep.
+        """
         if self._keeper is None and self._hooks is not None:
             self._keeper = StageActivations(
                 whole=SavePolicy(self._call),
@@ -480,38 +473,27 @@ def _half_of(tensor: Tensor, axis: int, half: int) -> Tensor:
 # ---- code by shape -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
+class Boundary(NamedTuple):
     """What passes a stage's boundary in a mini-batch: all that any of its units has, in an order.
 
     Args:
         keys: of the batch that are read; ``received``, ``outputs`` and gradients as of `StageCompute`.
     """
 
-    keys: tuple[str, ...]
-    received: tuple[str, ...]
-    outputs: tuple[str, ...]
-    gradient_outputs: tuple[str, ...]
-    gradient_inputs: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    gradient_outputs: tuple[str, ...] = ()
+    gradient_inputs: tuple[str, ...] = ()
 
     @classmethod
-    def joined(cls, parts: Sequence[Boundary]) -> Boundary:
+    def joined(cls, parts: Collection[Boundary]) -> Boundary:
         """Return what any of several has, the first one's first."""
-
-        def all_of(take: Callable[[Boundary], tuple[str, ...]]) -> tuple[str, ...]:
-            return tuple(dict.fromkeys(name for part in parts for name in take(part)))
-
-        return cls(
-            keys=all_of(lambda b: b.keys),
-            received=all_of(lambda b: b.received),
-            outputs=all_of(lambda b: b.outputs),
-            gradient_outputs=all_of(lambda b: b.gradient_outputs),
-            gradient_inputs=all_of(lambda b: b.gradient_inputs),
-        )
+        columns = zip(*parts, strict=True)
+        return cls(*(tuple(dict.fromkeys(itertools.chain.from_iterable(names))) for names in columns))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class Places(NamedTuple):
     """Where what one unit's code takes and returns stands among all that passes the boundary (`Boundary`)."""
 
     keys: tuple[int, ...]
@@ -525,13 +507,7 @@ class Places:
         """Return the places of a part; None where it is the whole."""
         if whole == part:
             return None
-        return cls(
-            keys=tuple(map(whole.keys.index, part.keys)),
-            received=tuple(map(whole.received.index, part.received)),
-            outputs=tuple(map(whole.outputs.index, part.outputs)),
-            gradient_outputs=tuple(map(whole.gradient_outputs.index, part.gradient_outputs)),
-            gradient_inputs=tuple(map(whole.gradient_inputs.index, part.gradient_inputs)),
-        )
+        return cls(*(tuple(map(all_of.index, own)) for all_of, own in zip(whole, part, strict=True)))
 
 
 class ComputeByShape:
@@ -570,7 +546,7 @@ class ComputeByShape:
             else None
             for compute, function in zip(computes, functions, strict=True)
         ]
-        whole = Boundary.joined(list({part: None for part in parts if part is not None}))
+        whole = Boundary.joined(dict.fromkeys(part for part in parts if part is not None))
         self.keys = whole.keys
         self.is_alike = all(part == whole for part in parts)
         self.received, self.outputs = whole.received, whole.outputs

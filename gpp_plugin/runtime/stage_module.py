@@ -576,17 +576,3 @@ class StageForwards(Protocol):
         Args:
             code: what ``function`` is of, at these samples or at twice as many.
         """
-
-
-class UnitSource(StageSource, Protocol):
-    """Gives the code of stages also for loss units that lack some of a model's inputs."""
-
-    def lacking(self, reference: Reference, unit: Batch) -> Reference:
-        """Return the model as it is for units of these keys only; collective over all ranks.
-
-        Args:
-            reference: of the model with all its inputs, in the mode that is asked for.
-
-        Raises:
-            CaptureError: it cannot do without the others; the same on every rank.
-        """

@@ -246,8 +246,8 @@ FAULTS = (
     # recomputation
     Fault("runtime.random_streams:streams_of", 'if device.type == "cuda" else None', "if False else None", job="swap and recompute"),
     Fault("runtime.random_streams:set_streams", "torch.cuda.set_rng_state(streams[1], device)", "pass", job="swap and recompute"),
-    Fault("runtime.memory.recompute:Replay._run", "before.restore()", "pass", job="swap and recompute"),
-    Fault("runtime.memory.recompute:Replay.restore", "self.states[run].restore()", "pass", job="swap and recompute"),
+    Fault("runtime.memory.recompute:Replay._run", "set_streams(self._device, before)", "pass", job="swap and recompute"),
+    Fault("runtime.memory.recompute:Replay.restore", "set_streams(self._device, self.states[run])", "pass", job="swap and recompute"),
     # rows of a mini-batch
     Fault(f"{_ROWS}:CudaCopyStream.follow", "self._stream.wait_stream(torch.cuda.current_stream(self._device))", "pass"),
     Fault(f"{_ROWS}:CudaCopyStream.wait", "torch.cuda.current_stream(self._device).wait_event(event)", "pass"),
@@ -268,7 +268,7 @@ FAULTS = (
     Fault("engine.sharded_weights:_Sharded.free", "self.part.copy_(self._own)", "pass", job="ZeRO 3"),
     Fault("engine.gradients.partitioned_gradients:_reduce_scatter", "group=group)", "group=group, async_op=True)", job="ZeRO 1"),
     Fault("runtime.weight_versions:WeightVersions.begin_update", "self._locations.move(self._live)", "pass", job="windows"),
-    Fault("runtime.executor:StageExecutor.step", "self.finish_sends()", "pass", job="weights sent"),
+    Fault("runtime.executor:StageExecutor.step", "self.mail.finish_sends()", "pass", job="weights sent"),
     Fault("runtime.weight_versions:WeightVersions.apart", "if not self._aliased:", "if True:", job="weights sent in windows"),
     Fault("engine.sharded_weights:ShardedWeights.apart", "if not any(", "if True or any(", job="weights sent under ZeRO 3"),
     # messages that are staged through the host; generation; saves that are written behind the training

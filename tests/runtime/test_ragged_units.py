@@ -196,7 +196,7 @@ class ThreadJob:
                 patterns=UnitPatterns(
                     self.plan,
                     reference,
-                    self.source.stages,
+                    self.source.stages.lacking,
                     program=program,
                     transport=transport,
                     reduces_early=(),

@@ -152,7 +152,6 @@ class _Builder:
         # Then who waits for whom: the order of each rank, messages, and what holds forward-only stages back.
         for schedule in self._schedules:
             self._add_nodes(schedule)
-        num_nodes = len(self._stage)
         overlaps = [
             list(
                 edge_overlaps(
@@ -163,7 +162,6 @@ class _Builder:
         ]
         graph = TaskGraph(
             plan=self._plan,
-            orders={},
             members={
                 stage.ranks[first]: stage.ranks[first : first + stage.tensor]
                 for stage in self._plan.stages
@@ -175,9 +173,6 @@ class _Builder:
             micro_batch=self._micro_batch,
             kind=self._kind,
             half=self._half,
-            num_waits=[0] * num_nodes,
-            next_on_rank=[-1] * num_nodes,
-            first_message=[-1] * num_nodes,
             num_activations=sum(
                 len(of_edge) * len(tensor_pairs(self._plan, index, Direction.ACTIVATION))
                 for index, of_edge in enumerate(overlaps)
@@ -353,7 +348,6 @@ def _present_part(
     messages = [m for m, o in enumerate(graph.overlaps) if graph.edge[m] in presence.edges[o[2]]]
     part = TaskGraph(
         plan=plan,
-        orders={},
         members=graph.members,
         groups=tuple(groups),
         stage=[graph.stage[n] for n in present_nodes],
@@ -361,9 +355,6 @@ def _present_part(
         micro_batch=[graph.micro_batch[n] for n in present_nodes],
         kind=[graph.kind[n] for n in present_nodes],
         half=[graph.half[n] for n in present_nodes],
-        num_waits=[0] * len(present_nodes),
-        next_on_rank=[-1] * len(present_nodes),
-        first_message=[-1] * len(present_nodes),
         num_activations=sum(m < graph.num_activations for m in messages),
     )
     present = [(rank, [number[n] for n in nodes if number[n] >= 0]) for rank, nodes in chains]
@@ -490,11 +481,9 @@ def _empty_part(
         owners: of each end its rank, the first of tensor ranks, and its stage.
     """
     nodes = [*trained, *tasks]
-    count = len(nodes) + len(owners)
     inside = frozenset(tasks)
     return TaskGraph(
         plan=full.plan,
-        orders={},
         members=full.members,
         groups=(),
         stage=[full.stage[node] for node in nodes] + [stage for _, stage in owners],
@@ -502,9 +491,6 @@ def _empty_part(
         micro_batch=[full.micro_batch[node] for node in nodes] + [-1] * len(owners),
         kind=[full.kind[node] for node in nodes] + [TaskKind.FORWARD] * len(owners),
         half=[full.half[node] for node in nodes] + [None] * len(owners),
-        num_waits=[0] * count,
-        next_on_rank=[-1] * count,
-        first_message=[-1] * count,
         num_activations=sum(source in inside for source in full.source[: full.num_activations]),
         num_updates=len(trained),
         num_ends=len(owners),

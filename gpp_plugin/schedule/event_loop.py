@@ -223,12 +223,16 @@ class MessageCosts:
         return self._cluster.port(sender, link), self._cluster.port(receiver, link)
 
 
-def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
+def message_transfers(graph: TaskGraph, cluster: Cluster | None) -> Transfers | None:
     """Return the cost of every message of ``graph`` on the links of ``cluster``; what is order alone costs nothing.
+
+    None: without a cluster no message takes time.
 
     Raises:
         PlanError: the plan uses more ranks than the cluster has.
     """
+    if cluster is None:
+        return None
     highest = max((rank for ranks in graph.members.values() for rank in ranks), default=0)
     if highest >= cluster.num_devices:
         raise PlanError(

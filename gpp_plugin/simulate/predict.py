@@ -102,9 +102,11 @@ def _run(
     if schedules is None:
         schedules = build_schedules(plan, forward_only_stages=forward_only_stages)
     graph = build_task_graph(plan, schedules)
-    transfers = message_transfers(graph, cluster) if cluster is not None else None
     times = run_task_graph(
-        graph, task_durations(graph, durations), transfers=transfers, share_links=share_links
+        graph,
+        task_durations(graph, durations),
+        transfers=message_transfers(graph, cluster),
+        share_links=share_links,
     )
     return graph, times
 
@@ -222,8 +224,7 @@ def predict_prefetch(plan: PipelinePlan, *, cluster: Cluster | None = None) -> P
     if plan.mode != "sync" or not branch:
         return None
     part = prefetch_graphs(plan)["steady"]
-    transfers = message_transfers(part, cluster) if cluster is not None else None
-    times = run_task_graph(part, part_durations(part), transfers=transfers)
+    times = run_task_graph(part, part_durations(part), transfers=message_transfers(part, cluster))
     frozen = forward_only_stages(plan)
     return PrefetchPrediction(
         stages=tuple(plan.stages[index].name for index in sorted(branch)),
@@ -298,7 +299,7 @@ def simulate_windows(
     times = run_task_graph(
         part,
         part_durations(part, update_us=lambda stage: each.get(stage, 0.0)),
-        transfers=message_transfers(part, cluster) if cluster is not None else None,
+        transfers=message_transfers(part, cluster),
         share_links=share_links,
     )
     ends = _window_ends(part, times, windows, count)
@@ -323,12 +324,8 @@ def predict_drained_us(
     Several windows of a plan are one of the plan with a longer mini-batch (`lengthened`). Updates take no time here.
     """
     full = drained_graph(plan)
-    times = run_task_graph(
-        full,
-        task_durations(full, durations),
-        transfers=message_transfers(full, cluster) if cluster is not None else None,
-    )
-    return max(times.end)
+    transfers = message_transfers(full, cluster)
+    return max(run_task_graph(full, task_durations(full, durations), transfers=transfers).end)
 
 
 def drained_graph(plan: PipelinePlan) -> TaskGraph:

@@ -152,6 +152,6 @@ def longest_span_us(
     if orders is not None:
         number = {str(graph.task(node)): node for node in range(len(graph.stage))}
         graph.replace_chains({rank: [number[str(t)] for t in order] for rank, order in orders.items()})
-    transfers = message_transfers(graph, cluster) if cluster is not None else None
+    transfers = message_transfers(graph, cluster)
     times = run_task_graph(graph, task_durations(graph, None), transfers=transfers)
     return max(times.end[order[-1]] - times.start[order[0]] for order in graph.orders.values())

@@ -74,7 +74,9 @@ class ReceiveBuffers:
         self._early = early if device.type == "cuda" else 0
         self._beside = torch.cuda.Stream(device, priority=-1) if self._early else None
         self._next = 0
-        self._sizes = [sum(_num_bytes(*tensor) for tensor in tensors) for tensors in shapes]
+        self._sizes = [
+            sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors) for tensors in shapes
+        ]
         self.made_bytes = 0
         """Bytes of all that were made since the program began, taken or not."""
         self._made: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
@@ -103,10 +105,6 @@ class ReceiveBuffers:
         """Release what was made and not taken; the next number is that of a program's first receive."""
         self._made.clear()
         self._next = self.made_bytes = 0
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
 
 
 # Makes the tensors that a task reads out of received pieces, and those of a message out of what tasks made.
@@ -395,7 +393,13 @@ class Mailbox:
         number = len(self._carried) + index
         message = self._routes.receives[number][0]
         if message.is_local_transfer:
-            return self._compile_taking(number, message)
+            place, inbox = self._hand_overs.place(message), self.inbox
+
+            def take() -> None:
+                inbox[number] = place.copy()
+                place.clear()
+
+            return take
         mark = self._marks[bisect_left(self._travelling, number) - self._num_carried]
 
         def receive() -> None:
@@ -403,15 +407,6 @@ class Mailbox:
                 self._post_receives(mark)
 
         return receive
-
-    def _compile_taking(self, number: int, message: Message) -> Callable[[], None]:
-        place, inbox = self._hand_overs.place(message), self.inbox
-
-        def take() -> None:
-            inbox[number] = place.copy()
-            place.clear()
-
-        return take
 
     def awaited(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return those messages of the program that a task waits for: a local transfer is there when it is taken."""
@@ -425,7 +420,14 @@ class Mailbox:
         """
         (message, entries), drops = self._routes.sends[index], self._routes.drops[index]
         if message.is_local_transfer:
-            return self._compile_laying(message, entries, drops, made)
+            place = self._hand_overs.place(message)
+
+            def lay() -> None:
+                place[:] = [pack_entry(entry, made) for entry in entries]
+                for slot in drops:
+                    del made[slot]
+
+            return lay
         transport = self._transport
         assert transport is not None, "a program with messages needs a transport"
         post = transport.bind_send(message, [entry.payload for entry in entries], self._names[message.edge])
@@ -443,22 +445,6 @@ class Mailbox:
             self._reap_sends()
 
         return send
-
-    def _compile_laying(
-        self,
-        message: Message,
-        entries: Sequence[MessageEntry],
-        drops: Sequence[int],
-        made: dict[int, Sequence[Tensor]],
-    ) -> Callable[[], None]:
-        place = self._hand_overs.place(message)
-
-        def lay() -> None:
-            place[:] = [pack_entry(entry, made) for entry in entries]
-            for slot in drops:
-                del made[slot]
-
-        return lay
 
     # ---- run -----------------------------------------------------------------------------------
 

@@ -142,15 +142,11 @@ def unsliced(plan: PipelinePlan) -> PipelinePlan:
 
 
 def _with_counts(plan: PipelinePlan, counts: Sequence[int], *, joins_last: bool) -> PipelinePlan:
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            num_sliced=count,
-            joins_last_slice=joins_last and count > 0 and count == _most_sliced(stage, joins_last),
-        )
+    joins = [
+        joins_last and count > 0 and count == _most_sliced(stage, joins_last)
         for stage, count in zip(plan.stages, counts, strict=True)
-    )
-    return dataclasses.replace(plan, stages=stages)
+    ]
+    return plan.with_each(num_sliced=counts, joins_last_slice=joins)
 
 
 def _most_sliced(stage: Stage, joins_last: bool) -> int:

@@ -32,7 +32,7 @@ from gpp_plugin.rehearse.rehearsal import make_async_programs, make_prefetch_pro
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.payloads import held_shape
 from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.runtime.ranks.agree import Collectives
@@ -303,7 +303,7 @@ class RehearsalRank:
         # the ranks that agree on a norm: all of them, or those of a stage that steps alone
         everyone = tuple(range(plan.num_ranks))
         agreeing = make_groups([s.ranks for s in plan.stages] if steps_alone else [everyone])
-        hand_overs = HandOvers()
+        local_transfers = LocalTransfers()
 
         def maker(index: int) -> Callable[..., StageExecutor]:
             stage, part = plan.stages[index], program.of_stage(index)
@@ -324,7 +324,7 @@ class RehearsalRank:
                 transport=transport,
                 hooks=hooks,
                 device=device,
-                hand_overs=hand_overs,
+                local_transfers=local_transfers,
                 weights=EmulatedWeights.of(stage, hooks.data_group, settings.scale_bytes, device),
             )
 
@@ -336,7 +336,7 @@ class RehearsalRank:
             name: [make(of_stage.programs[name], of_stage.place(name)) for of_stage, make in makers]
             for name in own.programs
         }
-        self._executor = RankExecutor(own, hand_overs=hand_overs, step=self._step)
+        self._executor = RankExecutor(own, local_transfers=local_transfers, step=self._step)
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; ``what`` is the occasion, for errors."""

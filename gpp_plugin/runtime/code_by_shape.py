@@ -38,10 +38,10 @@ from gpp_plugin.runtime.compute import (
     VersionedHooks,
     boundary_gradients,
 )
-from gpp_plugin.runtime.memory.keeper import NextBackward, StageActivations
+from gpp_plugin.runtime.memory.activation_policy import NextBackward, StageActivations
 from gpp_plugin.runtime.memory.module_policies import KnownSaves, make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.rank_programs import spec_of_unit
 from gpp_plugin.runtime.split import BackwardSplitter
@@ -80,7 +80,7 @@ class RunnerContext:
     forwards: StageForwards | None = None
     sums_losses: bool = False
     patterns: UnitPatterns | None = None
-    hand_overs: HandOvers = field(default_factory=HandOvers)
+    local_transfers: LocalTransfers = field(default_factory=LocalTransfers)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -243,7 +243,9 @@ class CodeByShape:
             loss=code.code.loss,
             loss_share=self._loss_share(),
             halves=HalfForwards.of(half, inputs=code.code.inputs, tensors=code.tensors) if half else None,
-            keeper=self._make_keeper(code, function, half, stage, gradients.inputs) if is_trained else None,
+            activations=self._make_activations(code, function, half, stage, gradients.inputs)
+            if is_trained
+            else None,
             versions=code.versions if is_trained else None,
             reduces_in=reduces_in,
             splitter=self._splitter,
@@ -274,7 +276,7 @@ class CodeByShape:
         )
         return 1.0 if self._shared.sums_losses else self._stage.local_batch_size / step_samples
 
-    def _make_keeper(
+    def _make_activations(
         self,
         code: ShapeCode,
         function: StageFunction,

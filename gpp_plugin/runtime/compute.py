@@ -22,8 +22,8 @@ from gpp_plugin.ir.program import Direction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, ones_among
+from gpp_plugin.runtime.memory.activation_policy import ActivationPolicy, StageActivations
 from gpp_plugin.runtime.memory.counting import HeldTogether
-from gpp_plugin.runtime.memory.keeper import SavePolicy, StageActivations
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -245,7 +245,7 @@ class AutogradCompute:
         loss: node name of the loss if this stage yields it.
         loss_share: samples of one loss over those of the mini-batch.
         halves: None where no forward runs in halves.
-        keeper: runs the forwards of a stage that swaps or recomputes; None: everything is kept.
+        activations: runs the forwards of a stage that swaps or recomputes; None: everything is kept.
         versions: of the parameters, where they are updated between a micro-batch's forward and its backward.
         reduces_in: the micro-batch in whose backward, the mini-batch's last, gradients may be summed over the stage's
             ranks; None: in none.
@@ -264,7 +264,7 @@ class AutogradCompute:
         loss: str | None = None,
         loss_share: float = 1.0,
         halves: HalfForwards | None = None,
-        keeper: StageActivations | None = None,
+        activations: StageActivations | None = None,
         versions: WeightVersions | None = None,
         reduces_in: int | None = None,
         splitter: BackwardSplitter | None = None,
@@ -287,7 +287,7 @@ class AutogradCompute:
         self._kept: dict[int, list[_Part]] = {}
         self._pending: dict[int, PendingWeights] = {}
         self._splitter = splitter or BackwardSplitter()
-        self._planned_keeper = self._keeper = keeper
+        self._planned_activations = self._activations = activations
         self._versions = versions
         self._reduces_in = reduces_in
         self._last_seed: tuple[float, Tensor] | None = None
@@ -306,11 +306,11 @@ class AutogradCompute:
             return made if self._weights is None else self._weights.apart(made)
         parameters = self._parameters if self._versions is None else self._versions.use(micro_batch)
         # A stage without a plan, not counted: no hooks, nothing between code and autograd but this comparison.
-        if self._keeper is None:
+        if self._activations is None:
             leaves = [received[index].requires_grad_(True) for index in self._leaves]
             outputs = call(*parameters, *inputs, *received)
         else:
-            leaves, outputs = self._keeper.forward(micro_batch, half, parameters, inputs, received)
+            leaves, outputs = self._activations.forward(micro_batch, half, parameters, inputs, received)
         loss = outputs[self._loss] if self._loss >= 0 else None
         part = _Part(loss, [_root(outputs[index]) for index in self._roots], leaves)
         if half:
@@ -326,16 +326,16 @@ class AutogradCompute:
         assert hooks is not None, "a stage with backward tasks needs hooks"
         parts = self._kept.pop(micro_batch)
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
-        if self._keeper is not None:
-            self._keeper.begin_backward(micro_batch)
+        if self._activations is not None:
+            self._activations.begin_backward(micro_batch)
         if self._versions is not None:
             self._versions.lend(micro_batch)
         if micro_batch == self._reduces_in:
             hooks.begin_reduction()
         if roots:
             run_backward(roots, seeds)
-        if self._keeper is not None:
-            self._keeper.end_backward(micro_batch)
+        if self._activations is not None:
+            self._activations.end_backward(micro_batch)
         if self._versions is not None:
             self._versions.release(micro_batch)
         hooks.accumulate()
@@ -348,8 +348,8 @@ class AutogradCompute:
         parts = self._kept.pop(micro_batch)
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
         leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
-        if self._keeper is not None:
-            self._keeper.begin_backward(micro_batch, is_whole=False)
+        if self._activations is not None:
+            self._activations.begin_backward(micro_batch, is_whole=False)
         found, self._pending[micro_batch] = self._splitter.split(roots, leaves, seeds)
         gradient_of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
         return self._join_leaves(parts, [[gradient_of[id(leaf)] for leaf in part.leaves] for part in parts])
@@ -358,19 +358,19 @@ class AutogradCompute:
         """Add up the gradients of parameters after `input_gradient`."""
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
-        if self._keeper is not None:
-            self._keeper.begin_weight_gradient(micro_batch)
+        if self._activations is not None:
+            self._activations.begin_weight_gradient(micro_batch)
         self._pending.pop(micro_batch).run()
-        if self._keeper is not None:
-            self._keeper.end_backward(micro_batch)
+        if self._activations is not None:
+            self._activations.end_backward(micro_batch)
         hooks.accumulate()
 
     def clear(self) -> None:
         """Forget all micro-batches."""
         self._kept.clear()
         self._pending.clear()
-        if self._keeper is not None:
-            self._keeper.clear()
+        if self._activations is not None:
+            self._activations.clear()
 
     def start_counting(self, together: HeldTogether | None = None) -> None:
         """Count what the forwards from now on keep for their backwards, if there are any.
@@ -378,20 +378,20 @@ class AutogradCompute:
         Args:
             together: counts what all stages of the rank keep.
         """
-        if self._keeper is None and self._hooks is not None:
-            self._keeper = StageActivations(
-                whole=SavePolicy(self._call),
-                half=SavePolicy(self._halves.function.call) if self._halves is not None else None,
+        if self._activations is None and self._hooks is not None:
+            self._activations = StageActivations(
+                whole=ActivationPolicy(self._call),
+                half=ActivationPolicy(self._halves.function.call) if self._halves is not None else None,
                 leaves=self._leaves,
                 constants=(*self._parameters, *self._function.constants),
             )
-        if self._keeper is not None:
-            self._keeper.start_counting(together)
+        if self._activations is not None:
+            self._activations.start_counting(together)
 
     def stop_counting(self) -> MemoryCounts | None:
         """Count no longer, and return what was counted; None for a stage without backwards."""
-        counts = self._keeper.stop_counting() if self._keeper is not None else None
-        self._keeper = self._planned_keeper
+        counts = self._activations.stop_counting() if self._activations is not None else None
+        self._activations = self._planned_activations
         return counts
 
     def _seed(

@@ -36,7 +36,7 @@ from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.batches import lately
 from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights, has_backwards
-from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, compile_reading
+from gpp_plugin.runtime.messages.mailbox import Carry, LocalTransfers, Mailbox, compile_reading
 from gpp_plugin.runtime.messages.payloads import BoundarySpecs
 from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
@@ -97,7 +97,7 @@ class StageExecutor:
         place: where the program stands among those of a pipeline that carries messages over; None: it runs by itself.
         next_specs: of the tensors that come for the next mini-batch, where its shapes are others.
         known: routes of the same program and place at other shapes.
-        hand_overs: shared by the stages of the rank; None where it holds one.
+        local_transfers: shared by the stages of the rank; None where it holds one.
         weights: what gathers the stage's parameters; None for a program that gathers none.
     """
 
@@ -117,7 +117,7 @@ class StageExecutor:
         place: ProgramPlace | None = None,
         next_specs: BoundarySpecs | None = None,
         known: Routes | None = None,
-        hand_overs: HandOvers | None = None,
+        local_transfers: LocalTransfers | None = None,
         weights: StageWeights | None = None,
     ) -> None:
         # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
@@ -166,7 +166,7 @@ class StageExecutor:
             carried=carried,
             in_flight=self._stage.in_flight,
             is_trained=self._is_trained,
-            hand_overs=hand_overs or HandOvers(),
+            local_transfers=local_transfers or LocalTransfers(),
         )
         tasks = (i.task for i in program.instructions if i.task is not None)
         self._forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
@@ -486,7 +486,7 @@ class RankExecutor:
 
     Args:
         programs: the rank's, by name.
-        hand_overs: shared by the executors of its stages.
+        local_transfers: shared by the executors of its stages.
         step: of all stages of the rank; None where stages step alone, or none does.
 
     Attributes:
@@ -497,10 +497,14 @@ class RankExecutor:
     """
 
     def __init__(
-        self, programs: RankPrograms, *, hand_overs: HandOvers, step: Callable[[], object] | None = None
+        self,
+        programs: RankPrograms,
+        *,
+        local_transfers: LocalTransfers,
+        step: Callable[[], object] | None = None,
     ) -> None:
         self.programs = programs
-        self._hand_overs = hand_overs
+        self._local_transfers = local_transfers
         self._step = step
         self._joined: OrderedDict[tuple[int, ...], tuple[tuple[object, ...], Steps]] = OrderedDict()
         self.mini_batches_before = 0
@@ -526,7 +530,7 @@ class RankExecutor:
         """Run a program.
 
         Args:
-            parts: what each stage does in it, in the rank's order of stages, made with the same ``hand_overs``.
+            parts: what each stage does in it, in the rank's order of stages, made with the same ``local_transfers``.
             inputs, record: as of `StageExecutor.run`, one a stage.
             program: in place of the one of that name, where units lack branches.
             around: what runs in place of a stage's step; None: the step itself.
@@ -543,7 +547,7 @@ class RankExecutor:
             self.forget()
             raise
         finally:
-            self._hand_overs.clear()
+            self._local_transfers.clear()
         self.last = self.programs.policy.after(name)
         if self.last == EMPTY and name != "whole":
             for carry in self.carries:

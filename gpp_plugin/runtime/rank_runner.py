@@ -96,7 +96,7 @@ class RankRunner:
         self.has_ragged_units = shared.patterns is not None
         self._programs = programs
         self._shared = shared
-        self._executor = RankExecutor(programs, hand_overs=shared.hand_overs)
+        self._executor = RankExecutor(programs, local_transfers=shared.local_transfers)
         self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()
         self.num_running = 0
         self._held: HeldTogether | None = None
@@ -142,7 +142,7 @@ class RankRunner:
         """
         count = len(self.stage_runners)
         assert step is None or count > 1, "the one stage of a rank steps by its hooks"
-        self._executor = RankExecutor(self._programs, hand_overs=self._shared.hand_overs, step=step)
+        self._executor = RankExecutor(self._programs, local_transfers=self._shared.local_transfers, step=step)
         of_stages: Sequence[StageHooks | None] = [None] * count if hooks is None else hooks
         gathering = [None] * count if weights is None else weights
         for runner, module, own, held in zip(self.stage_runners, modules, of_stages, gathering, strict=True):

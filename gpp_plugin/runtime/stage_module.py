@@ -26,7 +26,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.memory.keeper import StageOperators
+from gpp_plugin.runtime.memory.activation_policy import StageOperators
 
 
 class Shell(nn.Module):
@@ -366,6 +366,10 @@ class OpenStage:
         captured: its graph has symbolic sizes; masks are given with the sizes.
         nodes, outputs: as of `build_stage_function`.
         key: what equal sizes have in common.
+
+    Attributes:
+        sizes: the symbolic sizes that the code takes.
+        names: what the code makes and takes, by node name.
     """
 
     def __init__(
@@ -382,18 +386,9 @@ class OpenStage:
         module = _generate(captured, kept, groups, outputs, frozenset(), arguments)
         self._choosable = _Choosable(module, captured, groups)
         self._function = finish(_as_function(captured, module, groups, outputs))
-        self._names = frozenset(node.name for node in module.graph.nodes)
+        self.sizes: Sequence[Any] = arguments.sizes
+        self.names = frozenset(node.name for node in module.graph.nodes)
         self._open = OpenCode(arguments=arguments, versions={frozenset(): module})
-
-    @property
-    def sizes(self) -> Sequence[Any]:
-        """Return the symbolic sizes that the code takes."""
-        return self._open.arguments.sizes
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Return what the code makes and takes, by node name."""
-        return self._names
 
     def at(self, sizes: Sequence[int], masks: Mapping[str, Mask]) -> StageFunction:
         """Return the code at these values of `sizes`.
@@ -405,7 +400,7 @@ class OpenStage:
         module = function.module
         assert module is not None
         # made of sizes alone, a mask is known, whoever makes it
-        known = {n: m for n, m in masks.items() if not m.inputs and n in self._names}
+        known = {n: m for n, m in masks.items() if not m.inputs and n in self.names}
         known |= self._choosable.of(masks)
         choice = MaskChoice(module, function.bound, known, self._open) if known else None
         return _bound(function, choice)

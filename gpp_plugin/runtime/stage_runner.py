@@ -48,8 +48,8 @@ from gpp_plugin.runtime.compute import (
 )
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
+from gpp_plugin.runtime.memory.activation_policy import Turn, backwards_after
 from gpp_plugin.runtime.memory.counting import HeldTogether
-from gpp_plugin.runtime.memory.keeper import Turn, backwards_after
 from gpp_plugin.runtime.messages.payloads import BoundarySpecs
 from gpp_plugin.runtime.messages.routes import Routes
 from gpp_plugin.runtime.rank_programs import nothing_of
@@ -360,7 +360,7 @@ class StageRunner:
             place=place,
             next_specs=None if following is None else self._compiled_for(following).specs,
             known=known[2] if known is not None and known[1] == place else None,
-            hand_overs=shared.hand_overs,
+            local_transfers=shared.local_transfers,
             weights=self._weights,
         )
         self._routes[id(program)] = program, place, executor.routes

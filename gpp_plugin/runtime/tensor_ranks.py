@@ -228,32 +228,17 @@ class TensorOperator:
 
 def shared(ranks: TensorRanks) -> TensorOperator:
     """Return what hands a whole tensor to a region."""
-
-    def share(tensor: Tensor) -> Tensor:
-        found: Tensor = _Shared.apply(tensor, ranks)  # type: ignore[no-untyped-call]
-        return found
-
-    return TensorOperator("tensor_shared", share)
+    return TensorOperator("tensor_shared", lambda tensor: _Shared.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
 def summed(ranks: TensorRanks) -> TensorOperator:
     """Return what makes a whole tensor of the ranks' summands."""
-
-    def sum_up(tensor: Tensor) -> Tensor:
-        found: Tensor = _Summed.apply(tensor, ranks)  # type: ignore[no-untyped-call]
-        return found
-
-    return TensorOperator("tensor_summed", sum_up)
+    return TensorOperator("tensor_summed", lambda tensor: _Summed.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
 def joined(ranks: TensorRanks, shard: TensorShard) -> TensorOperator:
     """Return what makes a whole parameter of the ranks' parts; all of them compute the same with it."""
-
-    def join(part: Tensor) -> Tensor:
-        found: Tensor = _Joined.apply(part, ranks, shard)  # type: ignore[no-untyped-call]
-        return found
-
-    return TensorOperator("tensor_joined", join)
+    return TensorOperator("tensor_joined", lambda part: _Joined.apply(part, ranks, shard))  # type: ignore[no-untyped-call]
 
 
 def drawn(ranks: TensorRanks) -> TensorOperator:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.memory.keeper import StageActivations, Turn
+from gpp_plugin.runtime.memory.activation_policy import StageActivations, Turn
 from gpp_plugin.runtime.memory.recompute import MovingPass
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.transport import NcclTransport

@@ -22,7 +22,7 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.runtime import executor as executors
 from gpp_plugin.runtime.batches import UnitBatch
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
@@ -117,7 +117,7 @@ def chain_on_one_rank(sizes: Sequence[int], num_micro_batches: int = 4) -> Pipel
 
 def watched_run(
     plan: PipelinePlan, *, writes: int | None = None, record: bool = False
-) -> tuple[dict[int, Watched], Any, Callable[[], HandOvers]]:
+) -> tuple[dict[int, Watched], Any, Callable[[], LocalTransfers]]:
     _, (program,) = proven(plan)
     network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
     # samples first and one row each, so that rows of a tensor are a view of it
@@ -153,11 +153,11 @@ def watched_run(
     finally:
         ranks.stage_compute = plain
     result = executor.run("whole", parts, rows_of(network), record=record)
-    return watched, result, lambda: executor._hand_overs
+    return watched, result, lambda: executor._local_transfers
 
 
 def test_a_consumer_reads_the_tensor_that_its_producer_made() -> None:
-    watched, _, hand_overs = watched_run(chain_on_one_rank((4, 2, 2)))
+    watched, _, local_transfers = watched_run(chain_on_one_rank((4, 2, 2)))
     for micro_batch in range(4):
         # two micro-batches of stage 1 are views of one of stage 0
         made, read = watched[0].made["F", micro_batch // 2][0], watched[1].read["F", micro_batch][0]
@@ -166,7 +166,7 @@ def test_a_consumer_reads_the_tensor_that_its_producer_made() -> None:
         assert made is not read and read.is_leaf
         made, read = watched[2].made["B", micro_batch][0], watched[1].read["B", micro_batch][0]
         assert made.data_ptr() == read.data_ptr()
-    assert not any(hand_overs()._places.values())
+    assert not any(local_transfers()._places.values())
 
 
 class Counted(Watched):
@@ -277,7 +277,9 @@ def test_the_steps_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(executors, "MOST_EXECUTORS", 2)
     plan = chain_on_one_rank((2, 2))
     (whole,) = lower_schedules(plan, build_schedules(plan))
-    kept = executors.RankExecutor(RankPrograms(plan=plan, programs={"whole": whole}), hand_overs=HandOvers())
+    kept = executors.RankExecutor(
+        RankPrograms(plan=plan, programs={"whole": whole}), local_transfers=LocalTransfers()
+    )
     monkeypatch.setattr(kept, "_join", lambda *given: [])
     programs: list[Any] = [object() for _ in range(3)]
     first, second = (kept._steps_of(program, (), None) for program in programs[:2])

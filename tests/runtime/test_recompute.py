@@ -205,7 +205,7 @@ def test_a_stage_without_a_plan_uses_no_hooks(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("hooks cost time")
 
     stage = make_stage("gpt2", granularity="layer", dropout=0.1)
-    monkeypatch.setattr("gpp_plugin.runtime.memory.keeper.saved_tensors_hooks", fail)
+    monkeypatch.setattr("gpp_plugin.runtime.memory.activation_policy.saved_tensors_hooks", fail)
     monkeypatch.setattr("gpp_plugin.runtime.memory.recompute.saved_tensors_hooks", fail)
     trainer = Trainer(stage)
     trainer.train()

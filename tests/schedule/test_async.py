@@ -9,7 +9,7 @@ from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.runtime.memory.keeper import backwards_after
+from gpp_plugin.runtime.memory.activation_policy import backwards_after
 from gpp_plugin.schedule.checks.validate_programs import validate_async
 from gpp_plugin.schedule.orders.async_1f1b import (
     Windows,

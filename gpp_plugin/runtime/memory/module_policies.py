@@ -22,19 +22,19 @@ from torch import Tensor, fx, nn
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan
-from gpp_plugin.runtime.memory.counting import StorageNumbers, storage_id
-from gpp_plugin.runtime.memory.keeper import (
+from gpp_plugin.runtime.memory.activation_policy import (
     INSIDE,
+    ActivationPolicy,
     MemoryPolicy,
     NextBackward,
     Packed,
     Pass,
-    SavePolicy,
     StageActivations,
     StageOperators,
     make_policy,
     pack_versioned,
 )
+from gpp_plugin.runtime.memory.counting import StorageNumbers, storage_id
 from gpp_plugin.runtime.memory.recompute import (
     Held,
     MovingPass,
@@ -54,7 +54,7 @@ from gpp_plugin.runtime.stage_module import StageFunction
 # ---- swapped ----------------------------------------------------------------------------------------
 
 
-class SwapByNumber(SavePolicy):
+class SwapByNumber(ActivationPolicy):
     """Moves some storages of a module to the host.
 
     The module need only save the same ones each time, and even that only so that what is
@@ -126,7 +126,7 @@ class _NumberedPass(MovingPass):
 # ---- run again --------------------------------------------------------------------------------------
 
 
-class RunAgain(SavePolicy):
+class RunAgain(ActivationPolicy):
     """Runs a module again as a whole before its backward.
 
     It is one segment: what its forward saved is dropped, but for what is there anyway. What it received, the random
@@ -368,7 +368,7 @@ def _policy_maker(
     whole: StageFunction,
     link: SwapLink,
     known: KnownSaves,
-) -> Callable[[StageFunction], SavePolicy]:
+) -> Callable[[StageFunction], ActivationPolicy]:
     if whole.given is not None and plan.recomputed:
         return lambda function: RunAgain(stage, plan, blocks, function, link.device)
     if whole.given is not None:
@@ -385,7 +385,7 @@ def _policy_maker(
     return lambda function: CapturedPolicy(function, policy, link, known)
 
 
-class CapturedPolicy(SavePolicy):
+class CapturedPolicy(ActivationPolicy):
     """What to do with what a captured stage's code saves: found out in its first forward, followed in all others."""
 
     frees_received = True

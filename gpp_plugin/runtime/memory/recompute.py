@@ -31,8 +31,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.capture.eager.opaque_call import saving_separately
 from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.runtime.memory.activation_policy import Packed, Pass, pack_versioned
 from gpp_plugin.runtime.memory.counting import MemoryCounter, storage_bytes
-from gpp_plugin.runtime.memory.keeper import Packed, Pass, pack_versioned
 from gpp_plugin.runtime.memory.segments import SegmentCode
 from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink, SwappedStorage, SwappedView
 from gpp_plugin.runtime.random_streams import Streams, set_streams, streams_of

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_iter
 
 from gpp_plugin.capture.tracing.clean import ADDED
+from gpp_plugin.runtime.memory.activation_policy import INSIDE, MemoryPolicy, Packed, unpack
 from gpp_plugin.runtime.memory.counting import storage_id
-from gpp_plugin.runtime.memory.keeper import INSIDE, MemoryPolicy, Packed, unpack
 from gpp_plugin.runtime.memory.recompute import (
     Action,
     Drop,

@@ -6,7 +6,7 @@ What a message holds (`payloads`) and where its rows come from (`routes`) is res
 over what the one before has posted, and leaves its own to the next one (`Carry`).
 
 What passes between two stages of one rank never travels: the producer's mailbox lays the very tensors down where the
-consumer's takes them (`HandOvers`), in the next instruction of the rank's program.
+consumer's takes them (`LocalTransfers`), in the next instruction of the rank's program.
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py, tests/runtime/test_weight_versions.py,
@@ -252,7 +252,7 @@ class Carry:
             pending.wait()
 
 
-class HandOvers:
+class LocalTransfers:
     """Where the stages of one rank lay down what they transfer to each other.
 
     A send is directly followed by its receive, so a place holds tensors between the two only. The tensors are those of
@@ -296,7 +296,7 @@ class Mailbox:
         carried: messages that programs before have posted; the first of ``routes.receives``.
         in_flight: of the stage; bounds how many sends are under way.
         is_trained: the stage runs backwards; where it does not, its sends are also stored by micro-batch.
-        hand_overs: shared with the other stages of the rank.
+        local_transfers: shared with the other stages of the rank.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class Mailbox:
         carried: tuple[Message, ...],
         in_flight: int,
         is_trained: bool,
-        hand_overs: HandOvers,
+        local_transfers: LocalTransfers,
     ) -> None:
         # Receives have numbers, those of local transfers too; what is posted is counted without them. Of receives 0-3,
         # 1 a local transfer, ``travelling`` is [0, 2, 3]: the second that is posted is number 2.
@@ -319,7 +319,7 @@ class Mailbox:
         self._travelling = [n for n, (message, _) in enumerate(received) if not message.is_local_transfer]
         assert transport is not None or not self._travelling, "a program with messages needs a transport"
         self._routes = routes
-        self._hand_overs = hand_overs
+        self._local_transfers = local_transfers
         self._transport = transport
         self._names = names
         self._recorder = recorder
@@ -393,7 +393,7 @@ class Mailbox:
         number = len(self._carried) + index
         message = self._routes.receives[number][0]
         if message.is_local_transfer:
-            place, inbox = self._hand_overs.place(message), self.inbox
+            place, inbox = self._local_transfers.place(message), self.inbox
 
             def take() -> None:
                 inbox[number] = place.copy()
@@ -420,7 +420,7 @@ class Mailbox:
         """
         (message, entries), drops = self._routes.sends[index], self._routes.drops[index]
         if message.is_local_transfer:
-            place = self._hand_overs.place(message)
+            place = self._local_transfers.place(message)
 
             def lay() -> None:
                 place[:] = [pack_entry(entry, made) for entry in entries]

@@ -7,9 +7,9 @@
     backward   prefetch ──► autograd requests each tensor: unpack ──► end
 
 The shell handles micro-batches, their halves, what comes next and the counter. What happens to a saved tensor is
-decided by a `Pass`, one a forward, that the `SavePolicy` of the stage's code makes:
+decided by a `Pass`, one a forward, that the `ActivationPolicy` of the stage's code makes:
 
-    everything stays (and is counted)     `SavePolicy`         here
+    everything stays (and is counted)     `ActivationPolicy`         here
     captured code                         `CapturedPolicy`     by name in its first pass, by position in all others
     a user's module that swaps            `SwapByNumber`       by the number of the tensor's storage
     a user's module that runs again       `RunAgain`           dropped, but for what is there anyway
@@ -226,7 +226,7 @@ class Pass:
         """Call something when the backward uses the last that came back; never where nothing does."""
 
 
-class SavePolicy:
+class ActivationPolicy:
     """Decides what becomes of the tensors that one stage's code saves at one shape: here all stay, so are counted.
 
     Attributes:
@@ -265,8 +265,8 @@ class StageActivations:
     def __init__(
         self,
         *,
-        whole: SavePolicy,
-        half: SavePolicy | None,
+        whole: ActivationPolicy,
+        half: ActivationPolicy | None,
         leaves: Sequence[int],
         constants: Sequence[Tensor],
         link: SwapLink | None = None,

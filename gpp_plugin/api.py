@@ -57,16 +57,16 @@ from gpp_plugin.plan.validate_request import validate_for
 from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
 from gpp_plugin.report import timeline_chart
 from gpp_plugin.report.plan_text import format_plan
-from gpp_plugin.schedule.cut_graph import lengthened
+from gpp_plugin.schedule.build_graph import lengthened
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
-from gpp_plugin.simulate.async_prediction import (
+from gpp_plugin.simulate.predict import (
     AsyncPrediction,
     PrefetchPrediction,
     num_windows,
     predict_prefetch,
+    simulate_plan,
     simulate_windows,
 )
-from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.program_times import simulate_programs
 
 if TYPE_CHECKING:  # only a module and a rehearsal need torch

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from gpp_plugin.collage.patterns import BasePatternRule, OperatorPattern
     from gpp_plugin.plan.request import PlanRequest
     from gpp_plugin.runtime.messages.payloads import Payload
-    from gpp_plugin.runtime.messages.pending import Post
+    from gpp_plugin.runtime.messages.transport import Post
 
 # The registry: planners, schedules, transports and backends by name, the plugin's own and those of other packages.
 #

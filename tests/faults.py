@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from gpp_plugin.runtime.ranks import rank_status
+from gpp_plugin.runtime.ranks import failure_board
 
 KINDS = ("kill", "TERM", "raise", "memory", "stop", "delay")
 DELAY_S = 3.0
@@ -64,7 +64,7 @@ def inject(fault: Fault, *, rank: int) -> None:
     watched, start = fault.at.split(":", 1)
     left = [fault.skip]
 
-    class Watched(rank_status.RankStatus):
+    class Watched(failure_board.RankStatus):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
             text = str(value) if name == watched and value else ""
@@ -73,4 +73,4 @@ def inject(fault: Fault, *, rank: int) -> None:
                 if left[0] == -1:
                     fault.strike()
 
-    rank_status.HERE.__class__ = Watched
+    failure_board.HERE.__class__ = Watched

@@ -17,8 +17,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.simulate.overlap import timeline_overlap
 from gpp_plugin.simulate.predict import simulate_plan
+from gpp_plugin.simulate.timeline_metrics import timeline_overlap
 from tests.waits import run_program
 
 BENCHES = Path(gpp_benchmarks.__file__).parent

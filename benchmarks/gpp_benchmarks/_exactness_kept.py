@@ -37,9 +37,9 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plugins import Transport
 from gpp_plugin.runtime.compute import VersionedHooks
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.weight_versions import WeightVersions
-from gpp_plugin.schedule.checks.validate_windows import validate_async, validate_prefetch
+from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_prefetch
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import (
@@ -153,7 +153,7 @@ class _Rank:
         self._draw, self._network, self._rank = draw, network, rank
         self._transport = transport
         self._delays, self._longest_delay_s = delays, longest_delay_s
-        self._hand_overs = HandOvers()
+        self._local_transfers = LocalTransfers()
         self.stages = tuple(groups)
         self.hooks = {
             index: LinearHooks({n: nn.Parameter(p.clone()) for n, p in network.starts[index].items()}, group)
@@ -163,7 +163,7 @@ class _Rank:
 
     def executor(self, programs: RankPrograms) -> RankExecutor:
         """Return what runs the rank's programs."""
-        return RankExecutor(programs, hand_overs=self._hand_overs, step=self._step)
+        return RankExecutor(programs, local_transfers=self._local_transfers, step=self._step)
 
     def _step(self) -> None:
         for own in self.hooks.values():
@@ -183,7 +183,7 @@ class _Rank:
             device=torch.device("cpu"),
             loss=compute.outputs[-1] if network.stages[index].has_loss else None,
             place=place,
-            hand_overs=self._hand_overs,
+            local_transfers=self._local_transfers,
         )
 
     def begin(self, program: RankProgram, versions: WeightVersions | None = None) -> None:

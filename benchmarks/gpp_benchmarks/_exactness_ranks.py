@@ -44,7 +44,7 @@ from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.launch import emit_event
 from gpp_plugin.plugins import Transport
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.transport import GlooTransport
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.program_sets import RankPrograms
@@ -274,7 +274,7 @@ def rank_executor(
         hooks: by stage; the rank steps them one after the other.
         delays: of tasks, up to ``longest_delay_s``.
     """
-    hand_overs = HandOvers()
+    local_transfers = LocalTransfers()
     parts = []
     for index, own in hooks.items():
         part = program.of_stage(index)
@@ -289,7 +289,7 @@ def rank_executor(
                 hooks=own,
                 device=torch.device("cpu"),
                 loss=compute.outputs[-1] if network.stages[index].has_loss else None,
-                hand_overs=hand_overs,
+                local_transfers=local_transfers,
             )
         )
 
@@ -298,7 +298,7 @@ def rank_executor(
             own.step()
 
     programs = RankPrograms(plan=network.plan, programs={"whole": program})
-    return RankExecutor(programs, hand_overs=hand_overs, step=step), parts
+    return RankExecutor(programs, local_transfers=local_transfers, step=step), parts
 
 
 def _error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]) -> GradientError:

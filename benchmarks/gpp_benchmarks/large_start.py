@@ -20,8 +20,7 @@ from typing import Any
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.launch import run_ranks
-from gpp_plugin.runtime.messages.opening_order import opening_rounds
-from gpp_plugin.runtime.messages.sockets import MOST_MESHED
+from gpp_plugin.runtime.messages.sockets import MOST_MESHED, opening_rounds
 from gpp_plugin.runtime.ranks.placement_of_ranks import packed_facts
 
 # What the start of a job asks of the job's store and of sockets, rank by rank: a model, no process runs.

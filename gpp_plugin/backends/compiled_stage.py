@@ -29,8 +29,7 @@ from gpp_plugin.errors import BackendRefused, first_line
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.relative_errors import least_scale
 from gpp_plugin.runtime.random_streams import restored_streams
-from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.stage_source import StageCode
+from gpp_plugin.runtime.stage_module import StageCode, StageFunction
 
 logger = logging.getLogger(__name__)
 

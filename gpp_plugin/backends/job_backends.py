@@ -28,7 +28,7 @@ from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, ones_among
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import exchange
-from gpp_plugin.runtime.stage_source import StageCode
+from gpp_plugin.runtime.stage_module import StageCode
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 logger = logging.getLogger(__name__)

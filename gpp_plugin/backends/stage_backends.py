@@ -35,8 +35,7 @@ from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.plugins import BACKENDS, find_backend, named_backends
 from gpp_plugin.runtime.random_streams import restored_streams
-from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.stage_source import StageCode
+from gpp_plugin.runtime.stage_module import StageCode, StageFunction
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from gpp_plugin.plan.cluster_files import cluster_names, read_cluster
 from gpp_plugin.report.printable import printable
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.units import fill_text, format_ms, format_table
-from gpp_plugin.simulate.overlap import timeline_overlap
+from gpp_plugin.simulate.timeline_metrics import timeline_overlap
 
 BENCHMARKS = "gpp_benchmarks"
 

@@ -39,7 +39,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.launch import emit_event, run_ranks
 from gpp_plugin.rehearse.rehearsal_rank import wait_us
-from gpp_plugin.schedule.durations import Durations, duration_reader
+from gpp_plugin.schedule.event_loop import Durations, duration_reader
 
 RUNTIMES = ("deepspeed", "torch_1f1b")
 

@@ -32,7 +32,7 @@ from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
 from gpp_plugin.plugins import PLANNERS
 from gpp_plugin.rehearse.rehearsal import scale_times
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference
 
 Tell = Callable[[str], None]
 PIPELINES = (STOCK, CHAIN, GRAPH)

@@ -23,8 +23,7 @@ from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.stage_module import joined_module
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference, joined_module
 
 # Names that DeepSpeed's engines have and a graph of stages has not: why, and what to call instead.
 #

@@ -1,7 +1,7 @@
 """`eval_batch`: batches of any size on the training plan's stages, in the model's evaluation mode.
 
 A batch's keys and constants decide which graph is captured; its size decides which plans run it
-(`runtime.evaluation`). Both are kept, the last few of them.
+(`runtime.rank_programs`). Both are kept, the last few of them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.runtime.batches import Batch, UnitBatch, take_samples, units_of
-from gpp_plugin.runtime.evaluation import EvaluationPart, evaluation_plan, split_evaluation
 from gpp_plugin.runtime.executor import MiniBatchResult
-from gpp_plugin.runtime.rank_programs import held_tensors, plan_of_units
+from gpp_plugin.runtime.rank_programs import (
+    EvaluationPart,
+    evaluation_plan,
+    held_tensors,
+    plan_of_units,
+    split_evaluation,
+)
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
-from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference, StageModule
 
 MAX_GRAPHS = 4
 MAX_RUNNERS = 8

@@ -24,7 +24,7 @@ from gpp_plugin.runtime.batches import Batch, num_elements, units_of
 from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.recorder import Clock, gather_timeline
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from gpp_plugin.capture.tracing.outside import refill
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.runtime.stage_source import WatchedModule
+from gpp_plugin.runtime.stage_module import WatchedModule
 
 logger = logging.getLogger(__name__)
 

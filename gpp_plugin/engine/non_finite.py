@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import mark_shared
-from gpp_plugin.runtime.ranks.rank_status import HERE
 
 MOST_FRAMES = 12
 """How far up the code that runs an operator is looked for."""

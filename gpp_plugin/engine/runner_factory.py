@@ -25,11 +25,10 @@ from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.agreement import agree, fingerprint_of
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
-from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import Reference, StageForwards
+from gpp_plugin.runtime.stage_module import Reference, StageForwards, StageModule
 from gpp_plugin.runtime.unit_patterns import UnitPatterns
 from gpp_plugin.runtime.weight_versions import MakePlaces
-from gpp_plugin.schedule.checks.validate_windows import validate_async, validate_prefetch
+from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_prefetch
 from gpp_plugin.schedule.gathers import gathered_at_once, stages_that_reduce_early
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import (
@@ -156,7 +155,7 @@ class RunnerFactory:
         return UnitPatterns(
             programs.plan,
             reference,
-            self._source.stages,
+            self._source.stages.lacking,
             program=programs.main,
             transport=transport,
             reduces_early=reduces_early,

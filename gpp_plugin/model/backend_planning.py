@@ -53,8 +53,7 @@ from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import format_ms
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.random_streams import restored_streams
-from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference, StageFunction
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 # Plans that know what blocks cost compiled: each distinct one measured beside torch's, before stages are cut.

@@ -85,9 +85,14 @@ from gpp_plugin.runtime.rank_programs import held_tensors
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives, call_on_rank_zero, exchange
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
-from gpp_plugin.runtime.stage_module import StageFunction, StageModule, joined_module
-from gpp_plugin.runtime.stage_source import Reference, UnitSource, WatchedModule
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import (
+from gpp_plugin.runtime.stage_module import (
+    Reference,
+    StageFunction,
+    StageModule,
+    WatchedModule,
+    joined_module,
+)
+from gpp_plugin.runtime.tensor_ranks import (
     check_shared_out,
     describe_whole,
     parameter_shards,
@@ -129,7 +134,7 @@ class ModelSource:
         return self._made
 
     @property
-    def stages(self) -> UnitSource:
+    def stages(self) -> GraphJob:
         """Return this rank's own stages as the source of their code."""
         return self._job
 

@@ -36,7 +36,7 @@ from gpp_plugin.plan.split_backwards import (
 )
 from gpp_plugin.plugins import SCHEDULES
 from gpp_plugin.schedule.build import build_schedules, with_slices
-from gpp_plugin.schedule.durations import Durations
+from gpp_plugin.schedule.event_loop import Durations
 from gpp_plugin.schedule.names import AUTO, KFKB, is_schedule_name, k_of, schedule_label, unknown_schedule
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight

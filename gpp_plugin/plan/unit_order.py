@@ -33,7 +33,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph
-from gpp_plugin.schedule.durations import nominal_times, stage_task_us
+from gpp_plugin.schedule.event_loop import nominal_times, stage_task_us
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.task_graph import TaskGraph
 

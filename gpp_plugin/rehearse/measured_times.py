@@ -17,8 +17,7 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.task_graph import TaskGraph
-from gpp_plugin.simulate.async_prediction import drained_graph, predict_drained_us
-from gpp_plugin.simulate.predict import predict_iteration_us
+from gpp_plugin.simulate.predict import drained_graph, predict_drained_us, predict_iteration_us
 
 # Bounds of what can be read off spans. Slope and latency of a line through messages of 1.0 and
 # 1.1 MB would be noise.

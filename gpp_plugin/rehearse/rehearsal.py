@@ -28,21 +28,20 @@ from gpp_plugin.rehearse.measured_times import MeasuredTimes, measure_times, pre
 from gpp_plugin.report.timeline_chart import format_timeline
 from gpp_plugin.report.units import fill_text, format_ms, format_table
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.checks.validate_windows import validate_async, validate_prefetch
-from gpp_plugin.schedule.cut_graph import lengthened
-from gpp_plugin.schedule.durations import stage_task_us
+from gpp_plugin.schedule.build_graph import lengthened
+from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_prefetch, validate_programs
+from gpp_plugin.schedule.event_loop import stage_task_us
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.program_sets import ProgramSet, lower_async, lower_prefetch
-from gpp_plugin.simulate.async_prediction import (
+from gpp_plugin.simulate.predict import (
     measured_steady_us,
     num_windows,
     predict_drained_us,
+    predict_iteration_us,
     simulate_windows,
 )
-from gpp_plugin.simulate.predict import predict_iteration_us
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 
 # How a plan is rehearsed, and what a plan must hold for it; everything is checked before a process starts.

@@ -38,16 +38,16 @@ from gpp_plugin.rehearse.rehearsal import (
 )
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.payloads import held_shape
 from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
-from gpp_plugin.schedule.durations import Durations, duration_reader
+from gpp_plugin.schedule.event_loop import Durations, duration_reader
 from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramPlace, ProgramSet
-from gpp_plugin.simulate.async_prediction import num_windows
+from gpp_plugin.simulate.predict import num_windows
 
 # Stands for a stage's compute and optimizer: delays of the planned durations, tensors of the right shapes.
 
@@ -309,7 +309,7 @@ class RehearsalRank:
         # the ranks that agree on a norm: all of them, or those of a stage that steps alone
         everyone = tuple(range(plan.num_ranks))
         agreeing = make_groups([s.ranks for s in plan.stages] if steps_alone else [everyone])
-        hand_overs = HandOvers()
+        local_transfers = LocalTransfers()
 
         def maker(index: int) -> Callable[..., StageExecutor]:
             stage, part = plan.stages[index], program.of_stage(index)
@@ -330,7 +330,7 @@ class RehearsalRank:
                 transport=transport,
                 hooks=hooks,
                 device=device,
-                hand_overs=hand_overs,
+                local_transfers=local_transfers,
                 weights=EmulatedWeights.of(stage, hooks.data_group, settings.scale_bytes, device),
             )
 
@@ -342,7 +342,7 @@ class RehearsalRank:
             name: [make(of_stage.programs[name], of_stage.place(name)) for of_stage, make in makers]
             for name in own.programs
         }
-        self._executor = RankExecutor(own, hand_overs=hand_overs, step=self._step)
+        self._executor = RankExecutor(own, local_transfers=local_transfers, step=self._step)
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; ``what`` is the occasion, for errors."""

@@ -10,9 +10,10 @@ Tests: tests/runtime/test_batches.py
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import SampleRange
 
+K, V = TypeVar("K"), TypeVar("V")
 Batch = Mapping[str, Any]
 ChooseOrder = Callable[[Sequence[Mapping[str, int]]], Sequence[int]]
 """From the units of a mini-batch, each by the elements of its entries, to which unit is run at each place."""
@@ -366,6 +368,16 @@ def take_samples(batch: Batch, first: int, count: int, total: int) -> Batch:
         return value[first * per_sample : (first + count) * per_sample]
 
     return {key: rows(value) for key, value in batch.items()}
+
+
+def lately(known: OrderedDict[K, V], key: K, make: Callable[[], V], *, most: int) -> V:
+    """Return what is kept under a key, made where it is not; beyond ``most`` those used longest ago go."""
+    if key not in known:
+        known[key] = make()
+        while len(known) > most:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return known[key]
 
 
 def shape_key(batch: Batch, num_samples: int) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ Tests: tests/runtime/test_ragged_units.py, tests/integrations/test_units.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.batches import Batch, shape_key, unit_key, units_of
+from gpp_plugin.runtime.batches import Batch, lately, shape_key, unit_key, units_of
 from gpp_plugin.runtime.compute import (
     AutogradCompute,
     HalfForwards,
@@ -37,15 +38,14 @@ from gpp_plugin.runtime.compute import (
     VersionedHooks,
     boundary_gradients,
 )
-from gpp_plugin.runtime.memory.keeper import NextBackward, StageActivations
+from gpp_plugin.runtime.memory.activation_policy import NextBackward, StageActivations
 from gpp_plugin.runtime.memory.module_policies import KnownSaves, make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.rank_programs import spec_of_unit
 from gpp_plugin.runtime.split import BackwardSplitter
-from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.stage_source import Reference, StageCode, StageForwards, StageSource
+from gpp_plugin.runtime.stage_module import Reference, StageCode, StageForwards, StageFunction, StageSource
 from gpp_plugin.runtime.unit_patterns import UnitPattern, UnitPatterns
 from gpp_plugin.runtime.weight_versions import MakePlaces, WeightVersions
 from gpp_plugin.schedule.gathers import last_backward
@@ -80,7 +80,7 @@ class RunnerContext:
     forwards: StageForwards | None = None
     sums_losses: bool = False
     patterns: UnitPatterns | None = None
-    hand_overs: HandOvers = field(default_factory=HandOvers)
+    local_transfers: LocalTransfers = field(default_factory=LocalTransfers)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -162,13 +162,8 @@ class CodeByShape:
 
     def _of(self, batch: Batch, key: Key) -> ShapeCode:
         """Return the code for a uniform mini-batch, or for a unit."""
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._make(batch, key)
-        self._known.move_to_end(key)
-        while len(self._known) > (MAX_SHAPES if self._patterns is None else MAX_UNIT_SHAPES):
-            self._known.popitem(last=False)
-        return found
+        most = MAX_SHAPES if self._patterns is None else MAX_UNIT_SHAPES
+        return lately(self._known, key, functools.partial(self._make, batch, key), most=most)
 
     def _make(self, batch: Batch, key: Key) -> ShapeCode:
         shared, index = self._shared, self._index
@@ -248,7 +243,9 @@ class CodeByShape:
             loss=code.code.loss,
             loss_share=self._loss_share(),
             halves=HalfForwards.of(half, inputs=code.code.inputs, tensors=code.tensors) if half else None,
-            keeper=self._make_keeper(code, function, half, stage, gradients.inputs) if is_trained else None,
+            activations=self._make_activations(code, function, half, stage, gradients.inputs)
+            if is_trained
+            else None,
             versions=code.versions if is_trained else None,
             reduces_in=reduces_in,
             splitter=self._splitter,
@@ -279,7 +276,7 @@ class CodeByShape:
         )
         return 1.0 if self._shared.sums_losses else self._stage.local_batch_size / step_samples
 
-    def _make_keeper(
+    def _make_activations(
         self,
         code: ShapeCode,
         function: StageFunction,

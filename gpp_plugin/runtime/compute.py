@@ -7,9 +7,10 @@ stage's boundary, and in which order, is frozen when it is made, so that a task 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from gpp_plugin.ir.program import Direction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, ones_among
+from gpp_plugin.runtime.memory.activation_policy import ActivationPolicy, StageActivations
 from gpp_plugin.runtime.memory.counting import HeldTogether
-from gpp_plugin.runtime.memory.keeper import KeepAll, StageActivations
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -139,26 +140,17 @@ class StageCompute(Protocol):
         """Forget all micro-batches: a mini-batch ended or failed."""
 
 
-class CountedCompute(StageCompute, Protocol):
-    """A stage's tasks, and what they keep for backward where somebody wants to know."""
-
-    def start_counting(self, together: HeldTogether | None = None) -> None:
-        """Count what the forwards from now on keep for their backwards, if there are any.
-
-        Args:
-            together: counts what all stages of the rank keep.
-        """
-
-    def stop_counting(self) -> MemoryCounts | None:
-        """Count no longer, and return what was counted; None for a stage without backwards."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryGradients:
     """Which gradients cross a stage's boundary on one rank: the two orders of `StageCompute`."""
 
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
+
+
+def has_backwards(program: RankProgram) -> bool:
+    """Return whether a program has backwards, whole or in two parts."""
+    return any(i.task is not None and i.task.kind is not TaskKind.FORWARD for i in program.instructions)
 
 
 def boundary_gradients(
@@ -171,10 +163,7 @@ def boundary_gradients(
     """
     received = program.messages(InstructionKind.RECEIVE)
     outputs = {m.edge for m in received if m.direction is Direction.GRADIENT}
-    is_trained = False
-    for instruction in program.instructions:
-        if instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD:
-            is_trained = True
+    is_trained = has_backwards(program)
     inputs = {i for i, edge in enumerate(plan.edges) if is_trained and edge.dst == program.stage}
 
     def names(edges: set[int]) -> tuple[str, ...]:
@@ -256,7 +245,7 @@ class AutogradCompute:
         loss: node name of the loss if this stage yields it.
         loss_share: samples of one loss over those of the mini-batch.
         halves: None where no forward runs in halves.
-        keeper: runs the forwards of a stage that swaps or recomputes; None: everything is kept.
+        activations: runs the forwards of a stage that swaps or recomputes; None: everything is kept.
         versions: of the parameters, where they are updated between a micro-batch's forward and its backward.
         reduces_in: the micro-batch in whose backward, the mini-batch's last, gradients may be summed over the stage's
             ranks; None: in none.
@@ -275,7 +264,7 @@ class AutogradCompute:
         loss: str | None = None,
         loss_share: float = 1.0,
         halves: HalfForwards | None = None,
-        keeper: StageActivations | None = None,
+        activations: StageActivations | None = None,
         versions: WeightVersions | None = None,
         reduces_in: int | None = None,
         splitter: BackwardSplitter | None = None,
@@ -298,7 +287,7 @@ class AutogradCompute:
         self._kept: dict[int, list[_Part]] = {}
         self._pending: dict[int, PendingWeights] = {}
         self._splitter = splitter or BackwardSplitter()
-        self._planned_keeper = self._keeper = keeper
+        self._planned_activations = self._activations = activations
         self._versions = versions
         self._reduces_in = reduces_in
         self._last_seed: tuple[float, Tensor] | None = None
@@ -317,11 +306,11 @@ class AutogradCompute:
             return made if self._weights is None else self._weights.apart(made)
         parameters = self._parameters if self._versions is None else self._versions.use(micro_batch)
         # A stage without a plan, not counted: no hooks, nothing between code and autograd but this comparison.
-        if self._keeper is None:
+        if self._activations is None:
             leaves = [received[index].requires_grad_(True) for index in self._leaves]
             outputs = call(*parameters, *inputs, *received)
         else:
-            leaves, outputs = self._keeper.forward(micro_batch, half, parameters, inputs, received)
+            leaves, outputs = self._activations.forward(micro_batch, half, parameters, inputs, received)
         loss = outputs[self._loss] if self._loss >= 0 else None
         part = _Part(loss, [_root(outputs[index]) for index in self._roots], leaves)
         if half:
@@ -337,16 +326,16 @@ class AutogradCompute:
         assert hooks is not None, "a stage with backward tasks needs hooks"
         parts = self._kept.pop(micro_batch)
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
-        if self._keeper is not None:
-            self._keeper.begin_backward(micro_batch)
+        if self._activations is not None:
+            self._activations.begin_backward(micro_batch)
         if self._versions is not None:
             self._versions.lend(micro_batch)
         if micro_batch == self._reduces_in:
             hooks.begin_reduction()
         if roots:
             run_backward(roots, seeds)
-        if self._keeper is not None:
-            self._keeper.end_backward(micro_batch)
+        if self._activations is not None:
+            self._activations.end_backward(micro_batch)
         if self._versions is not None:
             self._versions.release(micro_batch)
         hooks.accumulate()
@@ -359,8 +348,8 @@ class AutogradCompute:
         parts = self._kept.pop(micro_batch)
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
         leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
-        if self._keeper is not None:
-            self._keeper.begin_backward(micro_batch, is_whole=False)
+        if self._activations is not None:
+            self._activations.begin_backward(micro_batch, is_whole=False)
         found, self._pending[micro_batch] = self._splitter.split(roots, leaves, seeds)
         gradient_of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
         return self._join_leaves(parts, [[gradient_of[id(leaf)] for leaf in part.leaves] for part in parts])
@@ -369,36 +358,40 @@ class AutogradCompute:
         """Add up the gradients of parameters after `input_gradient`."""
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
-        if self._keeper is not None:
-            self._keeper.begin_weight_gradient(micro_batch)
+        if self._activations is not None:
+            self._activations.begin_weight_gradient(micro_batch)
         self._pending.pop(micro_batch).run()
-        if self._keeper is not None:
-            self._keeper.end_backward(micro_batch)
+        if self._activations is not None:
+            self._activations.end_backward(micro_batch)
         hooks.accumulate()
 
     def clear(self) -> None:
         """Forget all micro-batches."""
         self._kept.clear()
         self._pending.clear()
-        if self._keeper is not None:
-            self._keeper.clear()
+        if self._activations is not None:
+            self._activations.clear()
 
     def start_counting(self, together: HeldTogether | None = None) -> None:
-        """Count what the forwards from now on keep for their backwards, if there are any."""
-        if self._keeper is None and self._hooks is not None:
-            self._keeper = StageActivations(
-                whole=KeepAll(self._call),
-                half=KeepAll(self._halves.function.call) if self._halves is not None else None,
+        """Count what the forwards from now on keep for their backwards, if there are any.
+
+        Args:
+            together: counts what all stages of the rank keep.
+        """
+        if self._activations is None and self._hooks is not None:
+            self._activations = StageActivations(
+                whole=ActivationPolicy(self._call),
+                half=ActivationPolicy(self._halves.function.call) if self._halves is not None else None,
                 leaves=self._leaves,
                 constants=(*self._parameters, *self._function.constants),
             )
-        if self._keeper is not None:
-            self._keeper.start_counting(together)
+        if self._activations is not None:
+            self._activations.start_counting(together)
 
     def stop_counting(self) -> MemoryCounts | None:
         """Count no longer, and return what was counted; None for a stage without backwards."""
-        counts = self._keeper.stop_counting() if self._keeper is not None else None
-        self._keeper = self._planned_keeper
+        counts = self._activations.stop_counting() if self._activations is not None else None
+        self._activations = self._planned_activations
         return counts
 
     def _seed(
@@ -480,38 +473,27 @@ def _half_of(tensor: Tensor, axis: int, half: int) -> Tensor:
 # ---- code by shape -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
+class Boundary(NamedTuple):
     """What passes a stage's boundary in a mini-batch: all that any of its units has, in an order.
 
     Args:
         keys: of the batch that are read; ``received``, ``outputs`` and gradients as of `StageCompute`.
     """
 
-    keys: tuple[str, ...]
-    received: tuple[str, ...]
-    outputs: tuple[str, ...]
-    gradient_outputs: tuple[str, ...]
-    gradient_inputs: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    gradient_outputs: tuple[str, ...] = ()
+    gradient_inputs: tuple[str, ...] = ()
 
     @classmethod
-    def joined(cls, parts: Sequence[Boundary]) -> Boundary:
+    def joined(cls, parts: Collection[Boundary]) -> Boundary:
         """Return what any of several has, the first one's first."""
-
-        def all_of(take: Callable[[Boundary], tuple[str, ...]]) -> tuple[str, ...]:
-            return tuple(dict.fromkeys(name for part in parts for name in take(part)))
-
-        return cls(
-            keys=all_of(lambda b: b.keys),
-            received=all_of(lambda b: b.received),
-            outputs=all_of(lambda b: b.outputs),
-            gradient_outputs=all_of(lambda b: b.gradient_outputs),
-            gradient_inputs=all_of(lambda b: b.gradient_inputs),
-        )
+        columns = zip(*parts, strict=True)
+        return cls(*(tuple(dict.fromkeys(itertools.chain.from_iterable(names))) for names in columns))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class Places(NamedTuple):
     """Where what one unit's code takes and returns stands among all that passes the boundary (`Boundary`)."""
 
     keys: tuple[int, ...]
@@ -525,13 +507,7 @@ class Places:
         """Return the places of a part; None where it is the whole."""
         if whole == part:
             return None
-        return cls(
-            keys=tuple(map(whole.keys.index, part.keys)),
-            received=tuple(map(whole.received.index, part.received)),
-            outputs=tuple(map(whole.outputs.index, part.outputs)),
-            gradient_outputs=tuple(map(whole.gradient_outputs.index, part.gradient_outputs)),
-            gradient_inputs=tuple(map(whole.gradient_inputs.index, part.gradient_inputs)),
-        )
+        return cls(*(tuple(map(all_of.index, own)) for all_of, own in zip(whole, part, strict=True)))
 
 
 class ComputeByShape:
@@ -570,7 +546,7 @@ class ComputeByShape:
             else None
             for compute, function in zip(computes, functions, strict=True)
         ]
-        whole = Boundary.joined(list({part: None for part in parts if part is not None}))
+        whole = Boundary.joined(dict.fromkeys(part for part in parts if part is not None))
         self.keys = whole.keys
         self.is_alike = all(part == whole for part in parts)
         self.received, self.outputs = whole.received, whole.outputs

@@ -34,13 +34,14 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.timeline import Event, EventKind
-from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights
-from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, compile_reading
+from gpp_plugin.runtime.batches import lately
+from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights, has_backwards
+from gpp_plugin.runtime.messages.mailbox import Carry, LocalTransfers, Mailbox, compile_reading
 from gpp_plugin.runtime.messages.payloads import BoundarySpecs
 from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
-from gpp_plugin.runtime.ranks.rank_status import HERE
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.schedule.program_sets import EMPTY, ProgramPlace, RankPrograms
 
@@ -63,10 +64,10 @@ class MiniBatchResult:
         message_bytes: most that messages under way took so far, each stage's at its own most.
     """
 
-    losses: list[tuple[Tensor, int]]
-    outputs: dict[str, list[tuple[int, Tensor]]]
-    events: list[Event]
-    step_result: object
+    losses: list[tuple[Tensor, int]] = field(default_factory=list)
+    outputs: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    step_result: object = None
     memories: dict[int, MemoryCounts] = field(default_factory=dict)
     most_bytes: int = 0
     message_bytes: int = 0
@@ -96,7 +97,7 @@ class StageExecutor:
         place: where the program stands among those of a pipeline that carries messages over; None: it runs by itself.
         next_specs: of the tensors that come for the next mini-batch, where its shapes are others.
         known: routes of the same program and place at other shapes.
-        hand_overs: shared by the stages of the rank; None where it holds one.
+        local_transfers: shared by the stages of the rank; None where it holds one.
         weights: what gathers the stage's parameters; None for a program that gathers none.
     """
 
@@ -116,7 +117,7 @@ class StageExecutor:
         place: ProgramPlace | None = None,
         next_specs: BoundarySpecs | None = None,
         known: Routes | None = None,
-        hand_overs: HandOvers | None = None,
+        local_transfers: LocalTransfers | None = None,
         weights: StageWeights | None = None,
     ) -> None:
         # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
@@ -137,10 +138,7 @@ class StageExecutor:
             for name, node in (named_outputs or {}).items()
             if node in compute.outputs and is_first and not is_training
         }
-        self._is_trained = any(
-            instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD
-            for instruction in program.instructions
-        )
+        self._is_trained = has_backwards(program)
         # in mode async copies are sent, which no update changes
         self._keeps_activations = place is not None and place.keeps_activations
         carried: tuple[Message, ...] = ()
@@ -157,25 +155,26 @@ class StageExecutor:
             next_specs=next_specs,
             known=known,
         )
-        self._recorder = Recorder(rank=program.rank, stage=program.stage, device=device)
-        self._mail = Mailbox(
+        self.recorder = Recorder(rank=program.rank, stage=program.stage, device=device)
+        self.mail = Mailbox(
             self.routes,
             program=program,
             transport=transport,
             names=[plan.edge_name(edge) for edge in range(len(plan.edges))],
             device=device,
-            recorder=self._recorder,
+            recorder=self.recorder,
             carried=carried,
             in_flight=self._stage.in_flight,
             is_trained=self._is_trained,
-            hand_overs=hand_overs or HandOvers(),
+            local_transfers=local_transfers or LocalTransfers(),
         )
         tasks = (i.task for i in program.instructions if i.task is not None)
         self._forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
         self._made: dict[int, Sequence[Tensor]] = {}
         self._gathering: Callable[[], None] | None = None
         self._inputs: Sequence[Sequence[Tensor]] = ()
-        self._result = empty_result()
+        self.result = MiniBatchResult()
+        """What the stage has after a mini-batch."""
         self.is_training = is_training
         self.steps = self._compile()
         """What each instruction of the program does, in order."""
@@ -193,9 +192,9 @@ class StageExecutor:
                 if previous is InstructionKind.GATHER:
                     step = self._behind_gather(step)
             elif instruction.kind is InstructionKind.RECEIVE:
-                step = self._mail.compile_receive(next(receives))
+                step = self.mail.compile_receive(next(receives))
             elif instruction.kind is InstructionKind.SEND:
-                step = self._mail.compile_send(next(sends), self._made)
+                step = self.mail.compile_send(next(sends), self._made)
             elif instruction.kind is InstructionKind.STEP:
                 step = functools.partial(self.step, None)
             elif instruction.kind in (InstructionKind.GATHER, InstructionKind.FREE):
@@ -208,14 +207,19 @@ class StageExecutor:
         return steps
 
     def _compile_reduction(self, kind: InstructionKind) -> Step:
-        hooks, recorder = self._hooks, self._recorder
+        hooks = self._hooks
         assert hooks is not None, "a program with reductions needs hooks"
         reduce = hooks.reduce_data if kind is InstructionKind.REDUCE_DATA else hooks.reduce_tied
+        return self._timed(EventKind.REDUCE, reduce)
+
+    def _timed(self, kind: EventKind, call: Step, micro_batch: int = -1) -> Step:
+        """Return a step that is one call, and notes when."""
+        recorder = self.recorder
 
         def run() -> None:
             start = recorder.now()
-            reduce()
-            recorder.note(EventKind.REDUCE, -1, start)
+            call()
+            recorder.note(kind, micro_batch, start)
 
         return run
 
@@ -233,7 +237,7 @@ class StageExecutor:
 
     def _behind_gather(self, step: Step) -> Step:
         """Return a step that first waits for the gather that was begun, if one was; what is noted is that wait."""
-        recorder = self._recorder
+        recorder = self.recorder
 
         def run() -> None:
             gathering, self._gathering = self._gathering, None
@@ -252,27 +256,24 @@ class StageExecutor:
             of_all: the step of all stages of the rank; None: the stage's own.
         """
         if not self._keeps_activations:
-            self.finish_sends()  # a sent tensor may be a view of a parameter
-        start = self._recorder.now()
+            self.mail.finish_sends()  # a sent tensor may be a view of a parameter
+        start = self.recorder.now()
         if of_all is None:
             assert self._hooks is not None, "a program with a step needs hooks"
             of_all = self._hooks.step
-        self._result.step_result = of_all()
-        self._recorder.note(EventKind.STEP, -1, start)
-
-    def finish_sends(self) -> None:
-        """Wait until everything has been sent."""
-        self._mail.finish_sends()
+        self.result.step_result = of_all()
+        self.recorder.note(EventKind.STEP, -1, start)
 
     def _compile_task(self, task: Task) -> Step:
         if task.kind is TaskKind.FORWARD:
             return self._compile_forward(task)
         if task.kind is TaskKind.WEIGHT_GRADIENT:
-            return self._compile_weight_gradient(task.micro_batch)
+            call = functools.partial(self._compute.weight_gradient, task.micro_batch)
+            return self._timed(EventKind.WEIGHT_GRADIENT, call, task.micro_batch)
         return self._compile_backward(task)
 
     def _compile_forward(self, task: Task) -> Step:
-        mail, recorder = self._mail, self._recorder
+        mail, recorder = self.mail, self.recorder
         micro_batch, half = task.micro_batch, task.half
         waits = mail.awaited(self.routes.reads[task].waits)
         readings = self.routes.reads[task].tensors
@@ -302,9 +303,9 @@ class StageExecutor:
             if slot >= 0:
                 self._made[slot] = outputs
             if loss >= 0:
-                self._result.losses.append((outputs[loss].detach(), num_samples))
+                self.result.losses.append((outputs[loss].detach(), num_samples))
             for name, position in self._named_outputs.items():
-                self._result.outputs.setdefault(name, []).append((first_sample, outputs[position]))
+                self.result.outputs.setdefault(name, []).append((first_sample, outputs[position]))
             recorder.note(EventKind.FORWARD, micro_batch, start, half)
 
         return run
@@ -343,7 +344,7 @@ class StageExecutor:
         return guarded
 
     def _compile_backward(self, task: Task) -> Step:
-        mail, recorder = self._mail, self._recorder
+        mail, recorder = self.mail, self.recorder
         micro_batch = task.micro_batch
         waits = mail.awaited(self.routes.reads[task].waits)
         reads = [
@@ -366,16 +367,6 @@ class StageExecutor:
 
         return run
 
-    def _compile_weight_gradient(self, micro_batch: int) -> Step:
-        weight_gradient, recorder = self._compute.weight_gradient, self._recorder
-
-        def run() -> None:
-            start = recorder.now()
-            weight_gradient(micro_batch)
-            recorder.note(EventKind.WEIGHT_GRADIENT, micro_batch, start)
-
-        return run
-
     # ---- run -----------------------------------------------------------------------------------
 
     def run(
@@ -393,29 +384,29 @@ class StageExecutor:
             RuntimeFailure: a task failed; names rank, stage and task.
         """
         run_steps(self._program, self.steps, (self,), (inputs,), record=record, carries=(carry,))
-        return self._result
+        return self.result
 
     def begin(self, inputs: Sequence[Sequence[Tensor]], *, record: bool, carry: Carry | None) -> None:
         """Get ready to run ``steps``; arguments as of `run`."""
         self._inputs = inputs
-        self._result = empty_result()
-        self._recorder.start(self._result.events, is_on=record)
+        self.result = MiniBatchResult()
+        self.recorder.start(self.result.events, is_on=record)
         if carry is not None:
-            self._mail.take_over(carry)
+            self.mail.take_over(carry)
 
     def finish(self, carry: Carry | None) -> None:
         """Do what is left when all steps are done: nothing is under way afterwards but what ``carry`` has."""
-        self._result.message_bytes = self._mail.most_bytes
+        self.result.message_bytes = self.mail.most_bytes
         if carry is None:
-            self._mail.finish_sends()
+            self.mail.finish_sends()
         else:
-            self._mail.hand_over(carry)
+            self.mail.hand_over(carry)
 
     def release(self, *, is_carried: bool) -> None:
         """Release everything; in mode async saved activations stay for the next program."""
         self._inputs = ()
         self._gathering = None
-        self._mail.clear()
+        self.mail.clear()
         self._made.clear()
         if not (is_carried and self._keeps_activations):
             self._compute.clear()
@@ -424,15 +415,6 @@ class StageExecutor:
     def has_forwards(self) -> bool:
         """Return whether the program runs forwards, which read rows of a mini-batch."""
         return bool(self._forwards)
-
-    @property
-    def result(self) -> MiniBatchResult:
-        """Return what the stage has after a mini-batch."""
-        return self._result
-
-    def finish_recording(self) -> None:
-        """Read the times that were noted."""
-        self._recorder.finish()
 
     def where(self, instruction: Instruction | None) -> str:
         """Return where an instruction is run, for errors."""
@@ -467,7 +449,7 @@ def run_steps(
                 part.finish(carry)
             is_carried = carries[0] is not None
             for part in parts:
-                part.finish_recording()
+                part.recorder.finish()
     except GppError as error:
         raise type(error)(f"{_place(program, parts, instruction)}: {error}") from error
     except Exception as error:
@@ -491,11 +473,6 @@ def _place(program: RankProgram, parts: Sequence[StageExecutor], instruction: In
     return part.where(instruction)
 
 
-def empty_result() -> MiniBatchResult:
-    """Return what a rank has before a mini-batch."""
-    return MiniBatchResult(losses=[], outputs={}, events=[], step_result=None)
-
-
 # ---- all stages of a rank ----------------------------------------------------------------------------------
 
 Around = Callable[[Instruction, Step], Step]
@@ -509,40 +486,35 @@ class RankExecutor:
 
     Args:
         programs: the rank's, by name.
-        hand_overs: shared by the executors of its stages.
+        local_transfers: shared by the executors of its stages.
         step: of all stages of the rank; None where stages step alone, or none does.
+
+    Attributes:
+        last: name of the last program, or `EMPTY` where nothing is carried.
+        carries: what is carried, a stage each.
+        mini_batches_before: how many mini-batches before the one that the last program counts from the pipeline was
+            empty.
     """
 
     def __init__(
-        self, programs: RankPrograms, *, hand_overs: HandOvers, step: Callable[[], object] | None = None
+        self,
+        programs: RankPrograms,
+        *,
+        local_transfers: LocalTransfers,
+        step: Callable[[], object] | None = None,
     ) -> None:
         self.programs = programs
-        self._hand_overs = hand_overs
+        self._local_transfers = local_transfers
         self._step = step
         self._joined: OrderedDict[tuple[int, ...], tuple[tuple[object, ...], Steps]] = OrderedDict()
-        self._before = 0
+        self.mini_batches_before = 0
         self._counts = [programs.plan.num_micro_batches(stage) for stage in programs.stages]
         self.forget()
 
     @property
-    def last(self) -> str:
-        """Return the name of the last program, or `EMPTY` where nothing is carried."""
-        return self._last
-
-    @property
-    def carries(self) -> tuple[Carry, ...]:
-        """Return what is carried, a stage each."""
-        return self._carries
-
-    @property
-    def mini_batches_before(self) -> int:
-        """Return how many mini-batches before the one that the last program counts from the pipeline was empty."""
-        return self._before
-
-    @property
     def carried_bytes(self) -> int:
         """Return the bytes that were received for the next program."""
-        received = (held for carry in self._carries for held, _ in carry.received.values())
+        received = (held for carry in self.carries for held, _ in carry.received.values())
         return sum(tensor.nbytes for buffers in received for tensor in buffers)
 
     def run(
@@ -558,7 +530,7 @@ class RankExecutor:
         """Run a program.
 
         Args:
-            parts: what each stage does in it, in the rank's order of stages, made with the same ``hand_overs``.
+            parts: what each stage does in it, in the rank's order of stages, made with the same ``local_transfers``.
             inputs, record: as of `StageExecutor.run`, one a stage.
             program: in place of the one of that name, where units lack branches.
             around: what runs in place of a stage's step; None: the step itself.
@@ -575,10 +547,10 @@ class RankExecutor:
             self.forget()
             raise
         finally:
-            self._hand_overs.clear()
-        self._last = self.programs.policy.after(name)
-        if self._last == EMPTY and name != "whole":
-            for carry in self._carries:
+            self._local_transfers.clear()
+        self.last = self.programs.policy.after(name)
+        if self.last == EMPTY and name != "whole":
+            for carry in self.carries:
                 carry.wait()
             self.forget()
         return _join_results([part.result for part in parts])
@@ -586,40 +558,41 @@ class RankExecutor:
     def drop(self) -> None:
         """Release what is carried when it has come; collective over all ranks, which carry the same."""
         # Both ends of every message were posted in the program that sent it, so none waits for what is still to come.
-        for carry in self._carries:
+        for carry in self.carries:
             carry.wait(received=True)
         self.forget()
 
     def forget(self) -> None:
         """Release what is carried without waiting for it: a program failed."""
-        self._last = EMPTY
-        self._carries = tuple(Carry() for _ in self._counts)
+        self.last = EMPTY
+        self.carries = tuple(Carry() for _ in self._counts)
 
     def _carry_to(self, name: str) -> Sequence[Carry]:
         """Return the carries in the numbers of a program."""
         # Mode async, two micro-batches, of programs that repeat from the second on. Micro-batches 2 and 3 of "steady"
         # mean 4 and 5 in the third mini-batch (``shift`` 2); what the second left for "micro-batch 3" it expects as 1.
         policy, plan = self.programs.policy, self.programs.plan
-        if self._last == EMPTY:
-            self._before = 0
-        if (self._last, name) in policy.renumbered:
-            self._before += 1
-            for stage, carry in zip(self.programs.stages, self._carries, strict=True):
+        if self.last == EMPTY:
+            self.mini_batches_before = 0
+        if (self.last, name) in policy.renumbered:
+            self.mini_batches_before += 1
+            for stage, carry in zip(self.programs.stages, self.carries, strict=True):
                 carry.renumber(plan, stage)
-        for carry, count in zip(self._carries, self._counts, strict=True):
-            carry.shift = self._before * count if policy.steps_alone else 0
-        return self._carries
+        for carry, count in zip(self.carries, self._counts, strict=True):
+            carry.shift = self.mini_batches_before * count if policy.steps_alone else 0
+        return self.carries
 
     def _steps_of(self, program: RankProgram, parts: Sequence[StageExecutor], around: Around | None) -> Steps:
         """Return what each instruction of a program does."""
         # told apart by identity, and held so that no other takes the place of one
         key = tuple(map(id, (program, *parts)))
-        if key not in self._joined:
-            self._joined[key] = (program, *parts), self._join(program, parts, around)
-            if len(self._joined) > MOST_EXECUTORS:
-                self._joined.popitem(last=False)
-        self._joined.move_to_end(key)
-        return self._joined[key][1]
+        made = lately(
+            self._joined,
+            key,
+            lambda: ((program, *parts), self._join(program, parts, around)),
+            most=MOST_EXECUTORS,
+        )
+        return made[1]
 
     def _join(self, program: RankProgram, parts: Sequence[StageExecutor], around: Around | None) -> Steps:
         """Return each instruction of a program with its stage's next step, or the step of all stages."""
@@ -641,7 +614,7 @@ class RankExecutor:
 
 def _step_all(parts: Sequence[StageExecutor], step: Callable[[], object]) -> None:
     for part in parts:
-        part.finish_sends()
+        part.mail.finish_sends()
     parts[0].step(step)
 
 
@@ -649,7 +622,7 @@ def _join_results(results: Sequence[MiniBatchResult]) -> MiniBatchResult:
     """Return what several stages of a rank have, as one: losses and outputs stage by stage, events by their time."""
     if len(results) == 1:
         return results[0]
-    joined = empty_result()
+    joined = MiniBatchResult()
     for result in results:
         joined.losses += result.losses
         joined.outputs |= result.outputs

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -30,34 +30,15 @@ from gpp_plugin.runtime.batches import Batch, OwnRows
 from gpp_plugin.runtime.memory.swap import HostBuffer, HostPool
 
 
-class CopyStream(Protocol):
-    """A queue of copies to a device beside the one that computes."""
-
-    def is_direct(self, rows: Tensor) -> bool:
-        """Return whether rows can be copied from where they are while the host goes on."""
-
-    def follow(self) -> None:
-        """Let later copies begin when what is queued for computing by now is done."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy."""
-
-    def record(self) -> Any:
-        """Return an event behind the copies queued so far."""
-
-    def wait(self, event: Any) -> None:
-        """Let what is queued for computing from now on wait for an event; the host goes on."""
-
-
 class CudaCopyStream:
-    """A CUDA stream for copies from the host."""
+    """A queue of copies to a device beside the one that computes: a CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def is_direct(self, rows: Tensor) -> bool:
-        """Return whether the rows are page-locked."""
+        """Return whether rows can be copied from where they are while the host goes on: page-locked ones."""
         return rows.is_pinned()
 
     def follow(self) -> None:
@@ -144,7 +125,7 @@ class InputLink:
     """
 
     def __init__(
-        self, device: torch.device, *, stream: CopyStream | None = None, pool: HostPool | None = None
+        self, device: torch.device, *, stream: CudaCopyStream | None = None, pool: HostPool | None = None
     ) -> None:
         self._device = device
         self._stream = stream
@@ -221,7 +202,11 @@ class InputLink:
         return [moved[id(part)] for part in column]
 
     def _copy_beside(
-        self, columns: Sequence[Sequence[Tensor]], count: int, stream: CopyStream, dtype: torch.dtype | None
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        count: int,
+        stream: CudaCopyStream,
+        dtype: torch.dtype | None,
     ) -> InputRows:
         """Queue all copies, those of the first micro-batch first."""
         # 1. All memory on the device, before the copies wait for the computing stream: what is allocated later might be
@@ -256,7 +241,7 @@ class InputLink:
             return part.to(device=self._device, dtype=wanted).contiguous()
         return _Copy(source=part, target=torch.empty(part.shape, dtype=wanted, device=self._device))
 
-    def _staged(self, copy: _Copy, stream: CopyStream, lent: list[HostBuffer]) -> Tensor:
+    def _staged(self, copy: _Copy, stream: CudaCopyStream, lent: list[HostBuffer]) -> Tensor:
         """Return the rows as they are to lie on the device, in page-locked memory."""
         source, target = copy.source, copy.target
         if source.dtype == target.dtype and source.is_contiguous() and stream.is_direct(source):

@@ -39,6 +39,11 @@ def streams_of(device: torch.device) -> Streams:
     return torch.get_rng_state(), own
 
 
+def are_same(first: Streams, second: Streams) -> bool:
+    """Return whether nothing was drawn between the two; of a device that one of them knows nothing of, nothing."""
+    return all(a is None or b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def set_streams(device: torch.device, streams: Streams) -> None:
     """Let both draw on from these states."""
     torch.set_rng_state(streams[0])

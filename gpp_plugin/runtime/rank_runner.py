@@ -35,7 +35,6 @@ import torch
 
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.memory_report import MemoryCounts
-from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, RankProgram
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.runtime.batches import Batch, unit_key, units_of
@@ -43,12 +42,11 @@ from gpp_plugin.runtime.code_by_shape import MAX_UNIT_SHAPES, RunnerContext
 from gpp_plugin.runtime.compute import StageHooks, StageWeights
 from gpp_plugin.runtime.executor import Around, MiniBatchResult, RankExecutor, Step
 from gpp_plugin.runtime.memory.counting import HeldTogether
-from gpp_plugin.runtime.memory.recompute import RandomState
+from gpp_plugin.runtime.random_streams import are_same, streams_of
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_runner import StageRunner
-from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.weight_versions import MakePlaces, ParameterPlaces
-from gpp_plugin.schedule.program_sets import EMPTY, RankPrograms, StepPolicy
+from gpp_plugin.schedule.program_sets import EMPTY, RankPrograms
 
 
 class RankRunner:
@@ -59,6 +57,16 @@ class RankRunner:
         shared: by its stages.
         reduces_early: stages that may sum gradients in their last backward.
         make_places: of mode async, by stage: where trained weights may lie, as of `StageRunner`.
+
+    Attributes:
+        policy: which programs a call runs.
+        reference: what is known of the model in this mode.
+        program: the one that has every task of a mini-batch.
+        stages: indices of the rank's stages, in the plan's order.
+        is_training: the model was captured in training mode.
+        sums_losses: the loss of a mini-batch is the sum of its units' losses, and not their mean.
+        has_ragged_units: mini-batches are lists of units with shapes of their own.
+        num_running: how many mini-batches entered the pipeline of mode async since it was empty.
     """
 
     def __init__(
@@ -78,11 +86,19 @@ class RankRunner:
             )
             for stage in programs.stages
         )
+        self.plan = programs.plan
+        self.policy = programs.policy
+        self.program = programs.main
+        self.rank, self.stages = self.program.rank, self.program.stages
+        self.reference = shared.reference
+        self.is_training = self.reference.analysis.is_training
+        self.sums_losses = shared.sums_losses
+        self.has_ragged_units = shared.patterns is not None
         self._programs = programs
         self._shared = shared
-        self._executor = RankExecutor(programs, hand_overs=shared.hand_overs)
+        self._executor = RankExecutor(programs, local_transfers=shared.local_transfers)
         self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()
-        self._num_running = 0
+        self.num_running = 0
         self._held: HeldTogether | None = None
         self._prefetched: Batch | None = None
         self._num_writes: list[int] = []
@@ -95,60 +111,10 @@ class RankRunner:
     # ---- what it is of -----------------------------------------------------------------------------
 
     @property
-    def plan(self) -> PipelinePlan:
-        """Return the plan that is run."""
-        return self._programs.plan
-
-    @property
-    def policy(self) -> StepPolicy:
-        """Return which programs a call runs."""
-        return self._programs.policy
-
-    @property
-    def reference(self) -> Reference:
-        """Return what is known of the model in this mode."""
-        return self._shared.reference
-
-    @property
-    def program(self) -> RankProgram:
-        """Return the program that has every task of a mini-batch."""
-        return self._programs.main
-
-    @property
-    def rank(self) -> int:
-        """Return the rank."""
-        return self.program.rank
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """Return the indices of the rank's stages, in the plan's order."""
-        return self.program.stages
-
-    @property
-    def is_training(self) -> bool:
-        """Return whether the model was captured in training mode."""
-        return self.reference.analysis.is_training
-
-    @property
-    def sums_losses(self) -> bool:
-        """Return whether the loss of a mini-batch is the sum of its units' losses, and not their mean."""
-        return self._shared.sums_losses
-
-    @property
-    def has_ragged_units(self) -> bool:
-        """Return whether mini-batches are lists of units with shapes of their own."""
-        return self._shared.patterns is not None
-
-    @property
     def has_peaked(self) -> bool:
         """Return whether the mini-batches run since counting began held the most that any hold."""
         windows = self._programs.windows
-        return windows is None or windows.has_peaked(self._num_running)
-
-    @property
-    def num_running(self) -> int:
-        """Return how many mini-batches entered the pipeline of mode async since it was empty."""
-        return self._num_running
+        return windows is None or windows.has_peaked(self.num_running)
 
     def runner_of(self, stage: int) -> StageRunner:
         """Return the runner of one of the rank's stages."""
@@ -176,7 +142,7 @@ class RankRunner:
         """
         count = len(self.stage_runners)
         assert step is None or count > 1, "the one stage of a rank steps by its hooks"
-        self._executor = RankExecutor(self._programs, hand_overs=self._shared.hand_overs, step=step)
+        self._executor = RankExecutor(self._programs, local_transfers=self._shared.local_transfers, step=step)
         of_stages: Sequence[StageHooks | None] = [None] * count if hooks is None else hooks
         gathering = [None] * count if weights is None else weights
         for runner, module, own, held in zip(self.stage_runners, modules, of_stages, gathering, strict=True):
@@ -275,13 +241,13 @@ class RankRunner:
             try:
                 result = self._executor.run(
                     name,
-                    [one.executor for one in ready],
-                    [one.inputs for one in ready],
+                    [executor for executor, _ in ready],
+                    [inputs for _, inputs in ready],
                     record=record,
                     program=self._program_of(batch) if name == "whole" else None,
                     around=around,
                 )
-                self._num_running += self.policy.steps_alone
+                self.num_running += self.policy.steps_alone
             finally:
                 counts = [runner.stop_counting() for runner in runners] if self.has_peaked else []
         self._note_counts(result, counts)
@@ -314,13 +280,13 @@ class RankRunner:
     def _release(self, *, has_failed: bool = False) -> None:
         for runner in self.stage_runners:
             runner.release(has_failed=has_failed)
-        self._num_running, self._prefetched = 0, None
+        self.num_running, self._prefetched = 0, None
 
     # ---- mode async --------------------------------------------------------------------------------
 
     def is_another_shape(self, batch: Batch) -> bool:
         """Return whether micro-batches of another shape are in flight, so that the pipeline must be drained first."""
-        if not (self.policy.steps_alone and self._num_running):
+        if not (self.policy.steps_alone and self.num_running):
             return False
         return not all([runner.has_shape(batch) for runner in self.stage_runners])
 
@@ -331,7 +297,7 @@ class RankRunner:
             return None
         with self._releasing_on_failure(), contextlib.ExitStack() as stack:
             ready = [stack.enter_context(runner.ready(name, None)) for runner in self.stage_runners]
-            parts, inputs = [one.executor for one in ready], [one.inputs for one in ready]
+            parts, inputs = [executor for executor, _ in ready], [inputs for _, inputs in ready]
             result = self._executor.run(name, parts, inputs, record=record)
             for runner in self.stage_runners:
                 runner.check_staleness()
@@ -421,6 +387,6 @@ class RankRunner:
         if self.is_stateful:
             step()
             return
-        before = RandomState.take(device)
+        before = streams_of(device)
         step()
-        self.is_stateful |= not before.is_same(RandomState.take(device))
+        self.is_stateful |= not are_same(before, streams_of(device))

@@ -24,7 +24,7 @@ Tests: tests/runtime/test_split.py
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -364,21 +364,17 @@ class _Graph:
 
     def plan(self) -> SplitPlan:
         """Return what to do in any graph of this structure."""
-        levels = tuple(
-            LevelPlan(starts=tuple(starts), wanted=tuple(wanted), is_private=is_private)
-            for starts, wanted, is_private in self._calls()
-        )
         return SplitPlan(
             roots=self._places,
             leaves=self._leaves,
             structure=self._children,
-            levels=levels,
+            levels=tuple(self._calls()),
             early=tuple(self._early),
             late_roots=tuple(i for i, root in enumerate(self._roots) if self._starts_late(root)),
         )
 
-    def _calls(self) -> list[tuple[list[GradientPort], list[GradientPort], bool]]:
-        """Return the calls of the second part but for the last: starts, wanted, whether those are parameters."""
+    def _calls(self) -> Iterator[LevelPlan]:
+        """Yield the calls of the second part but for the last."""
         owner = self._owners()
         is_shared: dict[int, bool] = {}
         for node in reversed(self._order):
@@ -398,13 +394,10 @@ class _Graph:
             owning = owner.get(node)
             if owning is not None and not self._children[node]:
                 ends.setdefault(owning, []).append((node, 0))
-        calls = []
         for level in sorted(starts):
             is_private = not any(is_shared[target] for target, _ in targets[level])
-            calls.append(
-                (list(starts[level]), ends[level] if is_private else list(targets[level]), is_private)
-            )
-        return calls
+            wanted = tuple(ends[level] if is_private else targets[level])
+            yield LevelPlan(starts=tuple(starts[level]), wanted=wanted, is_private=is_private)
 
     def _owners(self) -> dict[int, int | None]:
         """Return whose call needs each node behind targets: a level's, the last one's (-1), or None for several."""

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.attention import drop_operators, sizes_of_bias, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.mask_values import Mask
 from gpp_plugin.capture.tracing.devices import on_device, placed_body
 from gpp_plugin.capture.tracing.symbolic_sizes import sizes_in, with_sizes
 from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.memory.activation_policy import StageOperators
 
 
 class Shell(nn.Module):
@@ -359,6 +366,10 @@ class OpenStage:
         captured: its graph has symbolic sizes; masks are given with the sizes.
         nodes, outputs: as of `build_stage_function`.
         key: what equal sizes have in common.
+
+    Attributes:
+        sizes: the symbolic sizes that the code takes.
+        names: what the code makes and takes, by node name.
     """
 
     def __init__(
@@ -375,18 +386,9 @@ class OpenStage:
         module = _generate(captured, kept, groups, outputs, frozenset(), arguments)
         self._choosable = _Choosable(module, captured, groups)
         self._function = finish(_as_function(captured, module, groups, outputs))
-        self._names = frozenset(node.name for node in module.graph.nodes)
+        self.sizes: Sequence[Any] = arguments.sizes
+        self.names = frozenset(node.name for node in module.graph.nodes)
         self._open = OpenCode(arguments=arguments, versions={frozenset(): module})
-
-    @property
-    def sizes(self) -> Sequence[Any]:
-        """Return the symbolic sizes that the code takes."""
-        return self._open.arguments.sizes
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Return what the code makes and takes, by node name."""
-        return self._names
 
     def at(self, sizes: Sequence[int], masks: Mapping[str, Mask]) -> StageFunction:
         """Return the code at these values of `sizes`.
@@ -398,7 +400,7 @@ class OpenStage:
         module = function.module
         assert module is not None
         # made of sizes alone, a mask is known, whoever makes it
-        known = {n: m for n, m in masks.items() if not m.inputs and n in self._names}
+        known = {n: m for n, m in masks.items() if not m.inputs and n in self.names}
         known |= self._choosable.of(masks)
         choice = MaskChoice(module, function.bound, known, self._open) if known else None
         return _bound(function, choice)
@@ -485,3 +487,104 @@ def _root_module(attributes: Mapping[str, Any]) -> nn.Module:
         owner, leaf = owner_of(root, name)
         setattr(owner, leaf, value)
     return root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A model as captured once, in one mode: what was found out, and its blocks."""
+
+    analysis: Analysis
+    block_graph: BlockGraph
+    granularity: str
+
+
+def make_reference(analysis: Analysis, granularity: str) -> Reference:
+    """Coarsen what a capture found out to blocks."""
+    graph = coarsen(analysis, granularity=granularity)
+    return Reference(analysis=analysis, block_graph=graph, granularity=granularity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCode:
+    """A stage at one shape.
+
+    Args:
+        tensors: every tensor that crosses a stage's boundary, at that shape.
+        inputs: the model's inputs by batch key.
+        loss: which of the function's outputs is the loss, if the stage yields one.
+        outputs: named output of the model -> which of the function's outputs it is.
+        operators: what the code is made of; None where it is not captured.
+        is_for_lengths: bound to this shape from code that holds for others: at another length that is all to be done.
+    """
+
+    function: StageFunction
+    tensors: Mapping[str, TensorSpec]
+    inputs: Mapping[str, TensorSpec]
+    loss: str | None
+    outputs: Mapping[str, str]
+    operators: StageOperators | None = None
+    is_for_lengths: bool = False
+
+
+NO_CODE = StageCode(
+    function=StageFunction(
+        call=lambda: (), tensors=(), constants=(), batch_inputs=(), received=(), outputs=(), code=""
+    ),
+    tensors={},
+    inputs={},
+    loss=None,
+    outputs={},
+)
+"""Of a rank that has nothing to run."""
+
+
+class StageSource(Protocol):
+    """Gives a rank the code of its stage."""
+
+    def stage_code(
+        self, reference: Reference, plan: PipelinePlan, stage: int, batch: Batch, num_samples: int
+    ) -> StageCode:
+        """Return a stage's code for ``num_samples`` samples of the shapes of ``batch``.
+
+        Args:
+            reference: of the mode the code is for.
+            plan: on ``reference.block_graph``.
+        """
+
+
+class StageForwards(Protocol):
+    """Runs the forwards of stages on something else than torch's operators."""
+
+    def forward(
+        self, stage: str, function: StageFunction, parameters: Sequence[Tensor]
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """Return what is called as ``function`` is and gives the same, of a stage that has no backwards.
+
+        None: the function itself runs.
+        """
+
+    def trained(
+        self, stage: Stage, function: StageFunction, code: StageCode
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """Return the same of a stage that has backwards, which flow back through what is returned.
+
+        Args:
+            code: what ``function`` is of, at these samples or at twice as many.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedModule:
+    """A captured module as its user holds it.
+
+    Args:
+        prefix: what stages put before its own names of tensors.
+        eager: its modules that run as they are.
+        trace: traces it as it is, on this rank alone: returns all that two traces can differ in, and which attributes
+            of which modules (by path) were read.
+    """
+
+    module: nn.Module
+    prefix: str
+    eager: tuple[str, ...]
+    trace: Callable[[], tuple[str, frozenset[tuple[str, str]]]]

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
@@ -36,11 +36,11 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.batches import Batch, ones_among, shape_key, unit_key, units_of
+from gpp_plugin.runtime.batches import Batch, lately, ones_among, shape_key, unit_key, units_of
 from gpp_plugin.runtime.code_by_shape import MAX_SHAPES, CodeByShape, Key, RunnerContext, ShapeCode
 from gpp_plugin.runtime.compute import (
+    AutogradCompute,
     ComputeByShape,
-    CountedCompute,
     StageCompute,
     StageHooks,
     StageWeights,
@@ -48,13 +48,12 @@ from gpp_plugin.runtime.compute import (
 )
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
+from gpp_plugin.runtime.memory.activation_policy import Turn, backwards_after
 from gpp_plugin.runtime.memory.counting import HeldTogether
-from gpp_plugin.runtime.memory.keeper import Turn, backwards_after
 from gpp_plugin.runtime.messages.payloads import BoundarySpecs
 from gpp_plugin.runtime.messages.routes import Routes
 from gpp_plugin.runtime.rank_programs import nothing_of
-from gpp_plugin.runtime.stage_module import StageFunction, StageModule
-from gpp_plugin.runtime.stage_source import NO_CODE, StageCode
+from gpp_plugin.runtime.stage_module import NO_CODE, StageCode, StageFunction, StageModule
 from gpp_plugin.runtime.weight_versions import MakePlaces, ParameterPlaces, WeightVersions
 from gpp_plugin.schedule.program_sets import ProgramPlace, RankPrograms
 
@@ -77,7 +76,7 @@ class _Compiled:
     """
 
     code: ShapeCode
-    compute: CountedCompute
+    compute: AutogradCompute | ComputeByShape
     specs: BoundarySpecs
     plan: PipelinePlan
     whole: RankProgram
@@ -104,21 +103,11 @@ class _Compiled:
                 function.choice.use(ones_among(batch, function.choice.inputs))
 
 
-@dataclass(slots=True, kw_only=True)
-class ReadyStage:
-    """What runs one program of a stage: its executor, and the rows that each micro-batch reads."""
+ReadyStage = tuple[StageExecutor, InputRows]
+"""What runs one program of a stage: its executor, and the rows that each micro-batch reads."""
 
-    executor: StageExecutor
-    inputs: InputRows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _KnownRoutes:
-    """The routes of a program at the shapes it was last compiled for; those at others follow from them."""
-
-    program: RankProgram
-    place: ProgramPlace | None
-    routes: Routes
+_KnownRoutes = tuple[RankProgram, ProgramPlace | None, Routes]
+"""The routes of a program and place at the shapes it was last compiled for; those at others follow from them."""
 
 
 class StageRunner:
@@ -144,6 +133,7 @@ class StageRunner:
         self.stage_index = programs.main.stage
         self.reduces_early = reduces_early
         self.is_prefetched = programs.is_prefetched
+        self.device = shared.device
         self._shared = shared
         self._patterns = shared.patterns
         self._programs = programs
@@ -169,11 +159,6 @@ class StageRunner:
         self._active: _Compiled | None = None
         self._counted: _Compiled | None = None
         self._is_draining = False
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the stage computes."""
-        return self._shared.device
 
     # ---- code --------------------------------------------------------------------------------------
 
@@ -253,21 +238,15 @@ class StageRunner:
         return self._compiled_for(batch) is self._active
 
     def _compiled_for(self, batch: Batch) -> _Compiled:
-        # Least recently used first: a hit moves to the end, and a new shape beyond the limit replaces the first.
         key = self._key_of(batch)
-        found = self._compiled.get(key)
-        if found is None:
-            found = self._compile_uniform(batch, key) if self._is_uniform else self._compile_ragged(batch)
-            self._compiled[key] = found
-            if len(self._compiled) > (MAX_SHAPES if self._patterns is None else MAX_MINI_BATCHES):
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return found
 
-    @property
-    def _is_uniform(self) -> bool:
-        """Return whether one code serves all micro-batches; in mode async weights have versions for one alone."""
-        return self._patterns is None or self._windows is not None
+        def make() -> _Compiled:
+            # in mode async weights have versions for one code alone, which serves all micro-batches
+            is_uniform = self._patterns is None or self._windows is not None
+            return self._compile_uniform(batch, key) if is_uniform else self._compile_ragged(batch)
+
+        most = MAX_SHAPES if self._patterns is None else MAX_MINI_BATCHES
+        return lately(self._compiled, key, make, most=most)
 
     def _key_of(self, batch: Batch) -> Key:
         """Return what executors for a mini-batch depend on."""
@@ -357,13 +336,9 @@ class StageRunner:
     def _executor_of(self, compiled: _Compiled, name: str, following: Batch | None) -> StageExecutor:
         """Return what runs a program at the stage's shapes, and at those of a prefetched mini-batch."""
         key = (name, None if following is None else self._key_of(following))
-        executors = compiled.executors
-        if key not in executors:
-            if len(executors) > 2 * MAX_SHAPES + len(self._programs.programs):
-                executors.popitem(last=False)
-            executors[key] = self._make_executor(compiled, name, following)
-        executors.move_to_end(key)
-        return executors[key]
+        make = functools.partial(self._make_executor, compiled, name, following)
+        most = 2 * MAX_SHAPES + len(self._programs.programs)
+        return lately(compiled.executors, key, make, most=most)
 
     def _make_executor(self, compiled: _Compiled, name: str, following: Batch | None) -> StageExecutor:
         shared, code = self._shared, compiled.code.code
@@ -384,11 +359,11 @@ class StageRunner:
             is_training=self.reference.analysis.is_training,
             place=place,
             next_specs=None if following is None else self._compiled_for(following).specs,
-            known=known.routes if known is not None and known.place == place else None,
-            hand_overs=shared.hand_overs,
+            known=known[2] if known is not None and known[1] == place else None,
+            local_transfers=shared.local_transfers,
             weights=self._weights,
         )
-        self._routes[id(program)] = _KnownRoutes(program=program, place=place, routes=executor.routes)
+        self._routes[id(program)] = program, place, executor.routes
         if len(self._routes) > MAX_SHAPES:
             self._routes.popitem(last=False)
         return executor
@@ -410,11 +385,11 @@ class StageRunner:
         compiled, self._is_draining = self._active, batch is None
         executor = self._executor_of(compiled, name, following)
         if own is None or not (executor.has_forwards or name == "whole"):
-            yield ReadyStage(executor=executor, inputs=InputRows(()))
+            yield executor, InputRows(())
             return
         compiled.choose_masks(own, self.own_units)
         with self._rows_of(own, compiled) as inputs:
-            yield ReadyStage(executor=executor, inputs=inputs)
+            yield executor, inputs
 
     def _rows_of(self, batch: Batch, compiled: _Compiled) -> InputRows:
         """Return the rows of the batch that this rank reads in each micro-batch."""

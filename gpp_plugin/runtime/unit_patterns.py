@@ -21,8 +21,9 @@ Tests: tests/runtime/test_unit_patterns.py, tests/integrations/test_absent_units
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,13 +33,12 @@ from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plan.make import stage_edges
-from gpp_plugin.runtime.batches import Batch, units_of
+from gpp_plugin.runtime.batches import Batch, lately, units_of
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
-from gpp_plugin.runtime.evaluation import match_blocks
-from gpp_plugin.runtime.memory.keeper import INSIDE
+from gpp_plugin.runtime.memory.activation_policy import INSIDE
 from gpp_plugin.runtime.messages.transport import Transport
-from gpp_plugin.runtime.rank_programs import channels_of, held_tensors, make_programs
-from gpp_plugin.runtime.stage_source import Reference, StageCode, UnitSource
+from gpp_plugin.runtime.rank_programs import channels_of, held_tensors, make_programs, match_blocks
+from gpp_plugin.runtime.stage_module import Reference, StageCode
 from gpp_plugin.schedule.build_graph import Presence
 from gpp_plugin.schedule.gathers import last_backward, stages_that_reduce_early
 
@@ -129,6 +129,8 @@ class UnitPatterns:
     Args:
         plan: of units.
         reference: of the model with all its inputs.
+        lacking: returns the model as it is for units of these keys only, of the one with all its inputs; collective
+            over all ranks. Where it cannot do without the others it raises CaptureError on each.
         program: this rank's where all units have all inputs.
         reduces_early: stages that may sum gradients in their last backward.
         reduces_each_backward: as of `make_programs`.
@@ -138,7 +140,7 @@ class UnitPatterns:
         self,
         plan: PipelinePlan,
         reference: Reference,
-        source: UnitSource,
+        lacking: Callable[[Reference, Batch], Reference],
         *,
         program: RankProgram,
         transport: Transport | None,
@@ -146,7 +148,7 @@ class UnitPatterns:
         reduces_each_backward: bool,
     ) -> None:
         self._plan = plan
-        self._source = source
+        self._lacking = lacking
         self._rank = program.rank
         self._transport = transport
         self._reduces_early = frozenset(reduces_early)
@@ -210,7 +212,7 @@ class UnitPatterns:
                 f"units come with more than {MAX_PATTERNS} sets of inputs; give inputs that a unit lacks as empty or "
                 "masked ones"
             )
-        reference = self._source.lacking(self._known[()].reference, unit)
+        reference = self._lacking(self._known[()].reference, unit)
         try:
             pattern, edges = self._planned(lacks, reference)
             joined = (*self._edges, *edges)
@@ -314,22 +316,20 @@ class UnitPatterns:
         key = tuple(pattern.index for pattern in patterns)
         if not any(key):
             return key, self._full
-        found = self._programs.get(key)
-        if found is None:
-            try:
-                programs = self._lowered(patterns, self._edges)
-            except (PlanError, ScheduleError) as error:
-                raise CaptureError(
-                    f"units that lack unlike inputs cannot be run together: {first_line(error)}; give units of one "
-                    "mini-batch the same keys"
-                ) from error
-            plan = dataclasses.replace(self._plan, edges=self._edges)
-            early = self._reduces_early and self._reduces_early & stages_that_reduce_early(plan, programs)
-            found = self._programs[key] = PatternProgram.of(plan, self._own(programs), early)
-        self._programs.move_to_end(key)
-        while len(self._programs) > MAX_PROGRAMS:
-            self._programs.popitem(last=False)
-        return key, found
+        make = functools.partial(self._make_program, patterns)
+        return key, lately(self._programs, key, make, most=MAX_PROGRAMS)
+
+    def _make_program(self, patterns: Sequence[UnitPattern]) -> PatternProgram:
+        try:
+            programs = self._lowered(patterns, self._edges)
+        except (PlanError, ScheduleError) as error:
+            raise CaptureError(
+                f"units that lack unlike inputs cannot be run together: {first_line(error)}; give units of one "
+                "mini-batch the same keys"
+            ) from error
+        plan = dataclasses.replace(self._plan, edges=self._edges)
+        early = self._reduces_early and self._reduces_early & stages_that_reduce_early(plan, programs)
+        return PatternProgram.of(plan, self._own(programs), early)
 
 
 def _memory_of(stage: Stage, base: Reference, now: Reference) -> MemoryPlan | None:

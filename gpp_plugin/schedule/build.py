@@ -57,19 +57,17 @@ def with_slices(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> tuple
     Raises:
         ScheduleError: a stage's samples cannot be halved.
     """
-    return tuple(_sliced(stage, schedule) for stage, schedule in zip(plan.stages, schedules, strict=True))
-
-
-def _sliced(stage: Stage, schedule: StageSchedule) -> StageSchedule:
-    """Return the schedule with the stage's first forwards in halves, as the plan says."""
-    if stage.num_sliced < 0 or (stage.num_sliced and stage.local_batch_size % 2):
-        raise ScheduleError(
-            f"stage {stage.name!r}: num_sliced is {stage.num_sliced} with {stage.local_batch_size} samples a rank; "
-            "only even numbers of samples run in halves: set it to 0"
-        )
-    if not stage.num_sliced:
-        return schedule
-    return halve_forwards(schedule, stage.num_sliced, joins_last=stage.joins_last_slice)
+    sliced = list(schedules)
+    for number, stage in enumerate(plan.stages):
+        count, samples = stage.num_sliced, stage.local_batch_size
+        if count < 0 or (count and samples % 2):
+            raise ScheduleError(
+                f"stage {stage.name!r}: num_sliced is {count} with {samples} samples a rank; "
+                "only even numbers of samples run in halves: set it to 0"
+            )
+        if count:
+            sliced[number] = halve_forwards(schedules[number], count, joins_last=stage.joins_last_slice)
+    return tuple(sliced)
 
 
 def build_stage_schedule(

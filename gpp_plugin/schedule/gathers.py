@@ -38,7 +38,7 @@ from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.schedule.checks.order_check import OF_STAGE, execute_serially
+from gpp_plugin.schedule.checks.order_check import OF_STAGE, execute_serially, standing_at
 
 # Which stages may begin to sum their gradients in the last backward, before the program's reduction.
 #
@@ -159,7 +159,7 @@ def _gathered(
     attempts, at_start = _first_attempts(programs, sharded, prefetched)
     while True:
         changed = tuple(_with_gathers(program, attempts, at_start) for program in programs)
-        stuck = _stuck_gathers(plan, changed)
+        stuck = {(stage, over) for stage, over, _ in standing_at(plan, changed, InstructionKind.GATHER)}
         if not stuck:
             return changed, set()
         # A place at which a stage was to stay whole has no gather to move; then nothing of that stage is prefetched.
@@ -333,17 +333,3 @@ def _in_gap(gap: Sequence[Instruction], attempt: int) -> int:
         if each.message is not None and (each.kind is InstructionKind.SEND or each.message.is_local_transfer)
     ]
     return max(sent, default=0) if attempt == _BEHIND_SENDS else 0
-
-
-def _stuck_gathers(plan: PipelinePlan, programs: Sequence[RankProgram]) -> set[_Place]:
-    """Execute serially with rendezvous messages; return the places of the gathers at which ranks stand."""
-    by_rank = {program.rank: program for program in programs}
-    found = set()
-    for rank, at in execute_serially(plan, by_rank).stuck.items():
-        program = by_rank[rank]
-        if program.instructions[at].kind is InstructionKind.GATHER:
-            stage = program.stage_of(program.instructions[at])
-            assert stage is not None, "a gather is of one stage"
-            before = (i.task for i in program.instructions[:at] if i.task is not None)
-            found.add((stage, sum(task.stage == stage for task in before)))
-    return found

@@ -36,9 +36,16 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build_graph import Presence, build_task_graph
-from gpp_plugin.schedule.checks.order_check import execute_serially, has_backwards
-from gpp_plugin.schedule.durations import Durations, nominal_durations, task_durations
-from gpp_plugin.schedule.event_loop import TaskTimes, Transfers, message_transfers, run_task_graph
+from gpp_plugin.schedule.checks.order_check import has_backwards, standing_at
+from gpp_plugin.schedule.event_loop import (
+    Durations,
+    TaskTimes,
+    Transfers,
+    message_transfers,
+    nominal_durations,
+    run_task_graph,
+    task_durations,
+)
 from gpp_plugin.schedule.gathers import gather_around_tasks
 from gpp_plugin.schedule.task_graph import TaskGraph
 
@@ -152,8 +159,7 @@ def lower_schedules(
             "build_schedules and lower_schedules the same forward_only_stages"
         )
     durations = nominal_durations(graph) if costs is None else task_durations(graph, costs)
-    transfers = message_transfers(graph, cluster) if cluster is not None else None
-    programs = lower_graph(graph, durations, transfers=transfers)
+    programs = lower_graph(graph, durations, transfers=message_transfers(graph, cluster))
     if training:
         programs = end_mini_batch(
             plan, programs, trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
@@ -268,7 +274,9 @@ def reduce_after_backwards(
     attempts: dict[_Place, int] = defaultdict(int)
     while True:
         changed = tuple(_with_reductions(program, wanted, attempts) for program in programs)
-        stuck = _stuck_reductions(plan, changed)
+        # the last reduction stays; ranks that stand there wait for one that moves
+        standing = standing_at(plan, changed, InstructionKind.REDUCE_DATA)
+        stuck = {(stage, over) for stage, over, left in standing if left}
         if not stuck:
             return changed
         for place in stuck:
@@ -315,22 +323,3 @@ def _with_reductions(
                 due.append(task.stage)
         body.append(instruction)
     return dataclasses.replace(program, instructions=tuple(body))
-
-
-def _stuck_reductions(plan: PipelinePlan, programs: Sequence[RankProgram]) -> set[_Place]:
-    """Execute serially with rendezvous messages; return the places of the reductions at which ranks stand."""
-    by_rank = {program.rank: program for program in programs}
-    places = set()
-    for rank, at in execute_serially(plan, by_rank).stuck.items():
-        program = by_rank[rank]
-        instructions = program.instructions
-        if instructions[at].kind is InstructionKind.REDUCE_DATA:
-            stage = program.stage_of(instructions[at])
-            assert stage is not None, "a reduction is of one stage"
-            over, left = (
-                sum(i.task is not None and i.task.stage == stage for i in part)
-                for part in (instructions[:at], instructions[at:])
-            )
-            if left:  # the last reduction stays; ranks that stand there wait for one that moves
-                places.add((stage, over))
-    return places

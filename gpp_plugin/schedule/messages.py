@@ -148,7 +148,7 @@ def gradient_bytes(edge: StageEdge, num_samples: int, has_whole_tensors: bool) -
 
 
 PREFETCHED_BUFFERS = 2
-"""How many receives before their place a CUDA device has buffers for (`runtime.messages.receive_buffers`)."""
+"""How many receives before their place a CUDA device has buffers for (`runtime.messages.mailbox`)."""
 
 
 def sends_under_way(in_flight: int) -> int:
@@ -258,17 +258,26 @@ def tensor_pairs(plan: PipelinePlan, edge_index: int, direction: Direction) -> t
     return tuple(pairs)
 
 
-def activation_message(
-    plan: PipelinePlan, edge_index: int, overlap: Overlap, pair: TensorPair = ALONE[0]
+def message_of(
+    plan: PipelinePlan, edge_index: int, direction: Direction, overlap: Overlap, pair: TensorPair = ALONE[0]
 ) -> Message:
-    """Return the message of one overlap that `edge_overlaps` yields, between two tensor positions."""
+    """Return the message of one overlap that `edge_overlaps` yields, between two tensor positions.
+
+    Args:
+        overlap: of a gradient, one without slicing.
+    """
     producer, consumer, first, num_samples, is_whole, src_half, dst_half = overlap
     edge = plan.edges[edge_index]
-    src_micro_batch, src_rank = _task_of(plan.stages[edge.src], producer, pair.sender)
-    dst_micro_batch, dst_rank = _task_of(plan.stages[edge.dst], consumer, pair.receiver)
+    ends = [(plan.stages[edge.src], producer), (plan.stages[edge.dst], consumer)]
+    if direction is Direction.GRADIENT:
+        ends.reverse()
+        is_whole = is_whole and gradient_kinds(edge)[1]
+        src_half = dst_half = None
+    src_micro_batch, src_rank = _task_of(*ends[0], pair.sender)
+    dst_micro_batch, dst_rank = _task_of(*ends[1], pair.receiver)
     return Message(
         edge=edge_index,
-        direction=Direction.ACTIVATION,
+        direction=direction,
         src_rank=src_rank,
         dst_rank=dst_rank,
         src_micro_batch=src_micro_batch,
@@ -277,26 +286,6 @@ def activation_message(
         has_whole_tensors=is_whole,
         src_half=src_half,
         dst_half=dst_half,
-    )
-
-
-def gradient_message(
-    plan: PipelinePlan, edge_index: int, overlap: Overlap, pair: TensorPair = ALONE[0]
-) -> Message:
-    """Return the gradient message against one overlap without slicing, between two tensor positions."""
-    producer, consumer, first, num_samples, is_whole, _, _ = overlap
-    edge = plan.edges[edge_index]
-    src_micro_batch, src_rank = _task_of(plan.stages[edge.dst], consumer, pair.sender)
-    dst_micro_batch, dst_rank = _task_of(plan.stages[edge.src], producer, pair.receiver)
-    return Message(
-        edge=edge_index,
-        direction=Direction.GRADIENT,
-        src_rank=src_rank,
-        dst_rank=dst_rank,
-        src_micro_batch=src_micro_batch,
-        dst_micro_batch=dst_micro_batch,
-        samples=SampleRange(first_sample=first, num_samples=num_samples),
-        has_whole_tensors=is_whole and gradient_kinds(edge)[1],
     )
 
 

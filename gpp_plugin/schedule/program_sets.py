@@ -50,8 +50,13 @@ from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgr
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.build_graph import build_task_graph
-from gpp_plugin.schedule.cut_graph import cut_graph, lengthened, part_durations, set_orders
+from gpp_plugin.schedule.build_graph import (
+    build_task_graph,
+    cut_graph,
+    lengthened,
+    part_durations,
+    set_orders,
+)
 from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.gathers import gather_around_tasks
 from gpp_plugin.schedule.lower import end_mini_batch, lower_graph
@@ -308,7 +313,8 @@ class RankPrograms:
                 held += sizes.get(message, 0.0)
                 most = max(most, held)
             elif instruction.task is not None:
-                read = {m for m in unread if _is_read_by(m, instruction.task)}
+                number, half = instruction.task.micro_batch, instruction.task.half
+                read = {m for m in unread if m.dst_micro_batch == number and m.dst_half in (None, half)}
                 held -= sum(sizes[m] for m in read)
                 unread -= read
         return most
@@ -324,11 +330,6 @@ def _reader(message: Message, stage: int | None) -> Task:
     is_forward = message.direction is Direction.ACTIVATION
     kind = TaskKind.FORWARD if is_forward else TaskKind.BACKWARD
     return Task(stage=stage, kind=kind, micro_batch=message.dst_micro_batch)
-
-
-def _is_read_by(message: Message, task: Task) -> bool:
-    half = message.dst_half
-    return message.dst_micro_batch == task.micro_batch and (half is None or half == task.half)
 
 
 # ---- mode async -----------------------------------------------------------------------------------------
@@ -599,22 +600,13 @@ def moved_message(plan: PipelinePlan, message: Message, mini_batches: int) -> Me
     edge = plan.edges[message.edge]
     stages = (edge.src, edge.dst) if message.direction is Direction.ACTIVATION else (edge.dst, edge.src)
     at_src, at_dst = (mini_batches * plan.num_micro_batches(stage) for stage in stages)
-    return shift_message(message, at_src, mini_batches * plan.mini_batch, at_dst=at_dst)
-
-
-def shift_message(
-    message: Message, micro_batches: int, samples: int, *, at_dst: int | None = None
-) -> Message:
-    """Return a message as a later or earlier window numbers it.
-
-    Args:
-        micro_batches: of the sender; ``at_dst`` those of the receiver, where they are others.
-    """
+    samples = message.samples
+    moved = SampleRange(
+        first_sample=samples.first_sample + mini_batches * plan.mini_batch, num_samples=samples.num_samples
+    )
     return dataclasses.replace(
         message,
-        src_micro_batch=message.src_micro_batch + micro_batches,
-        dst_micro_batch=message.dst_micro_batch + (micro_batches if at_dst is None else at_dst),
-        samples=SampleRange(
-            first_sample=message.samples.first_sample + samples, num_samples=message.samples.num_samples
-        ),
+        src_micro_batch=message.src_micro_batch + at_src,
+        dst_micro_batch=message.dst_micro_batch + at_dst,
+        samples=moved,
     )

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.schedule.durations import nominal_durations
+from gpp_plugin.schedule.event_loop import nominal_durations
 from gpp_plugin.schedule.task_graph import TaskGraph, deadlock_error
 
 Chain = tuple[int, list[int]]
@@ -104,7 +104,7 @@ def merge_chains(
         raise deadlock_error(graph, finished[: len(graph.stage)])
     best = None if turns is None else network.in_order(_turn_orders(graph, chains, turns))
     if best is None or best.length > network.least_us() * (1.0 + SLACK):
-        runs = [network.run(rule) for rule in _rules(graph, network, alone)]
+        runs = [network.run(_updates_first(graph, rule)) for rule in _rules(graph, network, alone)]
         found = runs if best is None else [best, *runs]
         best = _improved(graph, network, min(found, key=lambda run: run.length))
     orders: dict[int, list[int]] = {rank: [] for rank, _ in chains}
@@ -280,21 +280,15 @@ class Network:
         return _Run(places=places, start=start, length=max(ends, default=0.0))
 
 
-def _rules(graph: TaskGraph, network: Network, alone: Sequence[float]) -> Iterator[list[float]]:
-    """Yield a number for each node by each rule; ranks take the least first, and updates before all tasks."""
-    for rule in _task_rules(graph, network, alone):
-        yield _updates_first(graph, rule)
-
-
 def _updates_first(graph: TaskGraph, rule: list[float]) -> list[float]:
     # An update is a collective of its stage's ranks, which can all come to it from the same time on. So each comes to
-    # it
-    # before any task that starts later, and of two updates to the one that could be first: no two ranks wait for
+    # it before any task that starts later, and of two updates to the one that could be first: no two ranks wait for
     # each other.
     return [FIRST] * graph.num_updates + rule[graph.num_updates :]
 
 
-def _task_rules(graph: TaskGraph, network: Network, alone: Sequence[float]) -> Iterator[list[float]]:
+def _rules(graph: TaskGraph, network: Network, alone: Sequence[float]) -> Iterator[list[float]]:
+    """Yield a number for each node by each rule; ranks take the least first."""
     tails, _ = network.reversed().longest_starts()
     own = [tail + us for tail, us in zip(tails, network.durations, strict=True)]
     yield [-tail for tail in own]

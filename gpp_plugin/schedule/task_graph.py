@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Message
+from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.grid import format_grid
-from gpp_plugin.schedule.messages import Overlap, TensorPair, activation_message, gradient_message
+from gpp_plugin.schedule.messages import Overlap, TensorPair, message_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,6 @@ class TaskGraph:
     """
 
     plan: PipelinePlan
-    orders: dict[int, list[int]]
     members: dict[int, tuple[int, ...]]
     groups: tuple[NodeGroup, ...]
     stage: list[int]
@@ -71,9 +70,10 @@ class TaskGraph:
     micro_batch: list[int]
     kind: list[TaskKind]
     half: list[int | None]
-    num_waits: list[int]
-    next_on_rank: list[int]
-    first_message: list[int]
+    num_waits: list[int] = field(default_factory=list)
+    next_on_rank: list[int] = field(default_factory=list)
+    first_message: list[int] = field(default_factory=list)
+    orders: dict[int, list[int]] = field(default_factory=dict)
     chains: list[tuple[int, list[int]]] = field(default_factory=list)
     num_activations: int = 0
     source: list[int] = field(default_factory=list)
@@ -88,6 +88,12 @@ class TaskGraph:
     unlocks: dict[int, list[int]] = field(default_factory=dict)
     num_updates: int = 0
     num_ends: int = 0
+
+    def __post_init__(self) -> None:
+        count = len(self.stage)
+        self.num_waits.extend([0] * count)
+        self.next_on_rank.extend([-1] * count)
+        self.first_message.extend([-1] * count)
 
     @property
     def tasks(self) -> range:
@@ -105,8 +111,8 @@ class TaskGraph:
 
     def message(self, number: int) -> Message:
         """Return a message as the programs name it."""
-        make = activation_message if number < self.num_activations else gradient_message
-        return make(self.plan, self.edge[number], self.overlaps[number], self.pairs[number])
+        direction = Direction.ACTIVATION if number < self.num_activations else Direction.GRADIENT
+        return message_of(self.plan, self.edge[number], direction, self.overlaps[number], self.pairs[number])
 
     def delay_us(self, number: int) -> float:
         """Return what a message takes that orders reckon with; a local transfer takes nothing."""
@@ -130,11 +136,6 @@ class TaskGraph:
             self.next_on_rank[node] = follower
             self.num_waits[follower] += 1
 
-    def set_order(self, rank: int, order: list[int]) -> None:
-        """Let a rank run these nodes one after the other."""
-        self.orders[rank] = order
-        self.add_chain(order)
-
     def replace_chains(self, orders: Mapping[int, list[int]]) -> None:
         """Let ranks run their nodes in these orders, which contain the chains that there are."""
         for node, follower in enumerate(self.next_on_rank):
@@ -142,7 +143,8 @@ class TaskGraph:
                 self.num_waits[follower] -= 1
                 self.next_on_rank[node] = -1
         for rank, order in orders.items():
-            self.set_order(rank, order)
+            self.orders[rank] = order
+            self.add_chain(order)
 
     def add_message(
         self, source: int, target: int, num_bytes: float, edge: int, overlap: Overlap, pair: TensorPair

@@ -25,8 +25,7 @@ from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.checks.order_check import OF_STAGE
-from gpp_plugin.schedule.durations import Durations, duration_reader
-from gpp_plugin.schedule.event_loop import MessageCosts
+from gpp_plugin.schedule.event_loop import Durations, MessageCosts, duration_reader
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes, tensor_pairs
 

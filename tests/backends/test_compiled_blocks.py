@@ -27,9 +27,8 @@ from gpp_plugin.errors import BackendRefused, ConfigError, PlanError
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.backend_planning import CompiledBlocks, check_paths, is_requested, measure_compiled
-from gpp_plugin.runtime.memory.keeper import StageOperators
-from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
-from gpp_plugin.runtime.stage_source import StageCode
+from gpp_plugin.runtime.memory.activation_policy import StageOperators
+from gpp_plugin.runtime.stage_module import StageCode, StageFunction, build_stage_function
 from tests.compilers import compile_plainly
 from tests.models import build, captured_once
 

@@ -17,7 +17,7 @@ from gpp_plugin.errors import CaptureError
 from gpp_plugin.model.graph import captured_part
 from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
 from gpp_plugin.runtime.batches import ones_among
-from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
+from gpp_plugin.runtime.stage_module import Reference, StageCode, make_reference
 from tests.capture.attention_calls import recorded_attention
 from tests.reference import assert_near
 

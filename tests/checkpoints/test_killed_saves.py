@@ -13,7 +13,7 @@ from gpp_plugin.engine.checkpoints import save_checkpoint
 from gpp_plugin.engine.checkpoints.conversion import write_checkpoint
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.serialize import to_plain
-from gpp_plugin.runtime.ranks.rank_status import FirstFailure, SeenRank
+from gpp_plugin.runtime.ranks.failure_board import FirstFailure, SeenRank
 from tests.checkpoints.killed_saves import latest_or_none, number_in, save_and_die, state_of
 
 

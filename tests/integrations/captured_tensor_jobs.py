@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import GRADIENT, RESULT, own_part, parameter_shards
+from gpp_plugin.runtime.tensor_ranks import GRADIENT, RESULT, own_part, parameter_shards
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 

@@ -17,7 +17,7 @@ from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, batch_layout
 from gpp_plugin.runtime.batches import UnitBatch
-from gpp_plugin.runtime.evaluation import evaluation_plan, split_evaluation
+from gpp_plugin.runtime.rank_programs import evaluation_plan, split_evaluation
 
 NAMES = {"model": "m", "graph": "g", "planner": "p"}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.engine.model_watch import ModelWatch
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.runtime.stage_source import WatchedModule
+from gpp_plugin.runtime.stage_module import WatchedModule
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ from tests.integrations import stock_jobs
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
 from tests.runtime import jobs
-from tests.runtime.test_regressions import by_hand
+from tests.runtime.jobs import by_hand
 
 
 def job(model: str, *, mini_batch: int = 8, unit: int = 2, zero: int = 0, **more: Any) -> jobs.Job:

@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "lowering": (
         "schedule/lower.py", "schedule/messages.py", "schedule/lower.py", "schedule/gathers.py",
-        "schedule/gathers.py", "schedule/program_sets.py", "schedule/cut_graph.py", "schedule/build_graph.py",
+        "schedule/gathers.py", "schedule/program_sets.py", "schedule/build_graph.py", "schedule/build_graph.py",
         "schedule/build*.py", "schedule/orders/*",
     ),
     "validators": ("schedule/checks/*", "plan/validate_plan.py", "plan/batch_rules.py"),
@@ -53,7 +53,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "engine/metrics.py",
     ),
     "activations": ("runtime/memory/*", "runtime/random_streams.py", "runtime/compute.py"),
-    "evaluation": ("engine/evaluator.py", "runtime/evaluation.py", "schedule/orders/gpipe.py"),
+    "evaluation": ("engine/evaluator.py", "runtime/rank_programs.py", "schedule/orders/gpipe.py"),
     "generation": ("model/generation/*", "integrations/huggingface/generate_calls.py"),
 }  # fmt: skip
 """Which files make up a layer, below the package. What is drawn is then addressed by function."""

@@ -28,7 +28,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfForwards
-from gpp_plugin.runtime.memory.keeper import StageActivations, backwards_after
+from gpp_plugin.runtime.memory.activation_policy import StageActivations, backwards_after
 from gpp_plugin.runtime.memory.module_policies import make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.ranks.waiting import all_gather
@@ -217,7 +217,7 @@ class ComputingStages:
             loss=LOSS if module.has_loss else None,
             loss_share=stage.local_batch_size / self._plan.mini_batch,
             halves=HalfForwards(function=half, input_axes=(0, 0), axes=axes),
-            keeper=self._keeper(index, (whole, half), gradients, program) if is_trained else None,
+            activations=self._keeper(index, (whole, half), gradients, program) if is_trained else None,
             versions=versions,
             reduces_in=last_backward(program) if is_training and index in self._early else None,
             weights=own.weights,

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.ir.program import InstructionKind
-from gpp_plugin.runtime.ranks.rank_status import HERE
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from tests.nccl.operations import Tape
 
 LET_GO = "let go of"

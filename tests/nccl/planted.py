@@ -191,10 +191,10 @@ JOBS: dict[str, Callable[[], Recorded]] = {
 
 # ---- faults ------------------------------------------------------------------------------------------------
 
-_PENDING = "runtime.messages.pending:Posted"
+_PENDING = "runtime.messages.transport:Posted"
 _MAIL = "runtime.messages.mailbox:Mailbox"
 _BUFFERS = "runtime.messages.receive_buffers:ReceiveBuffers"
-_NCCL = "runtime.messages.nccl_transport"
+_NCCL = "runtime.messages.transport"
 _LINK = "runtime.memory.swap:SwapLink"
 _ROWS = "runtime.input_rows"
 _STORE = "engine.gradient_store"
@@ -244,10 +244,10 @@ FAULTS = (
     Fault("runtime.memory.swap:SwappedStorage.use", "self._link.wait(self._returned)", "pass", job="swap and recompute"),
     Fault("runtime.memory.swap:HostPool.take", "return free.pop()", "return free[-1]", job="swap"),
     # recomputation
-    Fault("runtime.memory.recompute:RandomState.take", 'if device.type == "cuda" else None', "if False else None", job="swap and recompute"),
-    Fault("runtime.memory.recompute:RandomState.restore", "torch.cuda.set_rng_state(self.cuda, self.device)", "pass", job="swap and recompute"),
-    Fault("runtime.memory.recompute:Replay._run", "before.restore()", "pass", job="swap and recompute"),
-    Fault("runtime.memory.recompute:Replay.restore", "self.states[run].restore()", "pass", job="swap and recompute"),
+    Fault("runtime.random_streams:streams_of", 'if device.type == "cuda" else None', "if False else None", job="swap and recompute"),
+    Fault("runtime.random_streams:set_streams", "torch.cuda.set_rng_state(streams[1], device)", "pass", job="swap and recompute"),
+    Fault("runtime.memory.recompute:Replay._run", "set_streams(self._device, before)", "pass", job="swap and recompute"),
+    Fault("runtime.memory.recompute:Replay.restore", "set_streams(self._device, self.states[run])", "pass", job="swap and recompute"),
     # rows of a mini-batch
     Fault(f"{_ROWS}:CudaCopyStream.follow", "self._stream.wait_stream(torch.cuda.current_stream(self._device))", "pass"),
     Fault(f"{_ROWS}:CudaCopyStream.wait", "torch.cuda.current_stream(self._device).wait_event(event)", "pass"),
@@ -268,7 +268,7 @@ FAULTS = (
     Fault("engine.sharded_weights:_Sharded.free", "self.part.copy_(self._own)", "pass", job="ZeRO 3"),
     Fault("engine.partitioned_gradients:_reduce_scatter", "group=group)", "group=group, async_op=True)", job="ZeRO 1"),
     Fault("runtime.weight_versions:WeightVersions.begin_update", "self._locations.move(self._live)", "pass", job="windows"),
-    Fault("runtime.executor:StageExecutor.step", "self.finish_sends()", "pass", job="weights sent"),
+    Fault("runtime.executor:StageExecutor.step", "self.mail.finish_sends()", "pass", job="weights sent"),
     Fault("runtime.weight_versions:WeightVersions.apart", "if not self._aliased:", "if True:", job="weights sent in windows"),
     Fault("engine.sharded_weights:ShardedWeights.apart", "if not any(", "if True or any(", job="weights sent under ZeRO 3"),
     # messages that are staged through the host; generation; saves that are written behind the training
@@ -287,7 +287,7 @@ FAULTS = (
     # what hosts read, and in which order ranks come together
     Fault("runtime.compute:AutogradCompute.backward", "if roots:", "if roots and seeds[0].sum().item() != -1:"),
     Fault("runtime.recorder:Recorder._mark", "return mark", "mark.synchronize(); return mark"),
-    Fault("runtime.messages.opening_order:opening_order", "opening_rounds(channels)", "(opening_rounds(channels)[::-1] if __import__('torch').distributed.get_rank() % 2 else opening_rounds(channels))", job="wide"),
+    Fault("runtime.messages.sockets:opening_order", "opening_rounds(channels)", "(opening_rounds(channels)[::-1] if __import__('torch').distributed.get_rank() % 2 else opening_rounds(channels))", job="wide"),
     Fault(f"{_NCCL}:NcclTransport.bind_receive", "group = self._groups[message.channel]", "self._groups[message.channel] = group = self._groups.get(message.channel[::-1], self._groups[message.channel])", job="wide"),
     Fault(f"{_NCCL}:NcclTransport.open", "opening_order(set(channels) - self._opened)", "opening_order(c for c in channels if torch.distributed.get_rank() in c)", job="wide"),
     Fault("engine.stage_groups:StageGroups.create", "make_one_of(stage.data_ranks(position) for position in range(stage.tensor))", "make_one_of(stage.data_ranks(position) for position in range(stage.tensor) if dist.get_rank() in stage.ranks) if dist.get_rank() in stage.ranks else 0", job="ZeRO 0"),

@@ -35,17 +35,17 @@ from gpp_plugin.runtime.compute import (
 )
 from gpp_plugin.runtime.executor import MiniBatchResult, RankExecutor, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.payloads import BoundarySpecs, held_shape
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.rank_programs import channels_of, spec_of_unit
 from gpp_plugin.runtime.ranks import waiting
 from gpp_plugin.runtime.ranks.agree import Collectives
-from gpp_plugin.runtime.ranks.rank_status import HERE
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.checks.validate_windows import validate_prefetch
+from gpp_plugin.schedule.checks.validate_programs import validate_prefetch
 from gpp_plugin.schedule.gathers import last_backward, stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.program_sets import (
@@ -57,7 +57,7 @@ from gpp_plugin.schedule.program_sets import (
     lower_async,
     lower_prefetch,
 )
-from gpp_plugin.simulate.async_prediction import num_windows
+from gpp_plugin.simulate.predict import num_windows
 from tests.nccl.computing import LOSS, ComputingStages
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
 from tests.nccl.fake_groups import FakeDistributed, recorded_distributed
@@ -375,7 +375,7 @@ class RankJob:
         ties = _ties(run.tied)
         self._groups = StageGroups.create(plan, ties, timeout_s=60.0)
         self._shared: Transport | None = None
-        self._hand_overs = HandOvers()
+        self._local_transfers = LocalTransfers()
         self._links = {stage: InputLink(CUDA) for stage in self._stages}
         self._kept: dict[int, dict[int, list[Tensor]]] = {stage: {} for stage in self._stages}
         self._real = None
@@ -595,7 +595,7 @@ class RankJob:
         return self._shared
 
     def _rank_executor(self, programs: RankPrograms) -> RankExecutor:
-        return RankExecutor(programs, hand_overs=self._hand_overs, step=self._step)
+        return RankExecutor(programs, local_transfers=self._local_transfers, step=self._step)
 
     def _executor(
         self, program: RankProgram, transport: Transport | None, **options: Any
@@ -664,7 +664,7 @@ class RankJob:
             is_training=is_training,
             place=place,
             next_specs=next_specs,
-            hand_overs=self._hand_overs,
+            local_transfers=self._local_transfers,
             weights=weights,
         )
 

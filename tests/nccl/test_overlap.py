@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.memory.keeper import StageActivations, Turn
+from gpp_plugin.runtime.memory.activation_policy import StageActivations, Turn
 from gpp_plugin.runtime.memory.recompute import MovingPass
 from gpp_plugin.runtime.memory.swap import SwapLink
-from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
-from gpp_plugin.simulate.overlap import COPIES_BACK, COPIES_OUT, Travel, overlap_of
+from gpp_plugin.runtime.messages.transport import NcclTransport
+from gpp_plugin.simulate.timeline_metrics import COPIES_BACK, COPIES_OUT, Travel, overlap_of
 from tests.nccl.checker import WaitGraph, topological_order
 from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda

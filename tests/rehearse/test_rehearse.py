@@ -14,12 +14,11 @@ from gpp_plugin.rehearse.measured_times import predict_from
 from gpp_plugin.rehearse.rehearsal import RehearsalSettings, programs_of_plan
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.cut_graph import lengthened
+from gpp_plugin.schedule.build_graph import lengthened
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.program_sets import window_schedules
-from gpp_plugin.simulate.async_prediction import measured_steady_us, num_windows
-from gpp_plugin.simulate.predict import predict_iteration_us
+from gpp_plugin.simulate.predict import measured_steady_us, num_windows, predict_iteration_us
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 from tests.ranks import run_kept_ranks
 

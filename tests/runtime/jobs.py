@@ -29,6 +29,15 @@ def make_config(job: Job) -> dict[str, Any]:
     return config
 
 
+def by_hand(
+    model: str, *stages: str | dict[str, Any], last: dict[str, Any] | None = None, **options: Any
+) -> Job:
+    """Return a job whose stages are the given modules; the last one takes everything else."""
+    described = [stage if isinstance(stage, dict) else {"modules": stage.split("+")} for stage in stages]
+    block = {"plan": {"stages": [*described, {"name": "loss", "modules": ["*"], **(last or {})}]}}
+    return {"model": model, "mini_batch": 8, "unit": 2, "steps": 3, "block": block, **options}
+
+
 def make_batches(make_batch: Any, job: Job) -> list[dict[str, Any]]:
     """Return the mini-batches of a job, cut to its lengths, with labels left out where it says so."""
     batches = [make_batch(job["mini_batch"], seed) for seed in range(job.get("steps", 5))]
@@ -77,18 +86,14 @@ def with_saved_plan(job: Job, engine: Any) -> Job:
     plan: PipelinePlan = engine.plan
     changes = job["overrides"]
     stages = tuple(dataclasses.replace(s, **changes.get(i, {})) for i, s in enumerate(plan.stages))
+    plan = dataclasses.replace(plan, stages=stages)
     if job.get("memory"):
         from tests.runtime.memory_stages import StageBlocks, plan_both
 
         graph = engine._reference.block_graph
-        stages = tuple(
-            dataclasses.replace(s, memory=plan_both(StageBlocks(graph=graph, blocks=s.blocks), 1))
-            for s in stages
-        )
-    changed = dataclasses.replace(plan, stages=stages)
-    counts = plan_in_flight(changed)
-    stages = tuple(dataclasses.replace(s, in_flight=n) for s, n in zip(stages, counts, strict=True))
-    saved = json.loads(dumps(dataclasses.replace(changed, stages=stages)))
+        own = [StageBlocks(graph=graph, blocks=stage.blocks) for stage in stages]
+        plan = plan.with_each(memory=[plan_both(blocks, 1) for blocks in own])
+    saved = json.loads(dumps(plan.with_each(in_flight=plan_in_flight(plan))))
     return {**job, "block": {**job["block"], "plan": saved}}
 
 

@@ -17,7 +17,7 @@ from gpp_plugin.ir.block_graph import BlockGraph, SavedTensor
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients
-from gpp_plugin.runtime.memory.keeper import StageOperators
+from gpp_plugin.runtime.memory.activation_policy import StageOperators
 from gpp_plugin.runtime.memory.module_policies import make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
@@ -167,15 +167,21 @@ def kept_by(stage: StageBlocks, plan: MemoryPlan) -> list[str]:
 
 
 class Hooks:
-    loss_scale = 2.0
+    """The optimizer side of a stage: sums over nobody, and counts."""
 
-    def accumulate(self) -> None: ...
+    def __init__(self, loss_scale: float = 1.0) -> None:
+        self.loss_scale = loss_scale
+        self.num_accumulated = self.steps = 0
+
+    def accumulate(self) -> None:
+        self.num_accumulated += 1
 
     def reduce_data(self) -> None: ...
 
     def reduce_tied(self) -> None: ...
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        self.steps += 1
 
 
 class Trainer:
@@ -191,9 +197,9 @@ class Trainer:
             stage.state[name].detach().clone().to(device).requires_grad_(stage.state[name].requires_grad)
             for name in stage.function.tensors
         ]
-        keeper = None
+        activations = None
         if plan is not None:
-            keeper = make_stage_activations(
+            activations = make_stage_activations(
                 stage="s",
                 plan=plan,
                 blocks=stage.blocks,
@@ -203,14 +209,14 @@ class Trainer:
                 link=self.link,
                 **options,
             )
-        self.keeper = keeper
+        self.activations = activations
         self.compute = AutogradCompute(
             function=stage.function,
             parameters=self.tensors,
             gradients=BoundaryGradients(outputs=(), inputs=stage.gradients),
-            hooks=Hooks(),
+            hooks=Hooks(2.0),
             loss=str(stage.captured.op_graph.loss),
-            keeper=keeper,
+            activations=activations,
         )
 
     def forward(self, micro_batch: int) -> Tensor:

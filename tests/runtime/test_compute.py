@@ -10,24 +10,9 @@ from torch import Tensor
 
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfForwards
 from gpp_plugin.runtime.stage_module import StageFunction
+from tests.runtime.memory_stages import Hooks
 
 SAMPLES, WIDTH, MICRO_BATCH = 6, 3, 7
-
-
-class Hooks:
-    loss_scale = 4.0
-
-    def __init__(self) -> None:
-        self.num_accumulated = 0
-
-    def accumulate(self) -> None:
-        self.num_accumulated += 1
-
-    def reduce_data(self) -> None: ...
-
-    def reduce_tied(self) -> None: ...
-
-    def step(self) -> None: ...
 
 
 def call(weight: Tensor, table: Tensor, data: Tensor, rows: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
@@ -87,7 +72,7 @@ def forward(compute: AutogradCompute, given: Sequence[Tensor], is_halved: bool) 
 @pytest.mark.parametrize("sent", [True, False], ids=["all gradients", "no gradient of the table"])
 def test_every_way_gives_the_gradients_of_plain_autograd(is_split: bool, is_halved: bool, sent: bool) -> None:
     torch.manual_seed(0)
-    hooks = Hooks()
+    hooks = Hooks(4.0)
     compute, parameters = make(hooks)
     data, rows, shared = given = inputs()
     leaves = [shared.clone().requires_grad_(), rows.clone().requires_grad_()]
@@ -124,7 +109,7 @@ def test_every_way_gives_the_gradients_of_plain_autograd(is_split: bool, is_halv
 def test_each_backward_is_of_its_own_micro_batch_at_the_scale_of_the_day() -> None:
     """Unlike micro-batches, in another order than their forwards; sums may begin in the last one's backward alone."""
     log: list[str] = []
-    hooks = Hooks()
+    hooks = Hooks(4.0)
     hooks.begin_reduction = lambda: log.append("begin")  # type: ignore[attr-defined]
     compute, parameters = make(hooks)
     compute._reduces_in = 1
@@ -159,7 +144,7 @@ def test_a_stage_without_backwards_keeps_nothing() -> None:
 
 
 def test_micro_batches_are_let_go_when_a_mini_batch_fails() -> None:
-    compute, _ = make(Hooks())
+    compute, _ = make(Hooks(4.0))
     forward(compute, inputs(), is_halved=False)
     compute.clear()
     with pytest.raises(KeyError):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from gpp_plugin.relative_errors import loss_difference
-from tests.ranks import run_kept_ranks
+from tests.ranks import run_kept_ranks, run_ranks
 from tests.reference import assert_near, train_reference
 from tests.runtime import jobs
 from tests.tiers import some
@@ -27,6 +27,20 @@ def check(one: jobs.Job, answers: list[dict[str, Any]]) -> None:
     device = one.get("device", "cpu")
     plain = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"], device=device)
     compare(answers, plain.losses, plain.gradients, lambda: jobs.exact_gradients(one))
+
+
+def check_each(
+    named: Mapping[str, jobs.Job], num_ranks: int, run: Callable[..., Any] = run_ranks
+) -> list[list[dict[str, Any]]]:
+    """Run jobs on ranks and compare each with the single process; return what the ranks returned for each."""
+    per_rank = run(jobs.train, num_ranks, list(named.values()), timeout_s=240)
+    found = [list(of_job) for of_job in zip(*per_rank, strict=True)]
+    for (name, one), answers in zip(named.items(), found, strict=True):
+        try:
+            check(one, answers)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    return found
 
 
 def compare(
@@ -91,12 +105,10 @@ JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_training_equals_single_process(name: str) -> None:
     num_ranks, tasks = JOBS[name][0], some(JOBS[name][1], every=3)
-    per_rank = run_kept_ranks(jobs.train, num_ranks, tasks, timeout_s=240)
-    for index, one in enumerate(tasks):
-        answers = [answers_of[index] for answers_of in per_rank]
+    named = {f"job {number}": one for number, one in enumerate(tasks)}
+    for one, answers in zip(tasks, check_each(named, num_ranks, run_kept_ranks), strict=True):
         if isinstance(one["block"]["stages"], int):
             assert len(answers[0]["stages"]) == one["block"]["stages"]
-        check(one, answers)
 
 
 CLIP: jobs.Job = {**job("clip", stages=2, verify=False), "steps": 3}

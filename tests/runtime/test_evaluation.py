@@ -14,7 +14,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.runtime.batches import UnitBatch
-from gpp_plugin.runtime.evaluation import evaluation_plan, match_blocks, split_evaluation
+from gpp_plugin.runtime.rank_programs import evaluation_plan, match_blocks, split_evaluation
 from tests.plan.graphs import make_graph
 
 HELD = [{"a.w", "tied"}, {"b.w"}, {"c.w", "tied"}]

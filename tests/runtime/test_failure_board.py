@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.runtime.ranks import failure_board, job_board
-from gpp_plugin.runtime.ranks.failure_board import FailureBoard
+from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, FirstFailure
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection, mark_shared
-from gpp_plugin.runtime.ranks.rank_status import HERE, FirstFailure
 
 
 def make_boards(num_ranks: int) -> list[FailureBoard]:

@@ -34,7 +34,7 @@ SPECS = {
 }
 
 
-class DeferredStream:
+class DeferredStream(CudaCopyStream):
     """Runs copies only as far as somebody waits for them; ``log`` has what was asked for, in order."""
 
     def __init__(self) -> None:

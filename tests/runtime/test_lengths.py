@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
+import torch
 
+from gpp_plugin.runtime.memory import module_policies
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, train_reference
-from tests.runtime import jobs, length_jobs
+from tests.runtime import jobs
 
 TEXTS = ("input_ids", "attention_mask", "labels")
 LENGTHS = (0, 3, -2, 1, 5, -1, 3)
@@ -24,10 +27,90 @@ def job(model: str, *, texts: tuple[str, ...] = TEXTS, stages: int = 2, **more: 
     }  # fmt: skip
 
 
+def make_batches(make_batch: Any, job: jobs.Job) -> list[dict[str, Any]]:
+    """Return a job's mini-batches, the texts of each of another length, longer or shorter than the model's own."""
+    batches = []
+    for seed, length in enumerate(job["text_lengths"]):
+        batch = make_batch(job["mini_batch"], seed)
+        for key in job["texts"]:
+            text = batch[key]
+            # more of its end: an image's tokens are at the beginning
+            longer = torch.cat([text, text[:, -5:]], dim=1)
+            batch[key] = longer[:, : text.shape[1] + length].contiguous()
+        batches.append(batch)
+    return batches
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train(job: jobs.Job) -> dict[str, Any]:
+    """Train on texts of many lengths, evaluate each of them too, and count what was exported on the way."""
+    import deepspeed
+
+    import gpp_plugin
+
+    warnings = _Warnings()
+    logging.getLogger("gpp_plugin").addHandler(warnings)
+    jobs.use_device("cpu")
+    model, make_batch = jobs.build_model(job)
+    batches = make_batches(make_batch, job)
+    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
+    if "overrides" in job:
+        job = jobs.with_saved_plan(job, deepspeed.initialize(model=wrapped, config=jobs.make_config(job))[0])
+    engine, *_ = deepspeed.initialize(model=wrapped, config=jobs.make_config(job))
+    exports: list[int] = []
+    export = torch.export.export
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        exports.append(1)
+        return export(*args, **kwargs)
+
+    torch.export.export = counting
+    surveys: list[int] = []
+    survey = module_policies.SurveyPass
+
+    def surveying(*args: Any, **kwargs: Any) -> Any:
+        surveys.append(1)
+        return survey(*args, **kwargs)
+
+    vars(module_policies)["SurveyPass"] = surveying
+    losses, evaluated, gradients = [], [], []
+    try:
+        for batch in batches:
+            engine.retain_gradients()
+            losses.append(float(engine.train_batch(data_iter=iter([batch]))))
+            gradients.append({name: g.cpu().clone() for name, g in engine.gradients.items()})
+        trained = len(exports)
+        for batch in batches if job.get("evaluates") else ():
+            evaluated.append(float(engine.eval_batch(iter([batch]))))
+    finally:
+        torch.export.export = export
+        vars(module_policies)["SurveyPass"] = survey
+        logging.getLogger("gpp_plugin").removeHandler(warnings)
+    return {
+        "losses": losses,
+        "evaluated": evaluated,
+        "gradients": gradients,
+        "exports": trained,
+        "surveys": len(surveys),
+        "evaluation_exports": len(exports) - trained,
+        "stages": [stage.name for stage in engine.plan.stages],
+        "memory": [stage.memory is not None for stage in engine.plan.stages],
+        "warnings": warnings.lines,
+    }
+
+
 def check(one: jobs.Job, answers: list[dict[str, Any]]) -> None:
     """Hold every step's loss and gradients against the single process."""
     model, make_batch = jobs.build_model(one)
-    for step, batch in enumerate(length_jobs.make_batches(make_batch, one)):
+    for step, batch in enumerate(make_batches(make_batch, one)):
         plain = train_reference(model, [batch], unit=one["unit"])
         found: dict[str, Any] = {}
         for answer in answers:
@@ -43,7 +126,7 @@ def check(one: jobs.Job, answers: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", ["llava", "t5"])
 def test_steps_of_many_lengths_are_those_of_one_process(name: str) -> None:
     one = job(name, evaluates=True)
-    answers = run_kept_ranks(length_jobs.train, 2, one, timeout_s=120)
+    answers = run_kept_ranks(train, 2, one, timeout_s=120)
     check(one, answers)
     for answer in answers:
         assert answer["exports"] == 1, "one more than the plan's own, for all lengths"
@@ -52,7 +135,7 @@ def test_steps_of_many_lengths_are_those_of_one_process(name: str) -> None:
 
 def test_labels_and_texts_change_apart_in_halves_of_forwards() -> None:
     one = job("t5", texts=("labels",), overrides={0: {"num_sliced": 2, "micro_batch_size": 4}})
-    answers = run_kept_ranks(length_jobs.train, 2, one, timeout_s=120)
+    answers = run_kept_ranks(train, 2, one, timeout_s=120)
     check(one, answers)
     assert [answer["exports"] for answer in answers] == [1, 1], (
         "halves are of another number of samples, which is a symbol"
@@ -61,7 +144,7 @@ def test_labels_and_texts_change_apart_in_halves_of_forwards() -> None:
 
 def test_swapped_and_recomputed_at_many_lengths() -> None:
     one = job("gpt2", overrides={}, memory=True)
-    answers = run_kept_ranks(length_jobs.train, 2, one, timeout_s=120)
+    answers = run_kept_ranks(train, 2, one, timeout_s=120)
     check(one, answers)
     assert all(all(answer["memory"]) for answer in answers)
     assert [answer["exports"] for answer in answers] == [1, 1]
@@ -73,6 +156,6 @@ def test_another_number_of_images_a_sample_is_a_length() -> None:
     # of 1, 2, 3, ... rows a sample
     one = job("bags", texts=(), block={"plan": {"stages": [{"modules": ["each"]}, {"modules": ["*"]}]}})
     one["block"].pop("stages")
-    answers = run_kept_ranks(length_jobs.train, 2, one, timeout_s=120)
+    answers = run_kept_ranks(train, 2, one, timeout_s=120)
     check(one, answers)
     assert [answer["exports"] for answer in answers] == [1, 1]

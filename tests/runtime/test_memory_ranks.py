@@ -26,21 +26,15 @@ ALL: dict[str, dict[str, Any]] = {
 
 def job_pair(name: str, *, bf16: bool, overrides: dict[int, dict[str, Any]]) -> list[jobs.Job]:
     """Return a job that keeps everything, and one whose three stages swap and recompute."""
-    plain: jobs.Job = {
-        "model": name,
-        "model_options": {"dropout": 0.1},
-        "mini_batch": 8,
-        "unit": 2,
-        "steps": 2,
-        "seed": 5,
-        "config": {"bf16": {"enabled": bf16}},
-        "block": {
-            "plan": {
-                "stages": [*({"modules": [m]} for m in STAGES[name]), {"name": "loss", "modules": ["*"]}]
-            }
-        },
-        "overrides": overrides,  # halves draw other masks: nothing is left to what takes least time today
-    }
+    plain = jobs.by_hand(
+        name,
+        *STAGES[name],
+        model_options={"dropout": 0.1},
+        steps=2,
+        seed=5,
+        config={"bf16": {"enabled": bf16}},
+        overrides=overrides,  # halves draw other masks: nothing is left to what takes least time today
+    )
     return [plain, {**plain, "memory": True}]
 
 

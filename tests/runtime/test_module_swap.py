@@ -69,7 +69,7 @@ def gradients(module: nn.Module, swapped: tuple[int, ...], num_micro_batches: in
         call=lambda *given: (module(given[-1]),), tensors=(), constants=(), batch_inputs=(), received=("hidden",),
         outputs=("out",), code="", given=module,
     )  # fmt: skip
-    keeper = make_stage_activations(
+    activations = make_stage_activations(
         stage="own", plan=plan, blocks=("other",), operators=None, whole=function, gradient_inputs=("hidden",),
         link=SwapLink(torch.device("cpu")),
     )  # fmt: skip
@@ -77,12 +77,12 @@ def gradients(module: nn.Module, swapped: tuple[int, ...], num_micro_batches: in
     kept = []
     for micro_batch in range(num_micro_batches):
         received = torch.randn(4, WIDTH)
-        kept.append(keeper.forward(micro_batch, None, parameters, (), (received,)))
+        kept.append(activations.forward(micro_batch, None, parameters, (), (received,)))
     found = []
     for micro_batch, ((leaf,), (output,)) in enumerate(kept):
-        keeper.begin_backward(micro_batch)
+        activations.begin_backward(micro_batch)
         output.backward(torch.linspace(0.0, 1.0, output.numel()).view(output.shape))
-        keeper.end_backward(micro_batch)
+        activations.end_backward(micro_batch)
         found.append(leaf.grad)
     found += [parameter.grad for parameter in parameters]
     for parameter in parameters:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plugins import TransportRequest
-from gpp_plugin.runtime.messages import nccl_transport
-from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
-from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT
+from gpp_plugin.runtime.messages import transport
+from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, NcclTransport
 from tests.runtime.test_transport import message, wires_for
+from tests.schedule.plans import make_plan
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: group.calls.append("destroyed"))
-    monkeypatch.setattr(nccl_transport, "_options", lambda timeout_s: timeout_s)
+    monkeypatch.setattr(transport, "_nccl_options", lambda timeout_s: timeout_s)
     return groups
 
 
@@ -92,10 +92,7 @@ def test_edges_between_two_ranks_share_a_communicator_and_a_message_is_one_launc
 def test_a_job_s_transfers_may_wait_for_a_whole_mini_batch_and_groups_end_with_it(
     made: list[Group], mini_batch_s: float, limit_s: float
 ) -> None:
-    plan = PipelinePlan(
-        **{"model": "m", "graph": "g", "planner": "p", "mini_batch": 4, "loss_unit": 2},
-        stages=(), edges=(), iteration_us=mini_batch_s * 1e6,
-    )  # fmt: skip
+    plan = dataclasses.replace(make_plan((), (), mini_batch=4), iteration_us=mini_batch_s * 1e6)
     channels = frozenset({(0, 1), (1, 0), (2, 3)})
     request = TransportRequest(
         plan=plan, specs={}, channels=channels, device="cpu", backend="nccl", timeout_s=7.0

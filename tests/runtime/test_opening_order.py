@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gpp_plugin.runtime.messages.opening_order import opening_order, opening_rounds
+from gpp_plugin.runtime.messages.sockets import opening_order, opening_rounds
 
 
 def chain(num_ranks):

@@ -13,10 +13,10 @@ from torch import Tensor
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.tensors import Layout, LayoutKind, TensorSpec
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.schedule.program_sets import EMPTY, lower_prefetch
-from tests.schedule.plans import simple_plan
-from tests.schedule.test_look_ahead import freeze
+from tests.runtime.memory_stages import Hooks
+from tests.schedule.plans import freeze, simple_plan
 
 WIDTHS = (3, 5, 5, 2)
 """Of the mini-batches, one after the other: three shapes."""
@@ -81,19 +81,6 @@ class Doubling:
         assert not self.held
 
 
-class Hooks:
-    """Counts steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def reduce_data(self) -> None:
-        pass
-
-    def step(self) -> None:
-        self.steps += 1
-
-
 def specs(width: int) -> dict[str, TensorSpec]:
     layout = Layout(kind=LayoutKind.BATCH, axis=0)
     return {"t0": TensorSpec(name="t0", shape=(1, width), dtype="float32", layout=layout, num_samples=1)}
@@ -108,7 +95,7 @@ def test_every_task_reads_its_own_mini_batch(frozen_size: int, trained_size: int
     plan = freeze(simple_plan([frozen_size, trained_size], [(0, 1)], mini_batch=8, num_bytes=8.0), {0})
     programs = [lower_prefetch(plan).of_rank(rank) for rank in (0, 1)]
     payload, computes, hooks = Payload(), (Doubling(0), Doubling(1)), (Hooks(), Hooks())
-    executors = [RankExecutor(own, hand_overs=HandOvers()) for own in programs]
+    executors = [RankExecutor(own, local_transfers=LocalTransfers()) for own in programs]
 
     def run(name: str, now: int, following: int | None) -> list[Any]:
         for rank, own_programs in enumerate(programs):  # in turn: the frozen stage waits for nobody
@@ -149,7 +136,7 @@ def test_every_task_reads_its_own_mini_batch(frozen_size: int, trained_size: int
 def test_what_is_carried_is_numbered_as_the_next_program_does() -> None:
     plan = freeze(simple_plan([2, 4], [(0, 1)], mini_batch=8, num_bytes=8.0), {0})
     own = lower_prefetch(plan).of_rank(1)
-    (carry,) = RankExecutor(own, hand_overs=HandOvers()).carries
+    (carry,) = RankExecutor(own, local_transfers=LocalTransfers()).carries
     carry.received = {m: ([], Payload()) for m in own.programs["prologue"].messages(InstructionKind.RECEIVE)}
     carry.renumber(plan, 1)
     assert {m.dst_micro_batch for m in carry.received} == {0, 1}
@@ -161,7 +148,7 @@ def test_what_is_carried_is_numbered_as_the_next_program_does() -> None:
 def test_dropping_waits_for_what_came_and_keeps_nothing() -> None:
     plan = freeze(simple_plan([2, 2], [(0, 1)], mini_batch=8, num_bytes=8.0), {0})
     own = lower_prefetch(plan).of_rank(1)
-    executor, payload = RankExecutor(own, hand_overs=HandOvers()), Payload()
+    executor, payload = RankExecutor(own, local_transfers=LocalTransfers()), Payload()
     (carry,) = executor.carries
     carry.received = {m: ([], payload) for m in own.programs["prologue"].messages(InstructionKind.RECEIVE)}
     executor.drop()

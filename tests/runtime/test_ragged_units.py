@@ -19,7 +19,7 @@ from torch import Tensor
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
@@ -31,49 +31,30 @@ from gpp_plugin.runtime.rank_programs import make_programs, plan_of_units, spec_
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.unit_patterns import UnitPatterns
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.program_sets import RankPrograms
 from tests.integrations.unit_jobs import Branching, unlike_units
 from tests.models import build
-from tests.runtime.test_tensor_grids import Hooks, ThreadTransport
+from tests.runtime.memory_stages import Hooks
+from tests.runtime.test_tensor_grids import ThreadTransport
+from tests.schedule.plans import on_rows, proven, simple_plan, with_in_flight
 
 U = 4
 
 
 def typical_plan() -> PipelinePlan:
     """Return six units of four samples: two ranks, then three."""
-    common: dict[str, Any] = {"forward_us": 1.0, "backward_us": 2.0}
-    return PipelinePlan(
-        model="two",
-        graph="",
-        planner="given",
-        mini_batch=6 * U,
-        loss_unit=U,
-        stages=(
-            Stage(name="a", blocks=("a",), ranks=(0, 1), micro_batch_size=2 * U, in_flight=3, **common),
-            Stage(name="b", blocks=("b",), ranks=(2, 3, 4), micro_batch_size=3 * U, in_flight=2, **common),
-        ),
-        edges=(
-            StageEdge(
-                src=0,
-                dst=1,
-                batch_tensors=("hidden",),
-                whole_tensors=("bias",),
-                gradient_tensors=("hidden", "bias"),
-            ),
-        ),
-    )
+    names = ("hidden", "bias")
+    edge = StageEdge(src=0, dst=1, batch_tensors=names[:1], whole_tensors=names[1:], gradient_tensors=names)
+    plan = on_rows(simple_plan([2 * U, 3 * U], [], mini_batch=6 * U, backward_us=2.0), [2, 3])
+    return dataclasses.replace(plan.with_each(in_flight=[3, 2]), loss_unit=U, edges=(edge,))
 
 
 def test_a_plan_of_units_has_programs_whose_messages_are_whole_units() -> None:
     plan = plan_of_units(typical_plan())
     assert (plan.mini_batch, plan.loss_unit) == (6, 1)
     assert [stage.local_batch_size for stage in plan.stages] == [1, 1]
-    schedules = build_schedules(plan)
-    programs = lower_schedules(plan, schedules)
-    validate_programs(plan, schedules, programs)
+    _, programs = proven(plan)
     for program in programs:
         for message in program.messages(InstructionKind.SEND):
             assert message.samples.num_samples == 1
@@ -93,9 +74,8 @@ def test_each_message_has_the_shape_of_its_own_unit() -> None:
     plan = plan_of_units(typical_plan())
     programs = lower_schedules(plan, build_schedules(plan))
     specs = []
-    for unit in range(
-        6
-    ):  # 1 to 3 samples of 5 to 10 tokens, joined: hidden [samples x tokens, 8], bias [tokens]
+    # 1 to 3 samples of 5 to 10 tokens, joined: hidden [samples x tokens, 8], bias [tokens]
+    for unit in range(6):
         samples, tokens = 1 + unit % 3, 5 + unit
         hidden = TensorSpec(
             name="hidden",
@@ -164,13 +144,9 @@ def on_seats(plan: PipelinePlan, seats: int | None) -> PipelinePlan:
     """Return the plan with its ranks put on fewer in turn, and its stages in flight as that asks for."""
     if seats is None:
         return plan
-    stages = tuple(
-        dataclasses.replace(stage, ranks=tuple(rank % seats for rank in stage.ranks)) for stage in plan.stages
+    return with_in_flight(
+        plan.with_each(ranks=[tuple(rank % seats for rank in stage.ranks) for stage in plan.stages])
     )
-    folded = dataclasses.replace(plan, stages=stages)
-    counts = plan_in_flight(folded)
-    stages = tuple(dataclasses.replace(s, in_flight=n) for s, n in zip(stages, counts, strict=True))
-    return dataclasses.replace(folded, stages=stages)
 
 
 class ThreadJob:
@@ -220,7 +196,7 @@ class ThreadJob:
                 patterns=UnitPatterns(
                     self.plan,
                     reference,
-                    self.source.stages,
+                    self.source.stages.lacking,
                     program=program,
                     transport=transport,
                     reduces_early=(),

@@ -22,7 +22,7 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.runtime import executor as executors
 from gpp_plugin.runtime.batches import UnitBatch
-from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
@@ -30,15 +30,28 @@ from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.program_sets import RankPrograms
 from tests.integrations.absent_jobs import TwoTowers, tower_units
 from tests.runtime.test_ragged_units import ThreadJob
+from tests.schedule.plans import proven
 
 
-def run_here(network: LinearNetwork, program: RankProgram, seed: int) -> float:
-    """Train three mini-batches on one rank that holds all stages; return the largest error of a gradient."""
+def ready(network: LinearNetwork, program: RankProgram) -> tuple[dict[int, LinearHooks], Any, Any]:
+    """Return the optimizer side of each stage of a rank that holds all of them, and what runs them."""
     hooks = {
         index: LinearHooks({name: p.clone() for name, p in network.starts[index].items()}, None)
         for index in program.stages
     }
-    executor, parts = rank_executor(program, network, hooks, transport=None)
+    return hooks, *rank_executor(program, network, hooks, transport=None)
+
+
+def rows_of(network: LinearNetwork) -> list[Any]:
+    """Return the rows of random data that each stage reads."""
+    plan = network.plan
+    data = torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64)
+    return [stage_rows(network, index, 0, data) for index in range(len(plan.stages))]
+
+
+def run_here(network: LinearNetwork, program: RankProgram, seed: int) -> float:
+    """Train three mini-batches on one rank that holds all stages; return the largest error of a gradient."""
+    hooks, executor, parts = ready(network, program)
     generator = torch.Generator().manual_seed(seed)
     shape = (network.plan.mini_batch, DATA_WIDTH)
     worst = 0.0
@@ -96,22 +109,16 @@ class Watched:
         return self.made["B", micro_batch]
 
 
-def chain_on_one_rank(sizes: Sequence[int]) -> PipelinePlan:
+def chain_on_one_rank(sizes: Sequence[int], num_micro_batches: int = 4) -> PipelinePlan:
     """Return a chain of stages with these micro-batches on one rank; all tensors have samples first."""
-    plan = emulated_plan("chain", chain_links(len(sizes)), num_micro_batches=4, samples=2)
-    stages = tuple(
-        dataclasses.replace(stage, ranks=(0,), micro_batch_size=size)
-        for stage, size in zip(plan.stages, sizes, strict=True)
-    )
-    return with_in_flight(dataclasses.replace(plan, stages=stages))
+    plan = emulated_plan("chain", chain_links(len(sizes)), num_micro_batches=num_micro_batches, samples=2)
+    return with_in_flight(plan.with_each(ranks=[(0,)] * len(sizes), micro_batch_size=sizes))
 
 
 def watched_run(
     plan: PipelinePlan, *, writes: int | None = None, record: bool = False
-) -> tuple[dict[int, Watched], Any, Callable[[], HandOvers]]:
-    schedules = build_schedules(plan)
-    programs = lower_schedules(plan, schedules)
-    validate_programs(plan, schedules, programs)
+) -> tuple[dict[int, Watched], Any, Callable[[], LocalTransfers]]:
+    _, (program,) = proven(plan)
     network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
     # samples first and one row each, so that rows of a tensor are a view of it
     specs = {
@@ -129,10 +136,6 @@ def watched_run(
         for start in network.starts
     )
     network = dataclasses.replace(network, specs=specs, starts=starts)
-    hooks = {
-        i: LinearHooks({n: p.clone() for n, p in network.starts[i].items()}, None)
-        for i in range(len(plan.stages))
-    }
     watched: dict[int, Watched] = {}
     import gpp_benchmarks._exactness_ranks as ranks
 
@@ -146,16 +149,15 @@ def watched_run(
 
     ranks.stage_compute = compute  # type: ignore[assignment]
     try:
-        executor, parts = rank_executor(programs[0], network, hooks, transport=None)
+        _, executor, parts = ready(network, program)
     finally:
         ranks.stage_compute = plain
-    data = torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64)
-    result = executor.run("whole", parts, [stage_rows(network, i, 0, data) for i in hooks], record=record)
-    return watched, result, lambda: executor._hand_overs
+    result = executor.run("whole", parts, rows_of(network), record=record)
+    return watched, result, lambda: executor._local_transfers
 
 
 def test_a_consumer_reads_the_tensor_that_its_producer_made() -> None:
-    watched, _, hand_overs = watched_run(chain_on_one_rank((4, 2, 2)))
+    watched, _, local_transfers = watched_run(chain_on_one_rank((4, 2, 2)))
     for micro_batch in range(4):
         # two micro-batches of stage 1 are views of one of stage 0
         made, read = watched[0].made["F", micro_batch // 2][0], watched[1].read["F", micro_batch][0]
@@ -164,7 +166,7 @@ def test_a_consumer_reads_the_tensor_that_its_producer_made() -> None:
         assert made is not read and read.is_leaf
         made, read = watched[2].made["B", micro_batch][0], watched[1].read["B", micro_batch][0]
         assert made.data_ptr() == read.data_ptr()
-    assert not any(hand_overs()._places.values())
+    assert not any(local_transfers()._places.values())
 
 
 class Counted(Watched):
@@ -207,22 +209,10 @@ def test_what_was_handed_over_and_read_is_let_go(monkeypatch: pytest.MonkeyPatch
         return step(hooks)
 
     monkeypatch.setattr(LinearHooks, "step", count)
-    plan = emulated_plan("chain", chain_links(3), num_micro_batches=12, samples=2)
-    plan = with_in_flight(
-        dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, ranks=(0,)) for s in plan.stages))
-    )
+    plan = chain_on_one_rank((2, 2, 2), 12)
     network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
-    hooks = {i: LinearHooks({n: p.clone() for n, p in network.starts[i].items()}, None) for i in range(3)}
-    programs = lower_schedules(plan, build_schedules(plan))
-    executor, parts = rank_executor(programs[0], network, hooks, transport=None)
-    executor.run(
-        "whole",
-        parts,
-        [
-            stage_rows(network, i, 0, torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64))
-            for i in hooks
-        ],
-    )
+    _, executor, parts = ready(network, *lower_schedules(plan, build_schedules(plan)))
+    executor.run("whole", parts, rows_of(network))
     assert left and not any(left), "at the step nothing of the mini-batch is there"
     assert max(most) <= 8 < 12, most
 
@@ -248,26 +238,24 @@ def test_a_stage_that_writes_into_what_it_was_handed_is_refused() -> None:
 
 def test_a_failure_of_one_stage_lets_go_of_all() -> None:
     plan = chain_on_one_rank((2, 2))
-    programs = lower_schedules(plan, build_schedules(plan))
+    (program,) = lower_schedules(plan, build_schedules(plan))
     network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
-    hooks = {i: LinearHooks({n: p.clone() for n, p in network.starts[i].items()}, None) for i in range(2)}
-    executor, parts = rank_executor(programs[0], network, hooks, transport=None)
+    hooks, executor, parts = ready(network, program)
     failing = hooks[1].accumulate
 
     def fail() -> None:
         raise OSError("no more")
 
     hooks[1].accumulate = fail  # type: ignore[method-assign]
-    data = torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64)
     with pytest.raises(RuntimeFailure, match=r"rank 0, stage loss, at 1B0: OSError: no more"):
-        executor.run("whole", parts, [stage_rows(network, i, 0, data) for i in hooks])
+        executor.run("whole", parts, rows_of(network))
     for part in parts:
         assert not part._made and not any(part._mail.inbox) and not part._compute._kept  # type: ignore[attr-defined]
     hooks[1].accumulate = failing  # type: ignore[method-assign]
     for own in hooks.values():
         for parameter in own.parameters.values():
             parameter.grad = None
-    assert run_here(network, programs[0], 1) < 1e-12
+    assert run_here(network, program, 1) < 1e-12
 
 
 def test_the_memory_of_all_stages_of_a_rank(tmp_path: Path) -> None:
@@ -289,7 +277,9 @@ def test_the_steps_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(executors, "MOST_EXECUTORS", 2)
     plan = chain_on_one_rank((2, 2))
     (whole,) = lower_schedules(plan, build_schedules(plan))
-    kept = executors.RankExecutor(RankPrograms(plan=plan, programs={"whole": whole}), hand_overs=HandOvers())
+    kept = executors.RankExecutor(
+        RankPrograms(plan=plan, programs={"whole": whole}), local_transfers=LocalTransfers()
+    )
     monkeypatch.setattr(kept, "_join", lambda *given: [])
     programs: list[Any] = [object() for _ in range(3)]
     first, second = (kept._steps_of(program, (), None) for program in programs[:2])

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
-from gpp_plugin.runtime.memory.recompute import Drop, MovingPass, RandomState, Replay
+from gpp_plugin.runtime.memory.recompute import Drop, MovingPass, Replay
+from gpp_plugin.runtime.random_streams import are_same, set_streams, streams_of
 from tests.runtime.memory_stages import (
     CPU,
     SAMPLES,
@@ -204,7 +205,7 @@ def test_a_stage_without_a_plan_uses_no_hooks(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("hooks cost time")
 
     stage = make_stage("gpt2", granularity="layer", dropout=0.1)
-    monkeypatch.setattr("gpp_plugin.runtime.memory.keeper.saved_tensors_hooks", fail)
+    monkeypatch.setattr("gpp_plugin.runtime.memory.activation_policy.saved_tensors_hooks", fail)
     monkeypatch.setattr("gpp_plugin.runtime.memory.recompute.saved_tensors_hooks", fail)
     trainer = Trainer(stage)
     trainer.train()
@@ -219,14 +220,15 @@ def test_random_states_of_a_device_are_its_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         torch.cuda, "set_rng_state", lambda state, device: drawn.update({device.index: float(state)})
     )
-    before = RandomState.take(torch.device("cuda", 1))
-    assert before.is_same(RandomState.take(torch.device("cuda", 1)))
+    second = torch.device("cuda", 1)
+    before = streams_of(second)
+    assert are_same(before, streams_of(second))
     drawn.update({0: 2.0, 1: 6.0})
-    assert not before.is_same(RandomState.take(torch.device("cuda", 1)))
-    before.restore()
+    assert not are_same(before, streams_of(second))
+    set_streams(second, before)
     assert drawn == {0: 2.0, 1: 5.0}
     torch.rand(1)
-    assert not before.is_same(RandomState.take(torch.device("cuda", 1))), "the host draws too"
-    on_host = RandomState.take(CPU)
-    assert on_host.cuda is None and on_host.is_same(RandomState.take(CPU))
-    assert on_host.is_same(RandomState.take(torch.device("cuda", 1))), "of the device nothing is known"
+    assert not are_same(before, streams_of(second)), "the host draws too"
+    on_host = streams_of(CPU)
+    assert on_host[1] is None and are_same(on_host, streams_of(CPU))
+    assert are_same(on_host, streams_of(second)), "of the device nothing is known"

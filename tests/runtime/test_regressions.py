@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tests.ranks import run_ranks
-from tests.runtime import jobs
-from tests.runtime.test_equality import check
-
-
-def by_hand(
-    model: str, *stages: str | dict[str, Any], last: dict[str, Any] | None = None, **options: Any
-) -> jobs.Job:
-    """Return a job whose stages are the given modules; the last one takes everything else."""
-    described = [stage if isinstance(stage, dict) else {"modules": stage.split("+")} for stage in stages]
-    block = {"plan": {"stages": [*described, {"name": "loss", "modules": ["*"], **(last or {})}]}}
-    return {"model": model, "mini_batch": 8, "unit": 2, "steps": 3, "block": block, **options}
-
+from tests.runtime.jobs import by_hand
+from tests.runtime.test_equality import check_each
 
 THREE_RANKS = {
     "branches called in another order than their inputs": by_hand("swappable", "left", "right"),
@@ -50,11 +37,4 @@ THREE_RANKS = {
 
 
 def test_odd_edges_on_three_ranks() -> None:
-    tasks = list(THREE_RANKS.values())
-    per_rank = run_ranks(jobs.train, 3, tasks, timeout_s=240)
-    for index, (name, one) in enumerate(zip(THREE_RANKS, tasks, strict=True)):
-        answers = [of_rank[index] for of_rank in per_rank]
-        try:
-            check(one, answers)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+    check_each(THREE_RANKS, 3)

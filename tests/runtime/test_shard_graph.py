@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +20,10 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.sharding.find_regions import regions_of_stage
 from gpp_plugin.ir.analysis import ShardedRegion, TensorShard
 from gpp_plugin.model.weights.materialize import materialize_parameters
+from gpp_plugin.runtime import tensor_ranks
+from gpp_plugin.runtime.shard_graph import cross_entropy, embedded, shard_graph
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
-from gpp_plugin.runtime.tensor_parallel import tensor_ranks
-from gpp_plugin.runtime.tensor_parallel.shard_graph import cross_entropy, embedded, shard_graph
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, joined, own_part, seeded
+from gpp_plugin.runtime.tensor_ranks import TensorRanks, joined, own_part, seeded
 from tests.models import build
 from tests.nccl.fake_cuda import FakeCuda, recorded_cuda
 from tests.nccl.fake_groups import FakeDistributed, recorded_distributed
@@ -42,6 +44,12 @@ class Threads:
         total = brought.amax(0) if op == dist.ReduceOp.MAX else brought.sum(0)
         self._barrier.wait()
         return total
+
+
+def run_together(run: Callable[[int], None], degree: int) -> None:
+    with ThreadPoolExecutor(degree) as pool:
+        for done in [pool.submit(run, position) for position in range(degree)]:
+            done.result(120)
 
 
 def outcome(
@@ -120,12 +128,7 @@ def check_ranks(
         }
         answers[position] = outcome(function, own, batch)
 
-    running = [threading.Thread(target=run, args=(position,)) for position in range(degree)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(120)
-    assert len(answers) == degree
+    run_together(run, degree)
     for position, (found_loss, found) in answers.items():
         # the models themselves cast logits to single precision
         assert float(found_loss) == pytest.approx(float(wanted_loss), rel=1e-6)
@@ -157,11 +160,7 @@ def test_vocabulary_is_exact_in_double_precision(monkeypatch):
         answers[position] = loss.item(), own.grad
 
     for reduction, name in ((1, "mean"), (2, "sum")):
-        running = [threading.Thread(target=run, args=(position, reduction)) for position in range(2)]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join(60)
+        run_together(functools.partial(run, reduction=reduction), 2)
         whole = logits.clone().requires_grad_()
         wanted = torch.nn.functional.cross_entropy(whole, target, reduction=name)
         (3 * wanted).backward()

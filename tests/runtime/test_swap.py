@@ -14,8 +14,8 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan, SwappedTensor
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.runtime.memory.activation_policy import backwards_after
 from gpp_plugin.runtime.memory.counting import MemoryCounter
-from gpp_plugin.runtime.memory.keeper import backwards_after
 from gpp_plugin.runtime.memory.recompute import MovingPass, Swap, is_movable
 from gpp_plugin.runtime.memory.swap import HostPool, ReturnQueue, SwapLink, SwappedStorage, size_class
 from tests.runtime.memory_stages import (
@@ -182,10 +182,10 @@ def test_a_backward_known_to_come_next_is_prepared_during_the_task_before() -> N
     trainer = Trainer(stage, plan_swap(stage), next_backward=following.get)
     trainer.compute.start_counting()
     trainer.forward(0)
-    assert trainer.keeper is not None and trainer.keeper._counter is not None
-    assert trainer.keeper._counter.counts().working_bytes == 0
+    assert trainer.activations is not None and trainer.activations._counter is not None
+    assert trainer.activations._counter.counts().working_bytes == 0
     trainer.forward(1)
-    counts = trainer.keeper._counter.counts()
+    counts = trainer.activations._counter.counts()
     assert 0 < counts.working_bytes <= max(t.bytes for t in plan_swap(stage).swapped), (
         "one comes, none is in use"
     )
@@ -204,13 +204,13 @@ def test_the_first_copy_back_waits_for_nothing_of_the_task_in_front(monkeypatch:
     stage = make_stage("gpt2", granularity="layer", dropout=0.1)
     trainer = Trainer(stage, plan_swap(stage), next_backward=following.get)
     trainer.link._out, trainer.link._back = Stream("out", log), Stream("back", log)  # type: ignore[assignment]
-    begin = trainer.keeper._policies[0].begin  # type: ignore[union-attr]
+    begin = trainer.activations._policies[0].begin  # type: ignore[union-attr]
     run = torch.autograd.backward
 
     def note(what: str, call: Any) -> Any:
         return lambda *args, **options: (log.append(what), call(*args, **options))[1]
 
-    monkeypatch.setattr(trainer.keeper._policies[0], "begin", note("launch F", begin))  # type: ignore[union-attr]
+    monkeypatch.setattr(trainer.activations._policies[0], "begin", note("launch F", begin))  # type: ignore[union-attr]
     monkeypatch.setattr("gpp_plugin.runtime.compute.run_backward", note("launch B", run))
     for task in ("F0", "F1", "B0", "F2", "B1", "B2"):
         {"F": trainer.forward, "B": trainer.backward}[task[0]](int(task[1]))
@@ -218,7 +218,7 @@ def test_the_first_copy_back_waits_for_nothing_of_the_task_in_front(monkeypatch:
         # the copy's wait for the compute stream stands in front of all that the task launches
         assert ("back waits for compute" in log[:launch]) == is_prepared
         if task == "B1":  # and B2's first is asked for while B1 runs
-            first_of_2 = trainer.keeper._passes[2][0].queue._coming  # type: ignore[union-attr]
+            first_of_2 = trainer.activations._passes[2][0].queue._coming  # type: ignore[union-attr]
             assert first_of_2 and "back copies" in log[-1]
         log.clear()
 

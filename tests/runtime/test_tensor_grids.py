@@ -28,10 +28,9 @@ from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, boundary_g
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
-from tests.schedule.plans import make_plan
+from tests.runtime.memory_stages import Hooks
+from tests.schedule.plans import on_rows, proven, simple_plan, with_in_flight
 
 Channel: TypeAlias = "queue.Queue[tuple[list[Tensor], threading.Event]]"
 
@@ -119,31 +118,16 @@ class _Arrival:
         assert self._has_come
 
 
-class Hooks:
-    """Takes no step; notes what of the mini-batch's messages is held when all of it is through.
+class WatchingHooks(Hooks):
+    """Looks what of the mini-batch's messages is held when all of it is through."""
 
-    Args:
-        transport: of the rank.
-    """
-
-    loss_scale = 1.0
-
-    def __init__(self, transport: ThreadTransport | None = None) -> None:
+    def __init__(self, transport: ThreadTransport) -> None:
+        super().__init__()
         self._transport = transport
 
-    def accumulate(self) -> None:
-        pass
-
-    def reduce_data(self) -> None:
-        pass
-
-    def reduce_tied(self) -> None:
-        pass
-
     def step(self) -> None:
-        if self._transport is not None:
-            self._transport.watch(())
-            assert not self._transport.held, "nobody reads or sends them any more"
+        self._transport.watch(())
+        assert not self._transport.held, "nobody reads or sends them any more"
 
 
 # ---- a random graph --------------------------------------------------------------------------------------
@@ -153,35 +137,32 @@ def random_case(rng: random.Random) -> tuple[PipelinePlan, list[int | None]]:
     """Return a plan of 3 to 5 stages, and the axis of each one's shards; the last one yields the loss."""
     count = rng.randint(3, 5)
     axes = [rng.choice([None, 1, 2]) for _ in range(count - 1)] + [None]
-    stages, first = [], 0
-    for index in range(count):
+    grids, sizes, schedules = [], [], []
+    for _ in range(count):
         data, tensor = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
-        stages.append(
-            Stage(
-                name=f"s{index}" if index < count - 1 else "loss",
-                blocks=(f"b{index}",),
-                ranks=tuple(range(first, first + data * tensor)),
-                tensor=tensor,
-                micro_batch_size=rng.choice([size for size in (1, 2, 3, 4, 6, 12) if size % data == 0]),
-                in_flight=1,
-                schedule=rng.choice(["1f1b", "zero_bubble"]),
-            )
-        )
-        first += data * tensor
+        grids.append((data, tensor))
+        sizes.append(rng.choice([size for size in (1, 2, 3, 4, 6, 12) if size % data == 0]))
+        schedules.append(rng.choice(["1f1b", "zero_bubble"]))
     links = {(src, rng.randint(src + 1, count - 1)) for src in range(count - 1) for _ in range(2)}
-    edges = tuple(edge_between(src, dst, axes, has_whole=rng.random() < 0.5) for src, dst in sorted(links))
-    plan = make_plan(tuple(stages), edges, mini_batch=MINI_BATCH)
-    counts = plan_in_flight(plan)
-    stages = [
-        dataclasses.replace(
-            stage,
-            in_flight=held,
-            num_sliced=rng.choice([0, 2]) if stage.local_batch_size % 2 == 0 and stage.name != "loss" else 0,
-            joins_last_slice=rng.random() < 0.5,
+    edges = [edge_between(src, dst, axes, has_whole=rng.random() < 0.5) for src, dst in sorted(links)]
+    plan = on_rows(plan_of(sizes, edges, schedules), *zip(*grids, strict=True))
+    plan = with_in_flight(plan)
+    slices = [
+        (
+            rng.choice([0, 2]) if stage.local_batch_size % 2 == 0 and stage.name != "loss" else 0,
+            rng.random() < 0.5,
         )
-        for stage, held in zip(plan.stages, counts, strict=True)
+        for stage in plan.stages
     ]
-    return dataclasses.replace(plan, stages=tuple(stages)), axes
+    num_sliced, joins_last = zip(*slices, strict=True)
+    return plan.with_each(num_sliced=num_sliced, joins_last_slice=joins_last), axes
+
+
+def plan_of(sizes, edges, schedule="1f1b") -> PipelinePlan:
+    """Return stages without times of these micro-batches, the last of which yields the loss."""
+    plan = simple_plan(sizes, [], mini_batch=MINI_BATCH, schedule=schedule, forward_us=0.0, backward_us=0.0)
+    names = [*(stage.name for stage in plan.stages[:-1]), "loss"]
+    return dataclasses.replace(plan.with_each(name=names), edges=tuple(edges))
 
 
 def edge_between(src: int, dst: int, axes, *, has_whole: bool) -> StageEdge:
@@ -199,18 +180,12 @@ def edge_between(src: int, dst: int, axes, *, has_whole: bool) -> StageEdge:
 
 
 def specs_of(plan: PipelinePlan) -> dict[str, TensorSpec]:
-    specs = {}
-    for index in range(len(plan.stages)):
-        for name, rows, layout in ((f"t{index}", 1, batch_layout()), (f"w{index}", 3, UNIFORM)):
-            specs[name] = TensorSpec(
-                name=name,
-                dtype="float64",
-                shape=(rows, SIDE, SIDE),
-                num_samples=1,
-                layout=layout,
-                requires_grad=True,
-            )
-    return specs
+    common = {"dtype": "float64", "num_samples": 1, "requires_grad": True}
+    return {
+        name: TensorSpec(name=name, shape=(rows, SIDE, SIDE), layout=layout, **common)
+        for index in range(len(plan.stages))
+        for name, rows, layout in ((f"t{index}", 1, batch_layout()), (f"w{index}", 3, UNIFORM))
+    }
 
 
 def parameters_of(index: int) -> dict[str, Tensor]:
@@ -291,7 +266,7 @@ def run_rank(plan, axes, program: RankProgram, specs, queues, data: Tensor):
         compute=compute,
         specs=specs,
         transport=transport,
-        hooks=Hooks(transport),
+        hooks=WatchingHooks(transport),
         device=torch.device("cpu"),
         loss="loss" if has_loss else None,
     )
@@ -334,9 +309,7 @@ def gradients_of(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def run_threads(plan, axes, specs, data):
-    schedules = build_schedules(plan)
-    programs = lower_schedules(plan, schedules)
-    validate_programs(plan, schedules, programs)
+    _, programs = proven(plan)
     queues: dict[Message, Channel] = defaultdict(queue.Queue)
     for program in programs:
         for message in program.messages(InstructionKind.SEND):
@@ -376,11 +349,7 @@ def test_gradients_equal_those_of_one_process(seed):
 
 def test_what_was_sent_or_read_long_ago_is_let_go():
     """Twelve micro-batches, one at a time, of a stage that sends one tensor for each: two may be under way."""
-    stages = (
-        Stage(name="s0", blocks=("b0",), ranks=(0,), micro_batch_size=1, in_flight=1),
-        Stage(name="loss", blocks=("b1",), ranks=(1,), micro_batch_size=1, in_flight=1),
-    )
-    plan = make_plan(stages, (edge_between(0, 1, [None, None], has_whole=False),), mini_batch=MINI_BATCH)
+    plan = plan_of([1, 1], [edge_between(0, 1, [None, None], has_whole=False)])
     data = torch.ones(MINI_BATCH, SIDE, SIDE, dtype=torch.float64)
     ranks = run_threads(plan, [None, None], specs_of(plan), data)
     assert [transport.most_under_way for *_, transport in ranks] == [3, 3]  # and the one that was just posted
@@ -390,18 +359,13 @@ def test_what_was_sent_or_read_long_ago_is_let_go():
 
 def sharded_pair(axis: int) -> PipelinePlan:
     """Return a stage of two tensor ranks that hold what they send as shards, and the loss behind it."""
-    stages = (
-        Stage(name="s0", blocks=("b0",), ranks=(0, 1), tensor=2, micro_batch_size=1, in_flight=1),
-        Stage(name="loss", blocks=("b1",), ranks=(2,), micro_batch_size=1, in_flight=1),
-    )
-    return make_plan(stages, (edge_between(0, 1, [axis, None], has_whole=False),), mini_batch=MINI_BATCH)
+    return on_rows(plan_of([1, 1], [edge_between(0, 1, [axis, None], has_whole=False)]), [1, 1], [2, 1])
 
 
 def test_a_stage_that_makes_the_whole_tensor_where_the_plan_has_shards_is_told():
     plan = sharded_pair(1)
     data = torch.zeros(MINI_BATCH, SIDE, SIDE, dtype=torch.float64)
-    schedules = build_schedules(plan)
-    program = lower_schedules(plan, schedules)[0]
+    program = lower_schedules(plan, build_schedules(plan))[0]
     queues: dict[Message, Channel] = defaultdict(queue.Queue)
     with pytest.raises(
         RuntimeFailure, match=r"t0 is \(1, 12, 12\); by the plan each tensor rank holds 6 elements"

@@ -1,35 +1,83 @@
 """How long ranks wait for each other: a mini-batch may take longer than one message may."""
 
+from __future__ import annotations
+
 import dataclasses
+import time
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from tests.ranks import run_kept_ranks
-from tests.runtime import late_jobs
+from tests.schedule.plans import chain_plan
 
-PLAN = PipelinePlan(
-    model="m",
-    graph="g",
-    planner="p",
-    mini_batch=64,
-    loss_unit=1,
-    stages=tuple(
-        Stage(
-            name=f"s{index}",
-            blocks=(f"b{index}",),
-            ranks=(index,),
-            micro_batch_size=1,
-            in_flight=2 - index,
-            forward_us=0.5e6 * (1 + index),
-            backward_us=1e6 * (1 + index),
-        )
-        for index in range(2)
-    ),
-    edges=(),
-    iteration_us=195.5e6,
+PLAN = dataclasses.replace(
+    chain_plan(2, 64, forward_us=[0.5e6, 1e6], backward_us=[1e6, 2e6]), iteration_us=195.5e6
 )
+B, U, WIDTH = 8, 2, 4
+
+
+class Late(nn.Module):
+    """A layer whose backward of the last micro-batch takes ``seconds``, once these are set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.seconds = 0.0
+        self._count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(x)
+        if self.seconds:
+            hidden.register_hook(self._wait)
+        return hidden
+
+    def _wait(self, gradient: Tensor) -> None:
+        self._count += 1
+        if self._count == B // U:
+            time.sleep(self.seconds)
+
+
+class Loss(nn.Module):
+    """The mean square of a layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden).square().mean()
+
+
+def end_late(comm_timeout_s: float, late_s: float) -> dict[str, Any]:
+    """Train a mini-batch whose first stage ends ``late_s`` after the second one asks for the norm."""
+    import deepspeed
+
+    import gpp_plugin
+
+    torch.manual_seed(0)
+    late = Late()
+    graph = gpp_plugin.StageGraph(name="late")
+    graph.stage("body", late, inputs={"x": "x"}, outputs=["hidden"], ranks=[0])
+    graph.stage("head", Loss(), inputs={"hidden": "hidden"}, outputs=["loss"], ranks=[1])
+    batch = {"x": torch.randn(B, WIDTH)}
+    config = {
+        "train_batch_size": B,
+        "train_micro_batch_size_per_gpu": U,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "graph_pipeline": {"comm_timeout_s": comm_timeout_s, "schedule": "1f1b", "slicing": "off"},
+    }
+    wrapped = gpp_plugin.GraphPipelineModule(graph, sample_batch=batch)
+    engine = deepspeed.initialize(model=wrapped, config=config)[0]
+    late.seconds = late_s
+    start = time.perf_counter()
+    losses = [float(engine.train_batch(data_iter=iter([batch])))]
+    seconds = time.perf_counter() - start
+    engine.destroy()
+    return {"losses": losses, "seconds": seconds}
 
 
 @pytest.mark.parametrize(
@@ -51,5 +99,5 @@ def test_the_limit_is_the_plans_and_not_a_messages(plan, comm_timeout_s, limit):
 
 def test_a_rank_that_is_through_early_waits_for_the_rest_of_a_long_mini_batch():
     """At 37ec3e4 the sum of norms had the limit of a message, and rank 1 gave up."""
-    first, second = run_kept_ranks(late_jobs.end_late, 2, 3.0, 5.0)
+    first, second = run_kept_ranks(end_late, 2, 3.0, 5.0)
     assert first["losses"] == second["losses"] and second["seconds"] > 4.0

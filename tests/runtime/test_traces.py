@@ -7,12 +7,11 @@ from pathlib import Path
 
 from tests.ranks import run_ranks
 from tests.runtime import jobs
-from tests.runtime.test_halves import SLICED, SPLIT, job, stage
+from tests.runtime.test_halves import SLICED, SPLIT
 
 
 def test_a_trace_shows_tasks_and_messages(tmp_path: Path) -> None:
-    one = job("diamond", stage("stem"), stage("up"), overrides={0: SLICED, 1: SPLIT})
-    one["steps"] = 1
+    one = jobs.by_hand("diamond", "stem", "up", steps=1, overrides={0: SLICED, 1: SPLIT})
     one["block"]["trace_path"] = str(tmp_path / "step{step}.json")
     run_ranks(jobs.train, 3, [one], timeout_s=240)
     trace = json.loads((tmp_path / "step1.json").read_text())["traceEvents"]

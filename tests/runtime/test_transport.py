@@ -19,11 +19,16 @@ from torch import Tensor
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, _most_sends, pack_entry
+from gpp_plugin.runtime.messages.mailbox import Carry, LocalTransfers, Mailbox, _most_sends, pack_entry
 from gpp_plugin.runtime.messages.payloads import Payload
-from gpp_plugin.runtime.messages.pending import MessagePlace, Posted
 from gpp_plugin.runtime.messages.routes import MessageEntry, RowSource
-from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, make_transport
+from gpp_plugin.runtime.messages.transport import (
+    PACKED_BYTES,
+    MessagePlace,
+    Posted,
+    Transport,
+    make_transport,
+)
 from gpp_plugin.runtime.recorder import Recorder
 from tests.ranks import run_kept_ranks
 
@@ -274,7 +279,7 @@ def test_a_mini_batch_that_failed_leaves_nothing_in_a_mailbox() -> None:
     assert not sent.waits and not any(pending.waits for pending in old), (
         "what was posted is nobody's any more"
     )
-    laid = HandOvers()
+    laid = LocalTransfers()
     laid.place(message(0)).append(torch.ones(2))
     laid.clear()
     assert laid.place(message(0)) == []

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.program import Direction, InstructionKind, RankProgram
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.build_graph import Presence
@@ -19,48 +19,33 @@ from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.gathers import gathered_at_once, stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from tests.schedule.plans import on_shared_ranks, sharded
+from tests.schedule.plans import (
+    changed,
+    make_edge,
+    on_rows,
+    on_shared_ranks,
+    proven,
+    sharded,
+    simple_plan,
+    with_all,
+)
 
 VISION, EMBED, TEXT, LOSS = range(4)
 
 
-def edge(src: int, dst: int, name: str, *, has_gradient: bool = True) -> StageEdge:
-    return StageEdge(
-        src=src,
-        dst=dst,
-        batch_tensors=(name,),
-        gradient_tensors=(name,) if has_gradient else (),
-        bytes_per_sample=4.0,
-        gradient_bytes_per_sample=4.0 if has_gradient else 0.0,
-    )
-
-
 def language_model(units: int, degrees: Sequence[int] = (1, 1, 1, 1), **stage: Any) -> PipelinePlan:
     """Return a vision tower and embeddings, joined by the text stage; without images embeddings go there alone."""
-    first, stages = 0, []
-    for name, degree in zip(("vision", "embed", "text", "loss"), degrees, strict=True):
-        times = {"forward_us": 10.0, "backward_us": 20.0} if name != "embed" else {"forward_us": 1.0}
-        stages.append(
-            Stage(
-                name=name,
-                blocks=(name,),
-                ranks=tuple(range(first, first + degree)),
-                micro_batch_size=degree,
-                in_flight={"text": 2, "loss": 1}.get(name, max(1, units // degree)),
-                **{**times, **stage},
-            )
-        )
-        first += degree
-    edges = (edge(VISION, TEXT, "features"), edge(EMBED, TEXT, "embedding"), edge(TEXT, LOSS, "hidden"))
-    return PipelinePlan(
-        model="llava",
-        graph="",
-        planner="given",
-        mini_batch=units,
-        loss_unit=1,
-        stages=tuple(stages),
-        edges=edges,
+    plan = simple_plan(
+        degrees, [], mini_batch=units, forward_us=[10.0, 1.0, 10.0, 10.0], backward_us=[20.0, 0.0, 20.0, 20.0]
     )
+    held = [max(1, units // degree) for degree in degrees[:2]]
+    plan = plan.with_each(name=("vision", "embed", "text", "loss"), in_flight=[*held, 2, 1])
+    edges = [
+        make_edge(src, dst, name, num_bytes=4.0)
+        for src, dst, name in ((VISION, TEXT, "features"), (EMBED, TEXT, "embedding"), (TEXT, LOSS, "hidden"))
+    ]
+    plan = on_rows(dataclasses.replace(plan, edges=tuple(edges)), degrees)
+    return with_all(plan, **stage) if stage else plan
 
 
 def of_units(has_image: Sequence[bool]) -> Presence:
@@ -74,10 +59,7 @@ def programs_of(
     plan: PipelinePlan, presence: Presence | None, **options: Any
 ) -> tuple[tuple[StageSchedule, ...], tuple[RankProgram, ...]]:
     frozen = forward_only_stages(plan)
-    schedules = build_schedules(plan, forward_only_stages=frozen)
-    programs = lower_schedules(plan, schedules, forward_only_stages=frozen, presence=presence, **options)
-    validate_programs(plan, schedules, programs, presence=presence)
-    return schedules, programs
+    return proven(plan, presence=presence, forward_only_stages=frozen, **options)
 
 
 def test_a_unit_without_images_has_no_task_and_no_message_of_the_tower() -> None:
@@ -116,12 +98,17 @@ def random_job(seed: int) -> tuple[PipelinePlan, list[tuple[frozenset[int], froz
     edges = []
     for dst in range(1, count):
         for src in draw.sample(range(dst), draw.randint(1, min(dst, 3))):
-            edges.append(edge(src, dst, f"t{src}_{dst}", has_gradient=draw.random() < 0.8))
+            edges.append(
+                make_edge(src, dst, f"t{src}_{dst}", num_bytes=4.0, has_gradient=draw.random() < 0.8)
+            )
     # whoever gets no gradient sends none on
     for dst in reversed(range(count)):
         if not any(e.src == dst and e.gradient_tensors for e in edges) and any(e.src == dst for e in edges):
             edges = [
-                e if e.dst != dst else edge(e.src, dst, e.batch_tensors[0], has_gradient=False) for e in edges
+                e
+                if e.dst != dst
+                else make_edge(e.src, dst, *e.batch_tensors, num_bytes=4.0, has_gradient=False)
+                for e in edges
             ]
     patterns = [(frozenset(range(count)), frozenset(range(len(edges))))]
     base = len(edges)
@@ -132,34 +119,19 @@ def random_job(seed: int) -> tuple[PipelinePlan, list[tuple[frozenset[int], froz
         if draw.random() < 0.5 and len(left) > 1:  # an edge that only units without that branch have
             src, dst = sorted(draw.sample(sorted(left), 2))
             kept.add(len(edges))
-            edges.append(edge(src, dst, f"own{len(edges)}", has_gradient=False))
+            edges.append(make_edge(src, dst, f"own{len(edges)}", num_bytes=4.0, has_gradient=False))
         patterns.append((left, frozenset(kept)))
-    first, stages = 0, []
-    for index, degree in enumerate(degrees):
-        name = draw.choice(("1f1b", "gpipe", "greedy", "zero_bubble"))
-        stages.append(
-            Stage(
-                name=f"s{index}",
-                blocks=(f"s{index}",),
-                ranks=tuple(range(first, first + degree)),
-                micro_batch_size=degree,
-                in_flight=units // degree,
-                schedule=name,
-                forward_us=draw.uniform(1, 9),
-                backward_us=draw.uniform(1, 9),
-            )
-        )
-        first += degree
-    plan = PipelinePlan(
-        model="random",
-        graph="",
-        planner="given",
-        mini_batch=units,
-        loss_unit=1,
-        stages=tuple(stages),
-        edges=tuple(edges),
+    plan = on_rows(simple_plan(degrees, [], mini_batch=units), degrees)
+    kinds = ("1f1b", "gpipe", "greedy", "zero_bubble")
+    drawn = [(draw.choice(kinds), draw.uniform(1, 9), draw.uniform(1, 9)) for _ in degrees]
+    schedules, forward_us, backward_us = zip(*drawn, strict=True)
+    plan = plan.with_each(
+        in_flight=[units // degree for degree in degrees],
+        schedule=schedules,
+        forward_us=forward_us,
+        backward_us=backward_us,
     )
-    return plan, patterns
+    return dataclasses.replace(plan, edges=tuple(edges)), patterns
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -178,10 +150,9 @@ def test_programs_of_random_patterns_are_proven(each: bool, most_ranks: int) -> 
         for _ in range(3):
             chosen = [draw.choice(patterns) for _ in range(plan.mini_batch)]
             presence = Presence(stages=tuple(s for s, _ in chosen), edges=tuple(e for _, e in chosen))
-            programs = lower_schedules(
+            _, programs = proven(
                 plan, schedules, forward_only_stages=frozen, reduce_each_backward=each, presence=presence
             )
-            validate_programs(plan, schedules, programs, presence=presence)
             stages_that_reduce_early(plan, programs)
             num_proven += 1
             for program in programs:
@@ -192,9 +163,7 @@ def test_programs_of_random_patterns_are_proven(each: bool, most_ranks: int) -> 
 
 def test_evaluation_leaves_out_the_same() -> None:
     plan, presence = language_model(4, (2, 1, 2, 1)), of_units([False, True, False, False])
-    schedules = forward_schedules(plan)
-    programs = lower_schedules(plan, schedules, training=False, presence=presence)
-    validate_programs(plan, schedules, programs, presence=presence)
+    _, programs = proven(plan, forward_schedules(plan), training=False, presence=presence)
     assert [len(p.instructions) for p in programs[:2]] == [
         0,
         2,
@@ -214,17 +183,15 @@ def test_what_is_wrong_is_found() -> None:
     lost = dataclasses.replace(presence, edges=(frozenset({0, 1, 2}),) * 4)
     with pytest.raises(ScheduleError, match="edge vision -> text carries unit 1"):
         lower_schedules(plan, schedules, presence=lost)
+
     # a message that is due and not there
-    cut = tuple(
-        dataclasses.replace(
-            p,
-            instructions=tuple(
-                i
-                for i in p.instructions
-                if i.message is None or i.message.edge or i.message.samples.first_sample != 2
-            ),
-        )
-        for p in programs
-    )
+    def without(body: list[Instruction]) -> list[Instruction]:
+        return [
+            i for i in body if not (i.message and not i.message.edge and i.message.samples.first_sample == 2)
+        ]
+
+    cut = programs
+    for rank in range(len(programs)):
+        cut = changed(cut, rank, without)
     with pytest.raises(ScheduleError, match=r"it needs \[2..2\]"):
         validate_programs(plan, schedules, cut, presence=presence)

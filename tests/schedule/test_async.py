@@ -9,8 +9,8 @@ from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.runtime.memory.keeper import backwards_after
-from gpp_plugin.schedule.checks.validate_windows import validate_async
+from gpp_plugin.runtime.memory.activation_policy import backwards_after
+from gpp_plugin.schedule.checks.validate_programs import validate_async
 from gpp_plugin.schedule.orders.async_1f1b import (
     Windows,
     asynchronous_in_flight,
@@ -26,20 +26,15 @@ from gpp_plugin.schedule.program_sets import (
     lower_async,
     window_schedules,
 )
-from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
+from tests.schedule.plans import chain_plan, changed, on_ranks, on_shared_ranks, simple_plan, with_all, words
 
 
 def with_counts(plan, counts):
-    stages = (dataclasses.replace(s, in_flight=c) for s, c in zip(plan.stages, counts, strict=True))
-    return dataclasses.replace(plan, mode="async", stages=tuple(stages))
+    return dataclasses.replace(plan.with_each(in_flight=counts), mode="async")
 
 
 def asynchronous(plan):
     return with_counts(plan, asynchronous_in_flight(plan))
-
-
-def text(tasks):
-    return " ".join(str(task)[1:] for task in tasks)
 
 
 def random_async_plan(rng):
@@ -49,10 +44,8 @@ def random_async_plan(rng):
         size = rng.choice([4, 12])
         if all(size % stage.degree == 0 for stage in plan.stages):
             break
-    stages = tuple(
-        dataclasses.replace(stage, micro_batch_size=size, schedule="1f1b", k=1) for stage in plan.stages
-    )
-    plan = dataclasses.replace(plan, stages=stages, mini_batch=size * rng.choice([1, 2, 3, 5, 8]))
+    plan = with_all(plan, micro_batch_size=size, schedule="1f1b", k=1)
+    plan = dataclasses.replace(plan, mini_batch=size * rng.choice([1, 2, 3, 5, 8]))
     extra = rng.choice([0, 0, 1])
     return with_counts(plan, [count + extra for count in asynchronous_in_flight(plan)])
 
@@ -132,10 +125,10 @@ def test_stages_on_the_same_two_ranks_are_updated_in_one_order():
 def test_windows_of_a_chain():
     windows = windows_of(asynchronous(chain_plan(3, 2)))
     assert (windows.in_flight, windows.first_steady) == ((3, 2, 1), 2)
-    assert [text(windows.tasks(0, n)) for n in (1, 2, 3)] == ["F0 F1", "F2 B0 F3 B1", "F4 B2 F5 B3"]
-    assert [text(windows.tasks(1, n)) for n in (1, 2, 3)] == ["F0 F1 B0", "F2 B1 F3 B2", "F4 B3 F5 B4"]
-    assert [text(windows.tasks(2, n)) for n in (1, 2)] == ["F0 B0 F1 B1", "F2 B2 F3 B3"]
-    assert [text(windows.drain(stage, 2)) for stage in range(3)] == ["B2 B3", "B3", ""]
+    assert [words(windows.tasks(0, n)) for n in (1, 2, 3)] == ["F0 F1", "F2 B0 F3 B1", "F4 B2 F5 B3"]
+    assert [words(windows.tasks(1, n)) for n in (1, 2, 3)] == ["F0 F1 B0", "F2 B1 F3 B2", "F4 B3 F5 B4"]
+    assert [words(windows.tasks(2, n)) for n in (1, 2)] == ["F0 B0 F1 B1", "F2 B2 F3 B3"]
+    assert [words(windows.drain(stage, 2)) for stage in range(3)] == ["B2 B3", "B3", ""]
     assert [windows.staleness(stage) for stage in range(3)] == [2, 1, 0]
     synced = dataclasses.replace(windows, vertical_sync=True)
     assert [synced.staleness(stage) for stage in range(3)] == [2, 2, 2]
@@ -144,8 +137,8 @@ def test_windows_of_a_chain():
 def test_windows_shorter_than_what_is_in_flight():
     windows = Windows(micro_batches=1, in_flight=(4, 3, 2, 1))
     assert windows.first_steady == 4
-    assert [text(windows.tasks(0, n)) for n in range(1, 6)] == ["F0", "F1", "F2", "F3 B0", "F4 B1"]
-    assert text(windows.drain(0, 2)) == "B0 B1"
+    assert [words(windows.tasks(0, n)) for n in range(1, 6)] == ["F0", "F1", "F2", "F3 B0", "F4 B1"]
+    assert words(windows.drain(0, 2)) == "B0 B1"
     assert [windows.num_reported(n) for n in range(1, 7)] == [1, 1, 1, 1, 2, 3]
     assert [schedule.num_in_flight for schedule in window_schedules(windows, 3)] == [3, 3, 2, 1]
     # a gradient that comes three windows before it is read is carried over each of them
@@ -229,11 +222,8 @@ def test_random_graphs_are_proven_and_run_every_task_once_in_order(seed):
 
 def damaged(programs, name, rank, edit):
     """Return the programs with one rank's instructions in one of them changed."""
-    found = list(programs.programs[name])
-    instructions = list(found[rank].instructions)
-    edit(instructions)
-    found[rank] = dataclasses.replace(found[rank], instructions=tuple(instructions))
-    return dataclasses.replace(programs, programs={**programs.programs, name: tuple(found)})
+    found = changed(programs.programs[name], rank, edit)
+    return dataclasses.replace(programs, programs={**programs.programs, name: found})
 
 
 def test_damaged_windows_are_found():

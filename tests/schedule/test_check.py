@@ -1,7 +1,5 @@
 """Orders that are not whole, each refused with what is wrong and where."""
 
-import dataclasses
-
 import pytest
 
 from gpp_plugin.errors import ScheduleError
@@ -78,8 +76,6 @@ def test_joined_micro_batches_run_in_halves():
 
 
 def test_odd_numbers_of_samples_have_no_halves():
-    plan = dataclasses.replace(
-        PLAN, stages=tuple(dataclasses.replace(s, micro_batch_size=1) for s in PLAN.stages), mini_batch=2
-    )
+    plan = simple_plan([1], [], mini_batch=2)
     with pytest.raises(ScheduleError, match="0F0a is half of 1 samples a rank"):
         check("F0a F0b F1 B0 B1", plan=plan)

@@ -5,14 +5,10 @@ import pytest
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.plan.choose_schedule import USUAL_SCHEDULES, candidate_schedules, choose_schedule
-from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.durations import with_split_costs
-from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
-from tests.schedule.plans import chain_plan, simple_plan
-from tests.simulate.test_engine import cluster_of
+from tests.schedule.plans import chain_plan, cluster_of, proven, simple_plan
 
 
 def test_balanced_chain_without_latency_stays_1f1b():
@@ -95,8 +91,7 @@ def test_the_best_schedule_is_sliced():
     )
     assert both.notes == ("schedule zero_bubble, 1 sliced (halves sent singly): 28 us predicted",)
     assert both.iteration_us == 28.5  # 30 unsliced
-    schedules = build_schedules(both)
-    validate_programs(both, schedules, lower_schedules(both, schedules))
+    proven(both)
     whole = choose_schedule(plan, slicing="auto", whole_stages=range(4))
     assert [s.num_sliced for s in whole.stages] == [0] * 4
     again = choose_schedule(both, schedules=["1f1b"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -14,6 +13,7 @@ from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.order_check import execute_serially
 from gpp_plugin.schedule.gathers import last_backward, stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
+from tests.schedule.plans import changed, on_rows, simple_plan
 from tests.schedule.test_reductions import wide_plan
 
 REDUCE = InstructionKind.REDUCE_DATA
@@ -23,17 +23,17 @@ def lowered(plan, **options):
     return lower_schedules(plan, build_schedules(plan), **options)
 
 
-def begun(program):
-    """Return the program with its reductions moved in front of its last task, as a rank's host may meet them."""
-    rest = [i for i in program.instructions if i.kind is not REDUCE]
-    moved = [i for i in program.instructions if i.kind is REDUCE]
+def begun(body):
+    """Move reductions in front of the last task, as a rank's host may meet them."""
+    rest, moved = ([i for i in body if (i.kind is REDUCE) is is_moved] for is_moved in (False, True))
     at = max(index for index, instruction in enumerate(rest) if instruction.task is not None)
-    return dataclasses.replace(program, instructions=(*rest[:at], *moved, *rest[at:]))
+    return [*rest[:at], *moved, *rest[at:]]
 
 
 def finishes(plan, programs, stages):
-    changed = {p.rank: begun(p) if p.stage in stages else p for p in programs}
-    return not execute_serially(plan, changed).stuck
+    for program in programs:
+        programs = changed(programs, program.rank, begun) if program.stage in stages else programs
+    return not execute_serially(plan, {p.rank: p for p in programs}).stuck
 
 
 @pytest.mark.parametrize("degrees", [[2, 1], [1, 2], [2, 2]])
@@ -72,9 +72,7 @@ def test_what_has_nothing_to_sum_or_sums_more_than_once_does_not():
 
 
 def test_tensor_ranks_and_split_backwards_do_not():
-    plan = wide_plan([2, 2], [(0, 1)], [4, 1], mini_batch=6)
-    wide = dataclasses.replace(plan.stages[0], tensor=2)
-    grid = dataclasses.replace(plan, stages=(wide, plan.stages[1]))
+    grid = on_rows(simple_plan([2, 2], [(0, 1)], mini_batch=6), [2, 1], [2, 1])
     assert grid.stages[0].degree == 2
     assert stages_that_reduce_early(grid, lowered(grid)) == frozenset()
     halves = wide_plan([2, 2], [(0, 1)], [2, 2], mini_batch=6, schedule="zero_bubble")

@@ -10,34 +10,26 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.build import forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.gathers import gathered_at_once
-from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.simulate.overlap import Travel, overlap_of
 from gpp_plugin.simulate.program_times import simulate_programs
-from tests.schedule.plans import sharded, simple_plan, with_room
+from gpp_plugin.simulate.timeline_metrics import Travel, overlap_of
+from tests.schedule.plans import changed, proven, sharded, short, simple_plan, with_all, with_room
 
 GATHER, FREE = InstructionKind.GATHER, InstructionKind.FREE
 
 
-def proven(plan, **options):
-    """Return the programs of a plan, proven and simulated."""
-    schedules = build_schedules(plan)
-    programs = lower_schedules(plan, schedules, reduce_each_backward=True, **options)
-    validate_programs(plan, schedules, programs)
+def simulated(plan):
+    """Return schedules and programs of a plan, proven and simulated."""
+    schedules, programs = proven(plan, reduce_each_backward=True)
     simulate_programs(plan, programs, mode="rendezvous")
     return schedules, programs
 
 
-def short(program):
-    """Return the program as words, messages left out."""
-    return " ".join(str(i) for i in program.instructions if i.message is None)
-
-
 def test_a_rank_of_one_stage_gathers_once():
     plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2,))
-    _, programs = proven(plan)
+    _, programs = simulated(plan)
     expected = "gather 0F0 0F1 0B0 reduce_data 0B1 free reduce_data step"
     assert [short(program) for program in programs[:2]] == [expected, expected]
     assert short(programs[2]) == "1F0 1B0 1F1 1B1 reduce_data step", "a single rank holds all of it"
@@ -46,7 +38,7 @@ def test_a_rank_of_one_stage_gathers_once():
 
 def test_ranks_of_several_stages_hold_one_of_them_whole():
     plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (0, 1), num_bytes=100)
-    _, programs = proven(plan)
+    _, programs = simulated(plan)
     assert short(programs[0]) == short(programs[1])
     words = [word for word in short(programs[0]).split() if not word.startswith("reduce")]
     assert " ".join(words) == (
@@ -64,7 +56,7 @@ def three_on_two_ranks(limit):
 
 def test_with_room_for_two_a_stage_is_gathered_a_task_ahead():
     plan = three_on_two_ranks(100)
-    _, programs = proven(plan)
+    _, programs = simulated(plan)
     words = [word for word in short(programs[0]).split() if not word.startswith("reduce")]
     assert " ".join(words) == (
         "gather(0) gather(1) 0F0 free(0) gather(2) 1F0 free(1) 2F0 gather(1) 2B0 free(2) gather(0) 1B0 free(1) 0B0 "
@@ -88,8 +80,8 @@ def test_with_room_for_two_a_stage_is_gathered_a_task_ahead():
 
 def test_without_room_for_two_none_is_ahead():
     plan = three_on_two_ranks(99)
-    _, programs = proven(plan)
-    assert programs == proven(dataclasses.replace(plan, memory=()))[1]
+    _, programs = simulated(plan)
+    assert programs == simulated(dataclasses.replace(plan, memory=()))[1]
     assert gathered_at_once(plan, programs[0]) == 50 == joined_breakdown(plan.memory).gathered
 
 
@@ -98,8 +90,8 @@ def test_random_programs_with_room_finish_and_hold_what_is_planned():
     ahead = 0
     for _ in range(60):
         plan = with_room(sharded(random_plan(rng, most_stages=6, most_ranks=8, shares_ranks=True)))
-        _, programs = proven(plan)
-        _, plain = proven(dataclasses.replace(plan, memory=()))
+        _, programs = simulated(plan)
+        _, plain = simulated(dataclasses.replace(plan, memory=()))
         ahead += programs != plain
         for program, before in zip(programs, plain, strict=True):
             planned = joined_breakdown([plan.memory[stage] for stage in program.stages]).gathered
@@ -112,15 +104,13 @@ def test_random_programs_with_room_finish_and_hold_what_is_planned():
 def test_interleaved_stages_hold_one_whole(num_stages):
     chain = simple_plan([4] * num_stages, [(i, i + 1) for i in range(num_stages - 1)], mini_batch=16)
     plan = sharded(chain, *[((0, 1), (2, 3))[i % 2] for i in range(num_stages)])
-    _, programs = proven(plan)
+    _, programs = simulated(plan)
     assert [gathered_at_once(plan, program) for program in programs] == [40] * 4
 
 
 def test_evaluation_gathers_too():
     plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2, 3))
-    schedules = forward_schedules(plan)
-    programs = lower_schedules(plan, schedules, training=False)
-    validate_programs(plan, schedules, programs)
+    _, programs = proven(plan, forward_schedules(plan), training=False)
     assert short(programs[0]) == "gather 0F0 0F1 free"
 
 
@@ -130,7 +120,7 @@ def test_random_programs_finish(shares_ranks):
     whole = ranks = 0
     for _ in range(60):
         plan = sharded(random_plan(rng, most_stages=6, most_ranks=8, shares_ranks=shares_ranks))
-        _, programs = proven(plan)
+        _, programs = simulated(plan)
         for program in programs:
             largest = max(plan.stages[stage].gathered_bytes for stage in program.stages)
             whole += gathered_at_once(plan, program) == largest
@@ -138,15 +128,9 @@ def test_random_programs_finish(shares_ranks):
     assert whole == ranks if not shares_ranks else whole > 0.8 * ranks, (whole, ranks)
 
 
-def changed(programs, rank, change):
-    """Return the programs with one rank's instructions changed."""
-    own = tuple(change(list(programs[rank].instructions)))
-    return tuple(dataclasses.replace(p, instructions=own) if p.rank == rank else p for p in programs)
-
-
 def test_damage_is_found():
     plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2, 3))
-    schedules, programs = proven(plan)
+    schedules, programs = simulated(plan)
 
     def without(kind):
         return lambda own: [each for each in own if each.kind is not kind]
@@ -167,16 +151,14 @@ def test_damage_is_found():
     ):
         with pytest.raises(ScheduleError, match=what):
             validate_programs(plan, schedules, changed(programs, 0, change))
-    held_whole = dataclasses.replace(
-        plan, stages=tuple(dataclasses.replace(stage, sharded_bytes=0) for stage in plan.stages)
-    )
+    held_whole = with_all(plan, sharded_bytes=0)
     with pytest.raises(ScheduleError, match="its parameters are whole there"):
         validate_programs(held_whole, schedules, programs)
 
 
 def test_ranks_that_gather_at_other_places_are_refused():
     plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2, 3))
-    schedules, programs = proven(plan)
+    schedules, programs = simulated(plan)
 
     def twice(own):
         at = max(i for i, each in enumerate(own) if each.task is not None)
@@ -189,7 +171,7 @@ def test_ranks_that_gather_at_other_places_are_refused():
 
 def test_a_simulated_gather_takes_its_time():
     plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2,))
-    _, programs = proven(plan)
+    _, programs = simulated(plan)
     without = simulate_programs(plan, programs)
     timeline = simulate_programs(plan, programs, gather_us={0: 7.0})
     events = [e for e in timeline.events if e.kind is EventKind.GATHER]

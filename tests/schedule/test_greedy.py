@@ -1,4 +1,3 @@
-import dataclasses
 import random
 
 import pytest
@@ -7,11 +6,9 @@ from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.greedy import greedy_schedule
 from gpp_plugin.simulate.predict import simulate_plan
-from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
+from tests.schedule.plans import chain_plan, proven, simple_plan, with_all, with_in_flight
 from tests.simulate.test_engine import times_of
 
 
@@ -66,11 +63,6 @@ def test_fewest_in_flight_of_all_time_optimal_orders():
     assert fewer_than_all >= 8
 
 
-def greedy_plan(plan):
-    stages = tuple(dataclasses.replace(s, schedule="greedy", k=1) for s in plan.stages)
-    return with_in_flight(make_plan(stages, plan.edges, mini_batch=plan.mini_batch))
-
-
 def test_cap():
     plan = chain_plan(2, 6)
     last = build_schedules(plan)[1]
@@ -84,6 +76,5 @@ def test_cap():
 
 def test_random_greedy_plans_are_safe():
     for seed in range(40):
-        plan = greedy_plan(random_plan(random.Random(seed), most_stages=6))
-        schedules = build_schedules(plan)
-        validate_programs(plan, schedules, lower_schedules(plan, schedules))
+        plan = random_plan(random.Random(seed), most_stages=6)
+        proven(with_in_flight(with_all(plan, schedule="greedy", k=1)))

@@ -4,14 +4,11 @@ import pytest
 
 from gpp_benchmarks._random_plans import with_in_flight
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.build import forward_schedules
 from gpp_plugin.schedule.orders.in_flight import compute_in_flight, in_flight_from_source, plan_in_flight
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
-from tests.schedule.plans import make_plan, simple_plan
+from tests.schedule.plans import freeze, proven, simple_plan
 
 
 @pytest.mark.parametrize(
@@ -37,12 +34,8 @@ def test_graphpipe_figure_5():
     links = [(0, 1), (1, 2)]
     tailored = simple_plan([1, 2, 4], links, mini_batch=32)
     universal = simple_plan([4, 4, 4], links, mini_batch=32)
-    assert [
-        c * s.micro_batch_size for c, s in zip(plan_in_flight(tailored), tailored.stages, strict=True)
-    ] == [10, 8, 4]
-    assert [
-        c * s.micro_batch_size for c, s in zip(plan_in_flight(universal), universal.stages, strict=True)
-    ] == [12, 8, 4]
+    assert plan_in_flight(tailored) == (10 // 1, 8 // 2, 4 // 4)
+    assert plan_in_flight(universal) == (12 // 4, 8 // 4, 4 // 4)
 
 
 def test_thesis_figure_3_5():
@@ -136,20 +129,11 @@ def test_frozen_stages_that_feed_two_branches_which_meet_again():
     """0 and 1 are frozen; 4 takes single samples of 1 and of 3, which first gathers eight that come from 0."""
     links = [(0, 1), (0, 2), (1, 4), (2, 3), (3, 4)]
     plan = simple_plan([1, 1, 2, 8, 1], links, mini_batch=16)
-    edges = tuple(
-        edge if edge.src >= 2 else StageEdge(src=edge.src, dst=edge.dst, batch_tensors=edge.batch_tensors)
-        for edge in plan.edges
-    )
-    plan = with_in_flight(make_plan(plan.stages, edges, mini_batch=16))
-    frozen = frozenset({0, 1})
-    schedules = build_schedules(plan, forward_only_stages=frozen)
-    validate_programs(plan, schedules, lower_schedules(plan, schedules, forward_only_stages=frozen))
-    forwards = forward_schedules(plan)
-    validate_programs(plan, forwards, lower_schedules(plan, forwards, training=False))
+    plan = with_in_flight(freeze(plan, {0, 1}))
+    proven(plan, forward_only_stages=frozenset({0, 1}))
+    proven(plan, forward_schedules(plan), training=False)
 
 
 def test_circle_of_stages():
-    stages = simple_plan([1, 1], [(0, 1)], mini_batch=2).stages
-    edges = tuple(StageEdge(src=s, dst=1 - s, batch_tensors=("t",)) for s in (0, 1))
     with pytest.raises(PlanError, match="circle"):
-        plan_in_flight(make_plan(stages, edges, mini_batch=2))
+        simple_plan([1, 1], [(0, 1), (1, 0)], mini_batch=2)

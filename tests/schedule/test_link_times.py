@@ -5,64 +5,38 @@ import random
 
 import pytest
 
-from gpp_plugin.ir.cluster import Cluster, Device, Link
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.cluster import Link
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import with_link_times
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.simulate.predict import predict_iteration_us
+from tests.schedule.plans import cluster_of, on_ranks, simple_plan
 
-SLOW = (
-    Link(name="node", span=2, bytes_per_s=1e9, latency_us=5.0),
-    Link(name="net", span=8, bytes_per_s=1e8, latency_us=20.0),
+SLOW = dataclasses.replace(
+    cluster_of(8),
+    links=(
+        Link(name="node", span=2, bytes_per_s=1e9, latency_us=5.0),
+        Link(name="net", span=8, bytes_per_s=1e8, latency_us=20.0),
+    ),
 )
-
-
-def cluster(links) -> Cluster:
-    device = Device(name="unit", memory_bytes=1 << 40, flops_per_s=1e12, memory_bytes_per_s=1e12)
-    return Cluster(name="test", devices=(device,) * 8, links=links)
 
 
 def pipeline(
     ranks, edges, times, *, count: int, schedule: str, sample_bytes: float, more: int = 0
 ) -> PipelinePlan:
     """Return stages of one sample a micro-batch on these ranks, with ``more`` micro-batches than Table 2 in flight."""
-    stages = tuple(
-        Stage(
-            name=str(i),
-            blocks=(f"b{i}",),
-            ranks=(rank,),
-            micro_batch_size=1,
-            in_flight=1,
-            schedule=schedule,
-            forward_us=us,
-            backward_us=2 * us,
-        )
-        for i, (rank, us) in enumerate(zip(ranks, times, strict=True))
+    plan = simple_plan(
+        [1] * len(times),
+        sorted(edges),
+        mini_batch=count,
+        schedule=schedule,
+        forward_us=times,
+        backward_us=[2 * us for us in times],
+        num_bytes=sample_bytes,
     )
-    links = tuple(
-        StageEdge(
-            src=a,
-            dst=b,
-            batch_tensors=(f"t{a}",),
-            gradient_tensors=(f"t{a}",),
-            bytes_per_sample=sample_bytes,
-            gradient_bytes_per_sample=sample_bytes,
-        )
-        for a, b in sorted(edges)
-    )
-    plan = PipelinePlan(
-        model="test", graph="", planner="", mini_batch=count, loss_unit=1, stages=stages, edges=links
-    )
-    counts = plan_in_flight(plan)
-    return dataclasses.replace(
-        plan,
-        stages=tuple(
-            dataclasses.replace(s, in_flight=min(n + more, count))
-            for s, n in zip(stages, counts, strict=True)
-        ),
-    )
+    counts = [min(stage.in_flight + more, count) for stage in plan.stages]
+    return on_ranks(plan.with_each(in_flight=counts), *ranks)
 
 
 def line(count):
@@ -88,22 +62,19 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_orders_with_the_links_times_run_and_take_no_longer(case):
-    machines = cluster(SLOW)
     plan = CASES[case]
-    linked = with_link_times(plan, machines)
+    linked = with_link_times(plan, SLOW)
     assert any(edge.message_us > 0 for edge in linked.edges)
     lower_schedules(linked, build_schedules(linked))  # which proves the programs
-    unaware, aware = (predict_iteration_us(each, cluster=machines) for each in (plan, linked))
+    unaware, aware = (predict_iteration_us(each, cluster=SLOW) for each in (plan, linked))
     assert aware <= unaware * 1.002, "the simulator decides where they do"
 
 
 def test_slow_links_are_hidden_better_by_an_order_that_knows_them():
     gains = {}
     for case, plan in CASES.items():
-        machines = cluster(SLOW)
-        unaware, aware = (
-            predict_iteration_us(each, cluster=machines) for each in (plan, with_link_times(plan, machines))
-        )
+        linked = with_link_times(plan, SLOW)
+        unaware, aware = (predict_iteration_us(each, cluster=SLOW) for each in (plan, linked))
         gains[case] = unaware / aware - 1
     assert max(gains.values()) > 0.01, gains
 
@@ -124,7 +95,7 @@ def test_random_orders_with_links_are_whole_and_within_their_counts(seed):
         sample_bytes=draw.uniform(0, 9000),
         more=draw.randint(0, 2),
     )
-    linked = with_link_times(plan, cluster(SLOW))
+    linked = with_link_times(plan, SLOW)
     schedules = build_schedules(linked)
     for stage, schedule in zip(linked.stages, schedules, strict=True):
         assert schedule.num_in_flight <= stage.in_flight

@@ -9,22 +9,20 @@ from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.schedule.checks.validate_windows import validate_prefetch
+from gpp_plugin.schedule.checks.validate_programs import validate_prefetch
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import _first_gap, _is_read_by, lower_prefetch, repeated_schedules
-from gpp_plugin.simulate.async_prediction import predict_prefetch
-from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
-
-
-def freeze(plan, stages):
-    """Return the plan with no gradients sent to these stages."""
-    edges = tuple(
-        dataclasses.replace(edge, gradient_tensors=(), gradient_bytes_per_sample=0.0)
-        if edge.src in stages
-        else edge
-        for edge in plan.edges
-    )
-    return dataclasses.replace(plan, edges=edges)
+from gpp_plugin.simulate.predict import predict_prefetch
+from tests.schedule.plans import (
+    chain_plan,
+    changed,
+    freeze,
+    lines,
+    on_ranks,
+    on_shared_ranks,
+    simple_plan,
+    with_all,
+)
 
 
 def two_stages(*, micro_batches=2, **options):
@@ -33,10 +31,6 @@ def two_stages(*, micro_batches=2, **options):
 
 def tasks(program):
     return " ".join(str(i.task)[1:] for i in program.instructions if i.task is not None)
-
-
-def text(program):
-    return [str(instruction) for instruction in program.instructions]
 
 
 def test_a_branch_depends_on_the_mini_batch_alone():
@@ -56,9 +50,8 @@ def test_a_forward_only_stage_behind_a_trained_one_is_not_ahead():
     edges = tuple(
         e if (e.src, e.dst) == (0, 3) else dataclasses.replace(e, gradient_tensors=()) for e in plan.edges
     )
-    plan = dataclasses.replace(
-        plan, edges=edges
-    )  # stage 0 trains by way of 3; 1 and 2 read it without gradients
+    # stage 0 trains by way of 3; 1 and 2 read it without gradients
+    plan = dataclasses.replace(plan, edges=edges)
     assert forward_only_stages(plan) == {1, 2} and frozen_branch(plan) == frozenset()
 
 
@@ -68,7 +61,7 @@ def test_parts_of_two_stages():
     assert [tasks(p) for p in programs.programs["prologue"]] == ["F2 F3", ""]
     assert [tasks(p) for p in programs.programs["steady"]] == ["F2 F3", "F0 B0 F1 B1"]
     assert [tasks(p) for p in programs.programs["epilogue"]] == ["", "F0 B0 F1 B1"]
-    assert text(programs.programs["epilogue"][0]) == ["step"]
+    assert lines(programs.programs["epilogue"][0]) == ["step"]
     assert programs.programs["steady"][1].messages(InstructionKind.RECEIVE) == programs.programs["prologue"][
         1
     ].messages(InstructionKind.RECEIVE)
@@ -106,9 +99,8 @@ def test_the_most_bytes_are_those_in_between_where_a_quick_branch_is_early():
     own = lower_prefetch(plan).of_rank(2)
     assert own.most_bytes == 8 * (6 - 2 + 3 + 1)
     # each sender of a branch of two tensor ranks holds half of what it sends
-    stages = (*plan.stages[:1], dataclasses.replace(plan.stages[1], tensor=2, ranks=(1, 3)), plan.stages[2])
     edges = (plan.edges[0], dataclasses.replace(plan.edges[1], src_shard_axis=1))
-    halved = dataclasses.replace(plan, stages=stages, edges=edges)
+    halved = on_ranks(dataclasses.replace(plan, edges=edges), 0, (1, 3), 2).with_each(tensor=[1, 2, 1])
     assert dataclasses.replace(own, plan=halved).most_bytes == 8 * (3 - 1 + 1) + 4 * (3 - 1 + 3)
     message = next(
         m for m in own.programs["steady"].messages(InstructionKind.RECEIVE) if m.dst_micro_batch == 3
@@ -128,8 +120,7 @@ def test_the_first_gap_that_is_long_enough(ready, us, begin):
 
 def test_sliced_micro_batches_are_joined_in_every_mini_batch():
     plan = simple_plan([2, 2], [(0, 1)], mini_batch=8)
-    stages = tuple(dataclasses.replace(stage, num_sliced=2, joins_last_slice=True) for stage in plan.stages)
-    plan = dataclasses.replace(plan, stages=stages)
+    plan = with_all(plan, num_sliced=2, joins_last_slice=True)
     one, two = (repeated_schedules(plan, count) for count in (1, 2))
     assert any(schedule.joined for schedule in one)
     assert [s.joined for s in two] == [(*s.joined, *(4 + m for m in s.joined)) for s in one]
@@ -230,11 +221,8 @@ def test_damage_is_found():
     programs = lower_prefetch(plan)
 
     def damaged(part, rank, change):
-        found = list(programs.programs[part])
-        found[rank] = dataclasses.replace(
-            found[rank], instructions=tuple(change(list(found[rank].instructions)))
-        )
-        return dataclasses.replace(programs, programs={**programs.programs, part: tuple(found)})
+        found = changed(programs.programs[part], rank, change)
+        return dataclasses.replace(programs, programs={**programs.programs, part: found})
 
     def without_receives(instructions):
         return [i for i in instructions if i.kind is not InstructionKind.RECEIVE]

@@ -5,25 +5,17 @@ import pytest
 
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
-from gpp_plugin.ir.plan import Stage, StageEdge
+from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import Slicing, edge_overlaps
-from tests.schedule.plans import chain_plan, make_plan, simple_plan
-
-
-def lines(program):
-    return [str(instruction) for instruction in program.instructions]
+from tests.schedule.plans import chain_plan, lines, on_rows, proven, simple_plan
 
 
 def lower(plan, **options):
-    frozen = options.get("forward_only_stages", frozenset())
-    schedules = build_schedules(plan, forward_only_stages=frozen)
-    programs = lower_schedules(plan, schedules, **options)
-    validate_programs(plan, schedules, programs)
-    return programs
+    return proven(plan, **options)[1]
 
 
 def messages(programs, direction):
@@ -35,18 +27,11 @@ def messages(programs, direction):
 
 
 def two_stage_plan(edge, *, sizes=(6, 6), degrees=(2, 3), mini_batch=6):
-    firsts = (0, degrees[0])
-    stages = tuple(
-        Stage(
-            name=f"s{i}",
-            blocks=(f"b{i}",),
-            ranks=tuple(range(firsts[i], firsts[i] + degrees[i])),
-            micro_batch_size=sizes[i],
-            in_flight=mini_batch // sizes[i],
-        )
-        for i in range(2)
+    plan = on_rows(simple_plan(sizes, [], mini_batch=mini_batch), degrees)
+    plan = plan.with_each(
+        in_flight=[mini_batch // size for size in sizes], forward_us=[0.0] * 2, backward_us=[0.0] * 2
     )
-    return make_plan(stages, (edge,), mini_batch=mini_batch)
+    return dataclasses.replace(plan, edges=(edge,))
 
 
 NO_GRADIENT = StageEdge(src=0, dst=1, batch_tensors=("x",))
@@ -157,9 +142,7 @@ def test_ends_of_programs():
 
 def test_evaluation_runs_forwards_alone():
     plan = chain_plan(2, 2)
-    schedules = forward_schedules(plan)
-    programs = lower_schedules(plan, schedules, training=False)
-    validate_programs(plan, schedules, programs)
+    _, programs = proven(plan, forward_schedules(plan), training=False)
     assert [lines(p) for p in programs] == [
         ["0F0", "send(act e0 r0.0>r1.0 [0..0])", "0F1", "send(act e0 r0.1>r1.1 [1..1])"],
         ["receive(act e0 r0.0>r1.0 [0..0])", "1F0", "receive(act e0 r0.1>r1.1 [1..1])", "1F1"],
@@ -170,8 +153,7 @@ def test_evaluation_runs_forwards_alone():
 
 def test_too_little_in_flight_stops_and_says_which_stage():
     plan = simple_plan([1, 4], [(0, 1)], mini_batch=8)
-    stages = (dataclasses.replace(plan.stages[0], in_flight=3), plan.stages[1])
-    tight = make_plan(stages, plan.edges, mini_batch=8)
+    tight = plan.with_each(in_flight=[3, plan.stages[1].in_flight])
     with pytest.raises(ScheduleError) as raised:
         lower_schedules(tight, build_schedules(tight))
     head, *grid = str(raised.value).splitlines()

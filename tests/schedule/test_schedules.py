@@ -6,7 +6,7 @@ from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.orders.gpipe import forward_only_schedule, gpipe_schedule
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule, one_f_one_b_schedule
-from tests.schedule.plans import chain_plan, make_plan
+from tests.schedule.plans import chain_plan
 
 
 def text(schedule):
@@ -78,7 +78,7 @@ def test_build_takes_schedule_k_and_in_flight_of_each_stage():
 
 def replace_stage(plan, **changes):
     stages = (dataclasses.replace(plan.stages[0], **changes), *plan.stages[1:])
-    return make_plan(stages, plan.edges, mini_batch=plan.mini_batch)
+    return dataclasses.replace(plan, stages=stages)
 
 
 def test_build_refuses_what_does_not_fit():

@@ -7,7 +7,6 @@ import pytest
 
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
-from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.program import Instruction, InstructionKind
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
@@ -19,7 +18,17 @@ from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.interleaved import _policies, _Setting, _shortest, _times, in_flight_within
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.program_times import simulate_programs
-from tests.schedule.plans import chain_plan, on_ranks, on_shared_ranks, simple_plan
+from tests.schedule.plans import (
+    chain_plan,
+    changed,
+    cluster_of,
+    lines,
+    on_ranks,
+    on_shared_ranks,
+    proven,
+    simple_plan,
+    with_all,
+)
 from tests.schedule.shortest_order import ShortestOrder
 
 
@@ -34,23 +43,6 @@ def folded(num_ranks, micro_batches, **options):
     last = 2 * num_ranks - 1
     plan = chain_plan(last + 1, micro_batches, forward_us=1.0, backward_us=2.0, **options)
     return on_ranks(plan, *(min(stage, last - stage) for stage in range(last + 1)))
-
-
-def with_limits(plan, counts):
-    stages = (dataclasses.replace(s, in_flight=c) for s, c in zip(plan.stages, counts, strict=True))
-    return dataclasses.replace(plan, stages=tuple(stages))
-
-
-def proven(plan, schedules=None, **options):
-    frozen = options.get("forward_only_stages", frozenset())
-    schedules = schedules or build_schedules(plan, forward_only_stages=frozen)
-    programs = lower_schedules(plan, schedules, **options)
-    validate_programs(plan, schedules, programs)
-    return schedules, programs
-
-
-def lines(program):
-    return [str(instruction) for instruction in program.instructions]
 
 
 def test_two_stages_of_a_rank_hand_over():
@@ -117,7 +109,7 @@ def test_v_shapes_under_a_limit_of_the_rank(num_ranks, micro_batches):
     work = 6.0 * micro_batches
     for held, idle in (((num_ranks + 4) // 3, 4.0 * num_ranks), ((num_ranks + 2) // 2, 3.0 * num_ranks)):
         counts = in_flight_within(plan, dict.fromkeys(range(num_ranks), 2 * held))
-        limited = with_limits(plan, counts)
+        limited = plan.with_each(in_flight=counts)
         schedules, _ = proven(limited)
         assert predict_iteration_us(limited, schedules=schedules) <= work + idle
         # stages reach their most at different times
@@ -125,7 +117,7 @@ def test_v_shapes_under_a_limit_of_the_rank(num_ranks, micro_batches):
         assert max(totals) <= 2 * held + 3
     # with 1F1B's memory it idles little more than no rank can avoid: the last one starts after p - 1 forwards
     counts = in_flight_within(plan, dict.fromkeys(range(num_ranks), 2 * num_ranks))
-    assert predict_iteration_us(with_limits(plan, counts)) <= work + (num_ranks - 1) + 2
+    assert predict_iteration_us(plan.with_each(in_flight=counts)) <= work + (num_ranks - 1) + 2
 
 
 def test_what_the_simulations_of_orders_know():
@@ -200,7 +192,7 @@ def test_random_plans(first):
         forwards = forward_schedules(plan)
         limits = [schedule.num_in_flight for schedule in forwards]
         evaluation = lower_schedules(plan, forwards, training=False)
-        validate_programs(with_limits(plan, limits), forwards, evaluation)
+        validate_programs(plan.with_each(in_flight=limits), forwards, evaluation)
     assert num_shared >= 5
 
 
@@ -231,9 +223,7 @@ def test_frozen_stages_hold_back_and_are_handed_over():
 
 
 def test_hand_overs_take_no_link():
-    device = Device(name="any", memory_bytes=1, flops_per_s=1.0, memory_bytes_per_s=1.0)
-    link = Link(name="slow", span=2, bytes_per_s=1e3, latency_us=100.0)
-    cluster = Cluster(name="slow", devices=(device, device), links=(link,))
+    cluster = cluster_of(2, bytes_per_s=1e3, latency_us=100.0)
     plan = chain_plan(3, 2, num_bytes=10.0)
     alone = on_ranks(plan, 0, 0, 0)
     timeline = simulate_plan(alone, cluster=cluster)
@@ -258,16 +248,6 @@ def test_reductions_and_steps_of_a_rank_follow_each_other():
         assert steps == [(0, 11.0, 15.0), (1, 15.0, 23.0)]
 
 
-def damaged(programs, rank, change):
-    changed = []
-    for program in programs:
-        instructions = list(program.instructions)
-        if program.rank == rank:
-            change(instructions)
-        changed.append(dataclasses.replace(program, instructions=tuple(instructions)))
-    return changed
-
-
 def test_the_proof_refuses_what_is_wrong():
     plan = on_ranks(chain_plan(3, 2), 0, 1, 0)
     schedules, programs = proven(plan)
@@ -276,7 +256,7 @@ def test_the_proof_refuses_what_is_wrong():
 
     def reject(change, match, of=(plan, schedules, programs)):
         with pytest.raises(ScheduleError, match=match):
-            validate_programs(of[0], of[1], damaged(of[2], 0, change))
+            validate_programs(of[0], of[1], changed(of[2], 0, change))
 
     def turn_round(instructions):
         at = next(i for i, x in enumerate(instructions) if x.message is not None)
@@ -303,25 +283,19 @@ def test_the_proof_refuses_what_is_wrong():
 
 
 def test_refusals():
-    plan = on_ranks(chain_plan(2, 4), (0, 1), (1, 2))
-    plan = dataclasses.replace(
-        plan,
-        mini_batch=8,
-        stages=tuple(dataclasses.replace(s, micro_batch_size=2, tensor=2) for s in plan.stages),
-    )
+    plan = with_all(on_ranks(chain_plan(2, 4), (0, 1), (1, 2)), micro_batch_size=2, tensor=2)
+    plan = dataclasses.replace(plan, mini_batch=8)
     with pytest.raises(
         PlanError, match=r"share rank 1, but run their tasks on its tensor ranks \[0, 1\] and \[1, 2\]"
     ):
         build_schedules(plan)
-    short = with_limits(on_ranks(simple_plan([1, 2], [(0, 1)], mini_batch=4), 0, 0), (1, 1))
+    short = on_ranks(simple_plan([1, 2], [(0, 1)], mini_batch=4), 0, 0).with_each(in_flight=(1, 1))
     with pytest.raises(ScheduleError, match="raise in_flight of 's0'"):
         lower_schedules(short, build_schedules(short))
 
 
 def test_same_rows_of_tensor_ranks_may_be_shared():
-    plan = chain_plan(4, 4)
-    stages = tuple(dataclasses.replace(stage, tensor=2) for stage in plan.stages)
-    plan = on_ranks(dataclasses.replace(plan, stages=stages), (0, 1), (2, 3), (0, 1), (2, 3))
+    plan = on_ranks(with_all(chain_plan(4, 4), tensor=2), (0, 1), (2, 3), (0, 1), (2, 3))
     _, programs = proven(plan)
     rows = [[str(i) for i in program.instructions if i.task is not None] for program in programs]
     assert rows[0] == rows[1] and rows[2] == rows[3]

@@ -1,4 +1,3 @@
-import dataclasses
 import random
 
 import pytest
@@ -8,14 +7,11 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.plan.choose_schedule import choose_schedule, choose_slicing
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.durations import with_split_costs
-from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.schedule.orders.slicer import longest_start_up, slice_warm_up
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight, start_up_us
-from tests.schedule.plans import simple_plan
-from tests.simulate.test_engine import cluster_of
+from tests.schedule.plans import cluster_of, proven, simple_plan, words
 
 BRANCHES = [(0, 1), (1, 2), (2, 6), (3, 4), (4, 5), (5, 6)]
 """Two branches of three stages and a join."""
@@ -25,10 +21,6 @@ def chain(num_stages, micro_batches, *, size=2, **options):
     links = [(i, i + 1) for i in range(num_stages - 1)]
     options = {"forward_us": 1.0, "backward_us": 2.0, **options}
     return simple_plan([size] * num_stages, links, mini_batch=size * micro_batches, **options)
-
-
-def text(schedule):
-    return " ".join(str(task)[1:] for task in schedule.tasks)
 
 
 def slices(plan):
@@ -46,15 +38,13 @@ def test_halves_sent_singly():
     # rank 2  .   .   F0a F0b .   .   F1  F1  .   B0  B0  B0  B0  F2  F2  B1  B1  B1
     # rank 3  .   .   .   F0a F0b B0  B0  B0  B0  F1  F1  B1  B1  B1  B1  F2  F2  B2
     plan = slice_warm_up(chain(4, 8))
-    schedules = build_schedules(plan)
-    assert [text(s)[:33] for s in schedules] == [
+    schedules, programs = proven(plan)
+    assert [words(s)[:33] for s in schedules] == [
         "F0a F0b F1 F2 F3 B0 F4 B1 F5 B2 F",
         "F0a F0b F1 F2 B0 F3 B1 F4 B2 F5 B",
         "F0a F0b F1 B0 F2 B1 F3 B2 F4 B3 F",
         "F0a F0b B0 F1 B1 F2 B2 F3 B3 F4 B",
     ]
-    programs = lower_schedules(plan, schedules)
-    validate_programs(plan, schedules, programs)
     assert sent(programs[2])[:3] == [
         "act e2 r2.0a>r3.0a [0..0]",
         "act e2 r2.0b>r3.0b [1..1]",
@@ -71,12 +61,10 @@ def test_last_send_joined():
     # rank 2  .   .   F0a F0b .   .   F1  F1  .   .   B0  B0  B0  B0  F2  F2  B1  B1
     # rank 3  .   .   .   .   F0  F0  B0  B0  B0  B0  F1  F1  B1  B1  B1  B1  F2  F2
     plan = slice_warm_up(chain(4, 8), joins_last=True)
-    schedules = build_schedules(plan)
-    assert [text(s)[:12] for s in schedules] == [
+    schedules, programs = proven(plan)
+    assert [words(s)[:12] for s in schedules] == [
         "F0a F0b F1 F", "F0a F0b F1 F", "F0a F0b F1 B", "F0 B0 F1 B1 ",
     ]  # fmt: skip
-    programs = lower_schedules(plan, schedules)
-    validate_programs(plan, schedules, programs)
     assert sent(programs[1])[:2] == ["act e1 r1.0a>r2.0a [0..0]", "act e1 r1.0b>r2.0b [1..1]"]
     assert sent(programs[2])[0] == "act e2 r2.0b>r3.0 [0..1]"
     assert start_up_us(simulate_plan(plan)) == 2.0
@@ -173,8 +161,7 @@ def test_other_micro_batches_and_degrees():
     )
     sliced = slice_warm_up(plan)
     assert slices(sliced) == [2, 1, 1, 1]  # four samples everywhere; the last stage holds only two
-    schedules = build_schedules(sliced)
-    validate_programs(sliced, schedules, lower_schedules(sliced, schedules))
+    proven(sliced)
     assert start_up_us(simulate_plan(sliced)) < 0.7 * start_up_us(simulate_plan(plan))
 
 
@@ -224,9 +211,8 @@ def test_auto_is_never_slower():
 
 def test_odd_samples_are_refused():
     plan = chain(3, 4, size=1)
-    stages = (dataclasses.replace(plan.stages[0], num_sliced=1), *plan.stages[1:])
     with pytest.raises(ScheduleError, match="'s0': num_sliced is 1 with 1 samples a rank"):
-        build_schedules(dataclasses.replace(plan, stages=stages))
+        build_schedules(plan.with_each(num_sliced=[1, 0, 0]))
 
 
 def test_random_draws():

@@ -7,19 +7,18 @@ import pytest
 
 from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.program import Direction, Instruction, InstructionKind
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import dumps, from_plain, loads, to_plain
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.checks.validate_windows import validate_async
+from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import tensor_pairs
 from gpp_plugin.schedule.program_sets import lower_async
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan, simulate_programs
 from gpp_plugin.simulate.timeline_metrics import critical_path
-from tests.schedule.plans import make_plan
+from tests.schedule.plans import changed, make_edge, on_rows, proven, simple_plan, with_all
 from tests.schedule.test_async import random_async_plan
 
 KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD)
@@ -29,48 +28,17 @@ ACTIVATION, GRADIENT = Direction.ACTIVATION, Direction.GRADIENT
 def grid_plan(*grids, sizes=None, shards=(None, None), mini_batch=None, in_flight=2) -> PipelinePlan:
     """Return a chain of stages of (data, tensor) ranks; ``shards`` are the axes at the ends of every edge."""
     sizes = sizes or [data for data, _ in grids]
-    first, stages = 0, []
-    for index, (data, tensor) in enumerate(grids):
-        stages.append(
-            Stage(
-                name=f"s{index}",
-                blocks=(f"b{index}",),
-                ranks=tuple(range(first, first + data * tensor)),
-                tensor=tensor,
-                micro_batch_size=sizes[index],
-                in_flight=in_flight,
-                forward_us=10.0,
-                backward_us=20.0,
-            )
-        )
-        first += data * tensor
-    edges = tuple(
-        StageEdge(
-            src=i,
-            dst=i + 1,
-            batch_tensors=(f"t{i}",),
-            gradient_tensors=(f"t{i}",),
-            bytes_per_sample=12.0,
-            gradient_bytes_per_sample=12.0,
-            src_shard_axis=shards[0],
-            dst_shard_axis=shards[1],
-        )
-        for i in range(len(grids) - 1)
-    )
-    return make_plan(tuple(stages), edges, mini_batch=mini_batch or 2 * max(sizes))
-
-
-def programs_of(plan, **options):
-    schedules = build_schedules(plan)
-    programs = lower_schedules(plan, schedules, **options)
-    validate_programs(plan, schedules, programs)
-    return programs
+    axes = {"src_shard_axis": shards[0], "dst_shard_axis": shards[1]}
+    edges = [make_edge(i, i + 1, num_bytes=12.0, **axes) for i in range(len(grids) - 1)]
+    plan = simple_plan(sizes, [], mini_batch=mini_batch or 2 * max(sizes), forward_us=10.0, backward_us=20.0)
+    plan = with_all(dataclasses.replace(plan, edges=tuple(edges)), in_flight=in_flight)
+    return on_rows(plan, *zip(*grids, strict=True))
 
 
 def messages_of(plan, direction, edge=0):
     return [
         message
-        for program in programs_of(plan)
+        for program in proven(plan)[1]
         for message in program.messages(InstructionKind.SEND)
         if message.direction is direction and message.edge == edge
     ]
@@ -154,11 +122,11 @@ def with_rows(plan: PipelinePlan, rng: random.Random) -> PipelinePlan:
     sizes = [rng.choice([1, 1, 2, 3]) for _ in plan.stages]
     numbers = list(range(sum(len(s.ranks) * t for s, t in zip(plan.stages, sizes, strict=True))))
     rng.shuffle(numbers)
-    stages = []
-    for stage, tensor in zip(plan.stages, sizes, strict=True):
-        ranks = tuple(numbers.pop() for _ in range(len(stage.ranks) * tensor))
-        stages.append(dataclasses.replace(stage, ranks=ranks, tensor=tensor))
-    return dataclasses.replace(plan, stages=tuple(stages))
+    ranks = [
+        tuple(numbers.pop() for _ in range(len(stage.ranks) * tensor))
+        for stage, tensor in zip(plan.stages, sizes, strict=True)
+    ]
+    return plan.with_each(ranks=ranks, tensor=sizes)
 
 
 def random_grid_plan(rng: random.Random) -> PipelinePlan:
@@ -179,19 +147,15 @@ def test_random_graphs_of_grids_finish_whatever_the_times():
         plan = random_grid_plan(rng)
         grids += any(stage.tensor > 1 for stage in plan.stages)
         frozen = forward_only_of(plan, rng)
-        schedules = build_schedules(plan, forward_only_stages=frozen)
-        programs = lower_schedules(
+        _, programs = proven(
             plan,
-            schedules,
             forward_only_stages=frozen,
             costs=lambda *_, rng=rng: 10 ** rng.uniform(-3, 3),
             reduce_each_backward=seed % 2 == 0,
         )
-        validate_programs(plan, schedules, programs)
         for mode in ("asynchronous", "rendezvous"):
             assert simulate_programs(plan, programs, mode=mode).events
-        schedules = forward_schedules(plan)
-        validate_programs(plan, schedules, lower_schedules(plan, schedules, training=False))
+        proven(plan, forward_schedules(plan), training=False)
     assert grids > 20
 
 
@@ -208,7 +172,7 @@ def test_tensor_ranks_run_each_task_together():
         (0, kind, m, rank): 7.0 if rank == 1 else 3.0 for kind in KINDS for m in range(2) for rank in (0, 1)
     }
     durations = {**slow, **{(1, kind, m): 1.0 for kind in KINDS for m in range(2)}}
-    programs = programs_of(plan)
+    _, programs = proven(plan)
     for timeline in (
         simulate_plan(plan, durations=durations),
         simulate_programs(plan, programs, durations=durations),
@@ -243,39 +207,33 @@ def test_the_proof_takes_collectives_inside_tasks_into_account():
     """Rank 1 takes its gradient before its second forward: it waits only for rank 2, which waits for rank 0 only."""
     plan = grid_plan((1, 2), (1, 1), mini_batch=2, sizes=(1, 1))
     schedules = build_schedules(plan)
-    programs = list(lower_schedules(plan, schedules))
-    body = list(programs[1].instructions)
-    receive = next(x for x in body if x.message is not None and x.message.direction is GRADIENT)
-    body.remove(receive)
-    body.insert(next(i for i, x in enumerate(body) if str(x) == "0F1"), receive)
-    programs[1] = dataclasses.replace(programs[1], instructions=tuple(body))
+    programs = lower_schedules(plan, schedules)
+
+    def receive_early(body):
+        receive = next(x for x in body if x.message is not None and x.message.direction is GRADIENT)
+        body.remove(receive)
+        body.insert(next(i for i, x in enumerate(body) if str(x) == "0F1"), receive)
+
     match = r"rank 0 waits for rank 1 at their task 0F1, rank 1 waits for rank 2 at grad.*, rank 2 waits for rank 0"
     with pytest.raises(ScheduleError, match=match):
-        validate_programs(plan, schedules, programs)
+        validate_programs(plan, schedules, changed(programs, 1, receive_early))
 
 
 def test_a_shard_that_is_missing_or_sent_twice_is_found():
     plan = grid_plan((1, 2), (1, 1), shards=(1, None), mini_batch=1)
     schedules = build_schedules(plan)
-    programs = list(lower_schedules(plan, schedules))
+    programs = lower_schedules(plan, schedules)
 
-    def edit(rank, change):
-        body = tuple(y for x in programs[rank].instructions for y in change(x))
-        changed = [*programs]
-        changed[rank] = dataclasses.replace(programs[rank], instructions=body)
-        return changed
+    def come(rank: int, times: int):
+        """Return programs in which what comes from a rank is received so often."""
 
-    def is_received_from(rank: int, instruction: Instruction) -> bool:
-        is_received = instruction.kind is InstructionKind.RECEIVE
-        return is_received and instruction.message is not None and instruction.message.src_rank == rank
+        def edit(body):
+            is_its = [x.kind is InstructionKind.RECEIVE and x.message.src_rank == rank for x in body]
+            return [y for x, own in zip(body, is_its, strict=True) for y in [x] * (times if own else 1)]
 
-    def drop(instruction: Instruction) -> list[Instruction]:
-        return [] if is_received_from(1, instruction) else [instruction]
-
-    def double(instruction: Instruction) -> list[Instruction]:
-        return [instruction] * (2 if is_received_from(0, instruction) else 1)
+        return changed(programs, 2, edit)
 
     with pytest.raises(ScheduleError, match="1F0 has received samples nothing over edge 0, it needs"):
-        validate_programs(plan, schedules, edit(2, drop))
+        validate_programs(plan, schedules, come(1, 0))
     with pytest.raises(ScheduleError, match=r"1F0 has received samples \[0..0\], \[0..0\] over edge 0"):
-        validate_programs(plan, schedules, edit(2, double))
+        validate_programs(plan, schedules, come(0, 2))

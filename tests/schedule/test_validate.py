@@ -14,20 +14,11 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.grid import format_grid
 from gpp_plugin.schedule.lower import lower_schedules
-from tests.schedule.plans import simple_plan
+from tests.schedule.plans import changed, proven, simple_plan, with_all
 
 COMPUTE, SEND, RECEIVE = InstructionKind.COMPUTE, InstructionKind.SEND, InstructionKind.RECEIVE
 PLAN = simple_plan([1, 2, 1, 4], [(0, 1), (0, 2), (1, 3), (2, 3)], mini_batch=8)
-SCHEDULES = build_schedules(PLAN)
-PROGRAMS = lower_schedules(PLAN, SCHEDULES)
-
-
-def change(programs, rank, edit):
-    """Return the programs with ``edit`` applied to a list of one rank's instructions."""
-    instructions = list(programs[rank].instructions)
-    edit(instructions)
-    changed = dataclasses.replace(programs[rank], instructions=tuple(instructions))
-    return (*programs[:rank], changed, *programs[rank + 1 :])
+SCHEDULES, PROGRAMS = proven(PLAN)
 
 
 def first_of(instructions, kind):
@@ -42,7 +33,7 @@ def reject(programs, match, *, plan=PLAN, schedules=SCHEDULES):
 
 def test_deleted_receive():
     text = reject(
-        change(PROGRAMS, 1, lambda x: x.pop(first_of(x, RECEIVE))),
+        changed(PROGRAMS, 1, lambda x: x.pop(first_of(x, RECEIVE))),
         r"1F0 has received samples \[1..1\] over edge 0, it needs \[0..0\], \[1..1\]",
     )
     assert text.splitlines()[0].startswith("rank 1 (stage 's1'): ")
@@ -53,7 +44,7 @@ def test_every_single_deletion_is_found():
     for rank, program in enumerate(PROGRAMS):
         for at, instruction in enumerate(program.instructions):
             if instruction.kind is not InstructionKind.REDUCE_DATA:  # one rank a stage may leave it out
-                reject(change(PROGRAMS, rank, lambda x, at=at: x.pop(at)), "rank")
+                reject(changed(PROGRAMS, rank, lambda x, at=at: x.pop(at)), "rank")
 
 
 def sends_over(instructions, edge):
@@ -65,7 +56,7 @@ def test_swapped_sends():
         first, second = sends_over(instructions, 0)[:2]
         instructions[first], instructions[second] = instructions[second], instructions[first]
 
-    reject(change(PROGRAMS, 0, swap), r"sends act e\d r0.1>.* before the task that makes it")
+    reject(changed(PROGRAMS, 0, swap), r"sends act e\d r0.1>.* before the task that makes it")
 
 
 def test_swapped_sends_of_finished_tasks():
@@ -74,7 +65,7 @@ def test_swapped_sends_of_finished_tasks():
         instructions.insert(second, instructions.pop(first))
 
     text = reject(
-        change(PROGRAMS, 1, postpone), "number 0 of its channel, but there the sender sends act e2 r1.1"
+        changed(PROGRAMS, 1, postpone), "number 0 of its channel, but there the sender sends act e2 r1.1"
     )
     assert text.startswith("rank 3")
 
@@ -84,7 +75,7 @@ def test_message_twice():
         at = first_of(instructions, RECEIVE)
         instructions.insert(at, instructions[at])
 
-    reject(change(PROGRAMS, 3, repeat), "exactly once")
+    reject(changed(PROGRAMS, 3, repeat), "exactly once")
 
 
 def test_wrong_samples():
@@ -95,7 +86,7 @@ def test_wrong_samples():
         )
         instructions[at] = dataclasses.replace(instructions[at], message=message)
 
-    reject(change(PROGRAMS, 0, widen), "holds samples that micro-batch 0 of stage 's0' lacks")
+    reject(changed(PROGRAMS, 0, widen), "holds samples that micro-batch 0 of stage 's0' lacks")
 
 
 def test_receive_after_its_task():
@@ -103,12 +94,12 @@ def test_receive_after_its_task():
         at = first_of(instructions, COMPUTE)
         instructions.insert(0, instructions.pop(at))
 
-    reject(change(PROGRAMS, 3, postpone), "3F0 has received samples nothing over edge")
+    reject(changed(PROGRAMS, 3, postpone), "3F0 has received samples nothing over edge")
 
 
 def receive_first(plan, programs):
     """Post what each task receives from the task before it on, before what that one sends."""
-    changed = []
+    early = []
     for program in programs:
         body = []
         receives_at = {i.task: [] for i in program.instructions if i.task is not None}
@@ -126,8 +117,8 @@ def receive_first(plan, programs):
             if instruction.task is not None and instruction.task != tasks[-1]:
                 after = tasks[tasks.index(instruction.task) + 1]
                 body += [Instruction(kind=RECEIVE, message=m) for m in receives_at[after]]
-        changed.append(dataclasses.replace(program, instructions=tuple(body)))
-    return tuple(changed)
+        early.append(dataclasses.replace(program, instructions=tuple(body)))
+    return tuple(early)
 
 
 def test_posting_early_deadlocks_on_most_random_graphs():
@@ -145,10 +136,8 @@ def test_posting_early_deadlocks_on_most_random_graphs():
 
 
 def test_exceeded_in_flight():
-    stages = tuple(
-        dataclasses.replace(s, in_flight=s.in_flight - (i == 0)) for i, s in enumerate(PLAN.stages)
-    )
-    plan = dataclasses.replace(PLAN, stages=stages)
+    counts = [s.in_flight for s in PLAN.stages]
+    plan = PLAN.with_each(in_flight=[counts[0] - 1, *counts[1:]])
     text = reject(PROGRAMS, r"holds 8 micro-batches, in_flight allows 7", plan=plan)
     assert "[0F7]!" in text
 
@@ -158,7 +147,7 @@ def test_other_order_than_the_schedule():
         tasks = [i for i, x in enumerate(instructions) if x.task is not None]
         instructions[tasks[0]], instructions[tasks[1]] = instructions[tasks[1]], instructions[tasks[0]]
 
-    reject(change(PROGRAMS, 0, swap), "runs 0F1 where the schedule has 0F0")
+    reject(changed(PROGRAMS, 0, swap), "runs 0F1 where the schedule has 0F0")
 
 
 def test_missing_rank_and_wrong_stage():
@@ -169,14 +158,13 @@ def test_missing_rank_and_wrong_stage():
 
 def test_tails():
     step = Instruction(kind=InstructionKind.STEP)
-    reject(change(PROGRAMS, 2, lambda x: x.pop()), "has no step while other ranks do")
-    reject(change(PROGRAMS, 2, lambda x: x.insert(0, x.pop())), "reductions and the step come last")
-    reject(change(PROGRAMS, 2, lambda x: x.append(step)), "each at most once")
+    reject(changed(PROGRAMS, 2, lambda x: x.pop()), "has no step while other ranks do")
+    reject(changed(PROGRAMS, 2, lambda x: x.insert(0, x.pop())), "reductions and the step come last")
+    reject(changed(PROGRAMS, 2, lambda x: x.append(step)), "each at most once")
     plan = next(p for p in map(random_plan, map(random.Random, range(99))) if p.stages[0].degree > 1)
     stage = plan.stages[0]
-    schedules = build_schedules(plan)
-    programs = lower_schedules(plan, schedules)
-    cut = change(programs, stage.ranks[1], lambda x: x.pop(-2))
+    schedules, programs = proven(plan)
+    cut = changed(programs, stage.ranks[1], lambda x: x.pop(-2))
     reject(cut, "they must agree", plan=plan, schedules=schedules)
 
 
@@ -191,21 +179,12 @@ def test_grid_cuts_a_window_around_the_bad_cell():
 # ---- halves and split backwards ---------------------------------------------------------------------
 
 SLICED = dataclasses.replace(
-    PLAN,
-    mini_batch=16,
-    stages=tuple(
-        dataclasses.replace(
-            stage,
-            micro_batch_size=2 * stage.micro_batch_size,
-            schedule="zero_bubble",
-            num_sliced=2,
-            joins_last_slice=index == 1,
-        )
-        for index, stage in enumerate(PLAN.stages)
+    with_all(PLAN, schedule="zero_bubble", num_sliced=2).with_each(
+        micro_batch_size=[2, 4, 2, 8], joins_last_slice=[False, True, False, False]
     ),
+    mini_batch=16,
 )
-SLICED_SCHEDULES = build_schedules(SLICED)
-SLICED_PROGRAMS = lower_schedules(SLICED, SLICED_SCHEDULES)
+SLICED_SCHEDULES, SLICED_PROGRAMS = proven(SLICED)
 
 
 def reject_sliced(programs, match, schedules=SLICED_SCHEDULES):
@@ -216,7 +195,7 @@ def test_every_deletion_is_found_with_halves_and_splits():
     for rank, program in enumerate(SLICED_PROGRAMS):
         for at, instruction in enumerate(program.instructions):
             if instruction.kind is not InstructionKind.REDUCE_DATA:
-                reject_sliced(change(SLICED_PROGRAMS, rank, lambda x, at=at: x.pop(at)), "rank")
+                reject_sliced(changed(SLICED_PROGRAMS, rank, lambda x, at=at: x.pop(at)), "rank")
 
 
 def position_of(instructions, text):
@@ -235,7 +214,7 @@ def swap_tasks(rank, one, two):
     tasks[i], tasks[j] = tasks[j], tasks[i]
     schedules = list(SLICED_SCHEDULES)
     schedules[rank] = dataclasses.replace(SLICED_SCHEDULES[rank], tasks=tuple(tasks))
-    return change(SLICED_PROGRAMS, rank, swap), schedules
+    return changed(SLICED_PROGRAMS, rank, swap), schedules
 
 
 def test_tasks_of_a_micro_batch_in_the_wrong_order():
@@ -255,7 +234,7 @@ def replace_message(rank, is_wanted, **changes):
         message = dataclasses.replace(instructions[at].message, **changes)
         instructions[at] = dataclasses.replace(instructions[at], message=message)
 
-    return change(SLICED_PROGRAMS, rank, edit)
+    return changed(SLICED_PROGRAMS, rank, edit)
 
 
 def test_messages_name_halves_that_are_run():
@@ -276,17 +255,17 @@ def test_the_second_half_is_not_sent_before_it_is_made():
         first, second = sends_over(instructions, 0)[:2]  # the halves of micro-batch 0
         instructions[first], instructions[second] = instructions[second], instructions[first]
 
-    reject_sliced(change(SLICED_PROGRAMS, 0, swap), "before the task that makes it")
+    reject_sliced(changed(SLICED_PROGRAMS, 0, swap), "before the task that makes it")
 
 
 def test_in_flight_ends_with_the_weight_gradient():
-    held = SLICED.stages[1].in_flight
-    stages = list(SLICED.stages)
-    stages[1] = dataclasses.replace(stages[1], in_flight=held - 1)
+    counts = [stage.in_flight for stage in SLICED.stages]
+    held = counts[1]
+    tight = SLICED.with_each(in_flight=[counts[0], held - 1, *counts[2:]])
     reject(
         SLICED_PROGRAMS,
         f"holds {held} micro-batches, in_flight allows {held - 1}",
-        plan=dataclasses.replace(SLICED, stages=tuple(stages)),
+        plan=tight,
         schedules=SLICED_SCHEDULES,
     )
 

@@ -6,37 +6,26 @@ import pytest
 
 from gpp_benchmarks._random_plans import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.durations import with_split_costs
-from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.schedule.orders.gpipe import forward_only_schedule
 from gpp_plugin.schedule.orders.zero_bubble import _ListRun, zero_bubble_schedules
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
-from tests.schedule.plans import chain_plan, simple_plan
+from tests.schedule.plans import chain_plan, cluster_of, freeze, proven, simple_plan, with_all, words
 
 DIAMOND = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]
 
 
-def text(schedule):
-    return " ".join(str(task)[1:] for task in schedule.tasks)
-
-
-def zero_bubble(plan, *, in_flight=None):
-    stages = tuple(
-        dataclasses.replace(stage, schedule="zero_bubble", k=1, in_flight=in_flight or stage.in_flight)
-        for stage in plan.stages
-    )
-    return dataclasses.replace(plan, stages=stages)
+def zero_bubble(plan, **more):
+    return with_all(plan, schedule="zero_bubble", k=1, **more)
 
 
 def test_three_stages():
     """The grid in the module's docstring."""
     plan = zero_bubble(chain_plan(3, 4, forward_us=1.0, backward_us=2.0))
-    assert [text(s) for s in build_schedules(plan)] == [
+    assert [words(s) for s in build_schedules(plan)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3",
         "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3",
@@ -48,7 +37,7 @@ def test_three_stages():
     # rank 1  .   F0  F1  .   I0  F2  I1  W0  F3  I2  W1  I3  W2  W3
     # rank 2  .   .   F0  I0  F1  I1  F2  I2  W0  F3  I3  W1  W2  W3
     granted = zero_bubble(plan, in_flight=3)
-    assert [text(s) for s in build_schedules(granted)] == [
+    assert [words(s) for s in build_schedules(granted)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
         "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
@@ -74,9 +63,7 @@ def test_five_stage_diamond(micro_batches, one_f_one_b, equal, twice, granted):
     assert timeline.iteration_us == equal
     assert timeline.bubble_ratio() <= 0.8 * simulate_plan(plan).bubble_ratio()
     assert [peak_in_flight(timeline)[rank] for rank in range(5)] == counts
-    doubled = dataclasses.replace(
-        plan, stages=tuple(dataclasses.replace(s, in_flight=2 * s.in_flight) for s in plan.stages)
-    )
+    doubled = plan.with_each(in_flight=[2 * count for count in counts])
     assert simulate_plan(zero_bubble(doubled)).iteration_us == twice
     timeline = simulate_plan(zero_bubble(plan, in_flight=4))
     assert timeline.iteration_us == granted == 3 * micro_batches + 3  # only the start-up is left
@@ -103,11 +90,8 @@ PUBLISHED = [  # p, m, T_F, T_B, T_W, T_comm in ms; bubble rates of 1F1B and of 
 def test_the_papers_tables_to_four_decimals(p, m, f, b, w, comm, usual, zero):
     """Tables 5 and 9 of Zero Bubble (arXiv 2401.10241): 1F1B, and ZB-1p, which holds p micro-batches everywhere."""
     plan = chain_plan(p, m, forward_us=f, backward_us=b + w)
-    stages = tuple(dataclasses.replace(s, input_gradient_us=b, weight_gradient_us=w) for s in plan.stages)
-    plan = dataclasses.replace(plan, stages=stages)
-    device = Device(name="any", memory_bytes=1, flops_per_s=1.0, memory_bytes_per_s=1.0)
-    link = Link(name="any", span=p, bytes_per_s=1e30, latency_us=comm)
-    cluster = Cluster(name="any", devices=(device,) * p, links=(link,))
+    plan = with_all(plan, input_gradient_us=b, weight_gradient_us=w)
+    cluster = cluster_of(p, bytes_per_s=1e30, latency_us=comm)
 
     def bubble_rate(plan):
         span = predict_iteration_us(plan, cluster=cluster)  # that of the first stage, the longest
@@ -147,20 +131,13 @@ def test_against_every_order_of_two_stages():
     for _ in range(cases):
         count, limits = 3, (rng.choice([2, 3]), rng.choice([1, 2]))
         plan = chain_plan(2, count, forward_us=[rng.randint(1, 4) for _ in range(2)])
-        stages = tuple(
-            dataclasses.replace(
-                stage,
-                in_flight=limit,
-                backward_us=float(i + w),
-                input_gradient_us=float(i),
-                weight_gradient_us=float(w),
-            )
-            for stage, limit, i, w in (
-                (stage, limit, rng.randint(1, 4), rng.randint(1, 4))
-                for stage, limit in zip(plan.stages, limits, strict=True)
-            )
+        both = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(2)]
+        plan = zero_bubble(plan).with_each(
+            in_flight=limits,
+            backward_us=[float(i + w) for i, w in both],
+            input_gradient_us=[float(i) for i, _ in both],
+            weight_gradient_us=[float(w) for _, w in both],
         )
-        plan = zero_bubble(dataclasses.replace(plan, stages=stages))
         best = float("inf")
         for first, last in itertools.product(orders(count, limits[0], False), orders(count, limits[1], True)):
             schedules = (schedule_of(0, first, limits[0]), schedule_of(1, last, limits[1]))
@@ -204,18 +181,11 @@ def test_beside_other_schedules_and_frozen_stages():
         backward_us=2.0,
         schedule=["1f1b", "zero_bubble", "gpipe", "zero_bubble", "zero_bubble"],
     )
-    schedules = build_schedules(plan)
-    validate_programs(plan, schedules, lower_schedules(plan, schedules))
-    frozen = dataclasses.replace(
-        plan,
-        edges=tuple(dataclasses.replace(e, gradient_tensors=()) if e.src == 0 else e for e in plan.edges),
-    )
-    schedules = build_schedules(frozen, forward_only_stages=frozenset({0}))
+    proven(plan)
+    schedules, _ = proven(freeze(plan, {0}), forward_only_stages=frozenset({0}))
     assert {t.kind.value for t in schedules[0].tasks} == {"F"}
     assert {t.kind.value for t in schedules[1].tasks} == {"F", "B"}  # nobody waits for its input gradients
     assert {t.kind.value for t in schedules[3].tasks} == {"F", "I", "W"}
-    programs = lower_schedules(frozen, schedules, forward_only_stages=frozenset({0}))
-    validate_programs(frozen, schedules, programs)
 
 
 @pytest.mark.parametrize(("held", "expected"), [(1, 62.0), (2, 46.0), (3, 46.0)])
@@ -224,7 +194,7 @@ def test_a_frozen_stage_is_held_back_until_its_consumer_has_taken_what_it_holds(
     rank 1  .. F0 B0 F1 B1 F2 B2      backwards of 2 us
     """
     plan = simple_plan([1, 1], [(0, 1)], mini_batch=3, forward_us=10.0, backward_us=2.0)
-    plan = dataclasses.replace(plan, edges=(dataclasses.replace(plan.edges[0], gradient_tensors=()),))
+    plan = freeze(plan, {0})
     others = {0: forward_only_schedule(0, 3, num_in_flight=held)}
     assert _ListRun(zero_bubble(plan), (1,), others).run() == expected
 
@@ -255,22 +225,20 @@ def test_each_choice_that_is_tried_wins_somewhere(
     edges = tuple(
         dataclasses.replace(edge, message_us=message_us, gradient_us=gradient_us) for edge in plan.edges
     )
-    stages = tuple(
-        dataclasses.replace(stage, in_flight=min(stage.in_flight + extra, plan.num_micro_batches(index)))
-        for index, stage in enumerate(zero_bubble(plan).stages)
-    )
-    plan = dataclasses.replace(plan, stages=stages, edges=edges)
+    counts = [
+        min(stage.in_flight + extra, plan.num_micro_batches(index)) for index, stage in enumerate(plan.stages)
+    ]
+    plan = dataclasses.replace(zero_bubble(plan).with_each(in_flight=counts), edges=edges)
     found = zero_bubble_schedules(plan, range(len(sizes)), {})
     assert _ListRun(plan, (), found).run() == expected
 
 
 def test_too_little_memory():
     plan = simple_plan([1, 4], [(0, 1)], mini_batch=8, forward_us=1.0, backward_us=2.0)
-    stages = (dataclasses.replace(plan.stages[0], in_flight=3), plan.stages[1])
     with pytest.raises(
         ScheduleError, match=r"no order can run with these in_flight; raise in_flight of 's0' \(now 3\)"
     ):
-        build_schedules(zero_bubble(dataclasses.replace(plan, stages=stages)))
+        build_schedules(zero_bubble(plan).with_each(in_flight=[3, 1]))
 
 
 def test_random_draws():

@@ -6,7 +6,7 @@ import pytest
 
 from gpp_plugin.cli import main
 from gpp_plugin.ir.serialize import save
-from gpp_plugin.simulate.async_prediction import simulate_windows
+from gpp_plugin.simulate.predict import simulate_windows
 from tests.schedule.plans import chain_plan, simple_plan
 from tests.schedule.test_async import asynchronous
 

@@ -1,31 +1,15 @@
-import dataclasses
 import random
 
 import pytest
 
 from gpp_benchmarks._random_plans import random_draw
 from gpp_plugin.errors import PlanError, ScheduleError
-from gpp_plugin.ir.cluster import Cluster, Device, Link
-from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.schedule.durations import with_split_costs
+from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
-from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
+from tests.schedule.plans import chain_plan, cluster_of, freeze, on_ranks, simple_plan, with_all
 from tests.simulate.reference import label, reference_times
-
-DEVICE = Device(name="d", memory_bytes=1, flops_per_s=1.0, memory_bytes_per_s=1.0)
-
-
-def cluster_of(num, *, bytes_per_s=1e6, latency_us=0.0, node=None):
-    """1e6 bytes a second is one byte a microsecond."""
-    outer = Link(name="net", span=num, bytes_per_s=bytes_per_s, latency_us=latency_us)
-    inner = (
-        (Link(name="node", span=node, bytes_per_s=10 * bytes_per_s, latency_us=latency_us / 10),)
-        if node
-        else ()
-    )
-    return Cluster(name="c", devices=(DEVICE,) * num, links=(*inner, outer))
 
 
 def times_of(timeline):
@@ -108,28 +92,8 @@ def test_full_batch_loss():
 
 
 def test_data_parallel_stage_receives_parts():
-    stages = (
-        Stage(
-            name="a",
-            blocks=("a",),
-            ranks=(0,),
-            micro_batch_size=2,
-            in_flight=4,
-            forward_us=1.0,
-            backward_us=1.0,
-        ),
-        Stage(
-            name="b",
-            blocks=("b",),
-            ranks=(1, 2),
-            micro_batch_size=4,
-            in_flight=1,
-            forward_us=2.0,
-            backward_us=2.0,
-        ),
-    )
-    edge = StageEdge(src=0, dst=1, batch_tensors=("x",), gradient_tensors=("x",))
-    times = times_of(simulate_plan(with_in_flight(make_plan(stages, (edge,), mini_batch=8))))
+    plan = simple_plan([2, 4], [(0, 1)], mini_batch=8, forward_us=[1.0, 2.0], backward_us=[1.0, 2.0])
+    times = times_of(simulate_plan(on_ranks(plan, 0, (1, 2))))
     assert times[1, "F", 0] == (1.0, 3.0)  # its two samples are the first micro-batch of stage a
     assert times[2, "F", 0] == (2.0, 4.0)
 
@@ -196,8 +160,7 @@ def test_durations_by_mapping_and_function():
 
 def test_parts_of_tasks_take_what_the_plan_says_or_half():
     plan = simple_plan([2, 2, 2], [(0, 1), (1, 2)], mini_batch=4, forward_us=2.0, backward_us=4.0)
-    stages = tuple(dataclasses.replace(s, schedule="zero_bubble", num_sliced=1) for s in plan.stages)
-    plan = dataclasses.replace(plan, stages=stages)
+    plan = with_all(plan, schedule="zero_bubble", num_sliced=1)
 
     def spans(**options):
         times = times_of(simulate_plan(options.pop("plan", plan), **options))
@@ -251,18 +214,15 @@ def test_reductions_and_step():
 
 def test_orders_that_wait_for_each_other_show_the_grid():
     plan = simple_plan([1, 4], [(0, 1)], mini_batch=8)
-    stages = (dataclasses.replace(plan.stages[0], in_flight=2), plan.stages[1])
     with pytest.raises(
         ScheduleError, match=r"0F2 waits for 0B0 .*raise in_flight of 's0' \(now 2\)\nrank 0 .*\[0B0\]!"
     ):
-        simulate_plan(make_plan(stages, plan.edges, mini_batch=8))
+        simulate_plan(plan.with_each(in_flight=[2, 1]))
 
 
 def test_frozen_stage_runs_ahead_no_further_than_its_in_flight():
     plan = simple_plan([1, 1], [(0, 1)], mini_batch=6, forward_us=[1.0, 10.0])
-    plan = with_in_flight(
-        make_plan(plan.stages, (StageEdge(src=0, dst=1, batch_tensors=("x",)),), mini_batch=6)
-    )
+    plan = freeze(plan, {0})
     times = times_of(simulate_plan(plan, forward_only_stages=frozenset({0})))
     assert plan.stages[0].in_flight == 2
     assert times[0, "F", 1][1] == 2.0
@@ -300,6 +260,3 @@ def compare(seed):
 def test_agrees_with_the_slow_reference_on_a_thousand_plans():
     compared = [compare(seed) for seed in range(1700)]
     assert sum(count > 0 for count in compared) >= 1000 and sum(compared) > 30_000
-
-
-# ---- scale and determinism -------------------------------------------------------------------------

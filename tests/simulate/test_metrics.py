@@ -1,11 +1,9 @@
-import dataclasses
 import random
 
 import pytest
 
 from gpp_benchmarks._random_plans import random_draw, random_plan
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import (
@@ -16,8 +14,7 @@ from gpp_plugin.simulate.timeline_metrics import (
     peak_in_flight,
     start_up_us,
 )
-from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
-from tests.simulate.test_engine import cluster_of
+from tests.schedule.plans import chain_plan, cluster_of, freeze, simple_plan, with_all
 
 
 def text(path):
@@ -45,9 +42,8 @@ def test_in_flight_never_exceeds_the_plan():
 
 
 def test_frozen_stage_holds_until_its_messages_have_arrived():
-    plan = simple_plan([1, 1], [(0, 1)], mini_batch=4, forward_us=[1.0, 10.0])
-    edge = StageEdge(src=0, dst=1, batch_tensors=("x",), bytes_per_sample=4.0)
-    plan = with_in_flight(make_plan(plan.stages, (edge,), mini_batch=4))
+    plan = simple_plan([1, 1], [(0, 1)], mini_batch=4, forward_us=[1.0, 10.0], num_bytes=4.0)
+    plan = freeze(plan, {0})
     timeline = simulate_plan(plan, forward_only_stages=frozenset({0}), cluster=cluster_of(2))
     assert peak_in_flight(timeline)[0] == 2
     assert in_flight_over_time(timeline)[0][:4] == ((0.0, 1), (1.0, 2), (5.0, 1), (9.0, 0))
@@ -72,9 +68,7 @@ def test_memory_over_time():
 
 
 def test_a_rank_of_several_stages_holds_what_they_hold_together():
-    plan = simple_plan([2, 2], [(0, 1)], mini_batch=4)
-    stages = tuple(dataclasses.replace(stage, ranks=(0,), in_flight=1) for stage in plan.stages)
-    plan = dataclasses.replace(plan, stages=stages)
+    plan = with_all(simple_plan([2, 2], [(0, 1)], mini_batch=4), ranks=(0,), in_flight=1)
     timeline = simulate_plan(plan)
     # 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1, 1 us each
     assert text(critical_path(plan, timeline)) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"
@@ -111,8 +105,7 @@ def test_critical_path_takes_the_slow_branch():
 
 def test_halves_and_split_backwards():
     plan = simple_plan([2, 2], [(0, 1)], mini_batch=4, forward_us=2.0, backward_us=4.0)
-    stages = tuple(dataclasses.replace(s, schedule="zero_bubble", num_sliced=1) for s in plan.stages)
-    plan = dataclasses.replace(plan, stages=stages)
+    plan = with_all(plan, schedule="zero_bubble", num_sliced=1)
     timeline = simulate_plan(plan)
     # rank 0  F0a F0b F1  F1  .   B0  B0  B0  B0  .   .   B1  B1  B1  B1
     # rank 1  .   F0a F0b I0  I0  W0  W0  F1  F1  I1  I1  W1  W1  .   .

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.memory_plan import MemoryPlan, SwappedTensor
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.simulate.overlap import (
+from gpp_plugin.simulate.predict import simulate_plan
+from gpp_plugin.simulate.timeline_metrics import (
     COPIES_BACK,
     COPIES_OUT,
     Travel,
@@ -15,21 +14,12 @@ from gpp_plugin.simulate.overlap import (
     swap_copies,
     timeline_overlap,
 )
-from gpp_plugin.simulate.predict import simulate_plan
-from tests.schedule.plans import chain_plan
+from tests.schedule.plans import chain_plan, cluster_of, with_all
 
 
 def cluster(num_devices: int, *, host_us: float, link_us: float = 0.1) -> Cluster:
     """Return devices whose links take so long for a megabyte: to the host, and to each other."""
-    device = Device(
-        name="d",
-        memory_bytes=1 << 40,
-        flops_per_s=1e12,
-        memory_bytes_per_s=1e12,
-        host_bytes_per_s=1e12 / host_us,
-    )
-    link = Link(name="l", span=num_devices, bytes_per_s=1e12 / link_us, latency_us=0.0)
-    return Cluster(name="c", devices=(device,) * num_devices, links=(link,))
+    return cluster_of(num_devices, bytes_per_s=1e12 / link_us, host_bytes_per_s=1e12 / host_us)
 
 
 def swapping(plan: PipelinePlan, *megabytes: float) -> PipelinePlan:
@@ -39,8 +29,7 @@ def swapping(plan: PipelinePlan, *megabytes: float) -> PipelinePlan:
         for place, size in enumerate(megabytes)
     )
     memory = MemoryPlan(swapped=swapped, working_bytes=round(2e6 * max(megabytes)))
-    stages = tuple(dataclasses.replace(stage, memory=memory) for stage in plan.stages)
-    return dataclasses.replace(plan, stages=stages)
+    return with_all(plan, memory=memory)
 
 
 def test_what_is_hidden_is_what_the_rank_computes_beside() -> None:

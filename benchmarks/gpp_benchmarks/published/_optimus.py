@@ -26,8 +26,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph
-from gpp_plugin.schedule.durations import task_durations
-from gpp_plugin.schedule.event_loop import run_task_graph
+from gpp_plugin.schedule.event_loop import run_task_graph, task_durations
 from gpp_plugin.schedule.orders.kfkb import one_f_one_b_schedule
 from gpp_plugin.schedule.shared_ranks import merge_chains
 from gpp_plugin.schedule.task_graph import TaskGraph

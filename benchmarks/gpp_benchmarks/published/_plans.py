@@ -13,8 +13,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import LAST_KINDS
-from gpp_plugin.schedule.durations import task_durations
-from gpp_plugin.schedule.event_loop import message_transfers, run_task_graph
+from gpp_plugin.schedule.event_loop import message_transfers, run_task_graph, task_durations
 
 # The interleaved order of Megatron-LM: each rank holds several chunks of the model and takes micro-batches in groups.
 #
@@ -153,6 +152,6 @@ def longest_span_us(
     if orders is not None:
         number = {str(graph.task(node)): node for node in range(len(graph.stage))}
         graph.replace_chains({rank: [number[str(t)] for t in order] for rank, order in orders.items()})
-    transfers = message_transfers(graph, cluster) if cluster is not None else None
+    transfers = message_transfers(graph, cluster)
     times = run_task_graph(graph, task_durations(graph, None), transfers=transfers)
     return max(times.end[order[-1]] - times.start[order[0]] for order in graph.orders.values())

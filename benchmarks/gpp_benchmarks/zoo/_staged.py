@@ -26,7 +26,7 @@ from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.model.graph.part_lengths import Lengths
 from gpp_plugin.model.graph.resolve import resolve_module
 from gpp_plugin.runtime.batches import ones_among
-from gpp_plugin.runtime.stage_source import Reference, StageCode
+from gpp_plugin.runtime.stage_module import Reference, StageCode
 
 Batch = Mapping[str, Any]
 

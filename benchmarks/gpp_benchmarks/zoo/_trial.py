@@ -42,7 +42,7 @@ from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
 from gpp_plugin.relative_errors import gradient_errors
-from gpp_plugin.runtime.stage_source import Reference, make_reference
+from gpp_plugin.runtime.stage_module import Reference, make_reference
 
 LOSS_LIMIT = 1e-6
 GRADIENT_LIMIT = 2e-6

@@ -44,13 +44,11 @@ from gpp_plugin.plan.baselines.linearise import ChainStage, Cut, linearise
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
 from gpp_plugin.runtime.code_by_shape import MAX_SHAPES
-from gpp_plugin.runtime.evaluation import evaluation_plan
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
-from gpp_plugin.runtime.rank_programs import held_tensors
+from gpp_plugin.runtime.rank_programs import evaluation_plan, held_tensors
 from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.recorder import start_clock
-from gpp_plugin.runtime.stage_module import StageFunction, StageModule, build_stage_function
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference, StageFunction, StageModule, build_stage_function
 
 # One stage of a captured model as a layer for DeepSpeed's `PipelineModule`: a tuple of tensors in, one out.
 #

@@ -46,8 +46,7 @@ from gpp_plugin.plan.baselines.linearise import linearise
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.rank_programs import held_tensors, tied_stages
-from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference, StageModule
 
 logger = logging.getLogger(__name__)
 

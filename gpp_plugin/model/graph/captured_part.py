@@ -50,11 +50,10 @@ from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_graph import LOSS
 from gpp_plugin.model.graph.user_module import describe_tensors
 from gpp_plugin.runtime.batches import Batch, shape_key
-from gpp_plugin.runtime.memory.keeper import INSIDE, StageOperators
-from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
-from gpp_plugin.runtime.stage_source import Reference, StageCode
-from gpp_plugin.runtime.tensor_parallel.shard_graph import shard_graph
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorLinks
+from gpp_plugin.runtime.memory.activation_policy import INSIDE, StageOperators
+from gpp_plugin.runtime.shard_graph import shard_graph
+from gpp_plugin.runtime.stage_module import Reference, StageCode, StageFunction, build_stage_function
+from gpp_plugin.runtime.tensor_ranks import TensorLinks
 
 MAX_READINGS = 64
 """Shapes, and readings of a shape, whose guards are stored."""

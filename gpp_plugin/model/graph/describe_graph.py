@@ -16,7 +16,7 @@ from gpp_plugin.model.graph.captured_part import ARGUMENT, PartView
 from gpp_plugin.model.graph.graph_shapes import Shapes
 from gpp_plugin.model.graph.module_trial import loss_node
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference
 
 Tensors = Mapping[str, Sequence[Parameter]]
 """Stage -> its parameters and buffers, each under the stage's own name of it."""

@@ -54,8 +54,8 @@ from gpp_plugin.model.measure_lengths import LengthsToMeasure, measure_lengths
 from gpp_plugin.model.verify.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
 from gpp_plugin.runtime.ranks.agree import broadcast_result, exchange
-from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorLinks
+from gpp_plugin.runtime.stage_module import Reference, StageCode, make_reference
+from gpp_plugin.runtime.tensor_ranks import TensorLinks
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,7 @@ from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.size_formulas import Mismatch
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.stage_module import OpenStage, StageFunction
-from gpp_plugin.runtime.stage_source import StageCode
+from gpp_plugin.runtime.stage_module import OpenStage, StageCode, StageFunction
 
 logger = logging.getLogger(__name__)
 

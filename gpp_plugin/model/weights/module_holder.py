@@ -26,9 +26,8 @@ from gpp_plugin.ir.serialize import escape_name, whole_file
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.runtime.ranks.agree import exchange
-from gpp_plugin.runtime.stage_module import StageModule, joined_module
-from gpp_plugin.runtime.stage_source import Reference
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import mark_part, own_part, parameter_shards
+from gpp_plugin.runtime.stage_module import Reference, StageModule, joined_module
+from gpp_plugin.runtime.tensor_ranks import mark_part, own_part, parameter_shards
 
 # Weights of a stage graph for use without this package: a safetensors file a stage, under its module's own names.
 #

@@ -25,7 +25,7 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.time_formula import us_per_sample
-from gpp_plugin.schedule.durations import stage_task_us
+from gpp_plugin.schedule.event_loop import stage_task_us
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
 from gpp_plugin.simulate.predict import predict_iteration_us

@@ -5,7 +5,7 @@ of a storage while its micro-batch is in flight. What a user's module keeps has 
 in the order in which they are first saved (`StorageNumbers`).
 
 Source: Chen et al. 2016 (arXiv 1604.06174); Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505)
-Tests: tests/runtime/test_keeper.py, tests/runtime/test_memory_ranks.py, tests/plan/test_module_memory.py,
+Tests: tests/runtime/test_activation_policy.py, tests/runtime/test_memory_ranks.py, tests/plan/test_module_memory.py,
     tests/runtime/test_module_swap.py, tests/stage_graph/test_recompute.py
 """
 

@@ -14,6 +14,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,25 +22,23 @@ from torch import Tensor, fx, nn
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan
-from gpp_plugin.runtime.memory.counting import MemoryCounter, StorageNumbers, storage_id
-from gpp_plugin.runtime.memory.keeper import (
+from gpp_plugin.runtime.memory.activation_policy import (
     INSIDE,
+    ActivationPolicy,
     MemoryPolicy,
     NextBackward,
     Packed,
     Pass,
-    SavePolicy,
     StageActivations,
     StageOperators,
     make_policy,
     pack_versioned,
 )
+from gpp_plugin.runtime.memory.counting import StorageNumbers, storage_id
 from gpp_plugin.runtime.memory.recompute import (
-    Again,
     Held,
     MovingPass,
     PlannedPass,
-    RandomState,
     Recipe,
     Replay,
     SecondForward,
@@ -49,12 +48,13 @@ from gpp_plugin.runtime.memory.recompute import (
 from gpp_plugin.runtime.memory.save_survey import SurveyPass
 from gpp_plugin.runtime.memory.segments import SegmentCode
 from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink
+from gpp_plugin.runtime.random_streams import streams_of
 from gpp_plugin.runtime.stage_module import StageFunction
 
 # ---- swapped ----------------------------------------------------------------------------------------
 
 
-class SwapByNumber:
+class SwapByNumber(ActivationPolicy):
     """Moves some storages of a module to the host.
 
     The module need only save the same ones each time, and even that only so that what is
@@ -80,27 +80,14 @@ class SwapByNumber:
                 f"as a whole, and its memory plan says {what!r}; plan again for this graph"
             )
         self._swapped = frozenset(map(int, numbers))
-        self._call = function.call
+        super().__init__(function.call)
         self._module = function.given
         self._link = link
 
-    def begin(
-        self,
-        fixed: Sequence[Tensor],
-        received: Sequence[Tensor],
-        *,
-        micro_batch: int,
-        counter: MemoryCounter | None,
-    ) -> Pass:
+    def begin(self, fixed: Sequence[Tensor], received: Sequence[Tensor], **context: Any) -> Pass:
         """Return a forward that is about to run."""
-        return _NumberedPass(
-            self._call,
-            StorageNumbers((*fixed, *self._module.buffers())),
-            self._swapped,
-            micro_batch=micro_batch,
-            link=self._link,
-            counter=counter,
-        )
+        numbers = StorageNumbers((*fixed, *self._module.buffers()))
+        return _NumberedPass(self._call, numbers, self._swapped, link=self._link, **context)
 
 
 class _NumberedPass(MovingPass):
@@ -111,12 +98,9 @@ class _NumberedPass(MovingPass):
         call: Callable[..., tuple[Tensor, ...]],
         numbers: StorageNumbers,
         swapped: frozenset[int],
-        *,
-        micro_batch: int,
-        link: SwapLink,
-        counter: MemoryCounter | None,
+        **context: Any,
     ) -> None:
-        super().__init__(call, fixed=(), num_segments=0, micro_batch=micro_batch, link=link, counter=counter)
+        super().__init__(call, fixed=(), num_segments=0, **context)
         self._numbers = numbers
         self._swapped = swapped
 
@@ -142,7 +126,7 @@ class _NumberedPass(MovingPass):
 # ---- run again --------------------------------------------------------------------------------------
 
 
-class RunAgain:
+class RunAgain(ActivationPolicy):
     """Runs a module again as a whole before its backward.
 
     It is one segment: what its forward saved is dropped, but for what is there anyway. What it received, the random
@@ -156,8 +140,6 @@ class RunAgain:
     Raises:
         PlanError: the plan swaps, or recomputes only some of the stage.
     """
-
-    frees_received = False
 
     def __init__(
         self,
@@ -173,25 +155,16 @@ class RunAgain:
                 "nothing; change its memory plan"
             )
         assert function.given is not None
-        self._call = function.call
+        super().__init__(function.call)
         self._module = function.given
         self._device = device
         self._queue = ReturnQueue()  # of nothing: what is saved for the second forward stays on the device
 
-    def begin(
-        self,
-        fixed: Sequence[Tensor],
-        received: Sequence[Tensor],
-        *,
-        micro_batch: int,
-        counter: MemoryCounter | None,
-    ) -> Pass:
+    def begin(self, fixed: Sequence[Tensor], received: Sequence[Tensor], **context: Any) -> Pass:
         """Return a forward that is about to run, with random state and buffers as they are now."""
         buffers = _Buffers(self._module)
-        replay = Replay(
-            fixed=fixed, queue=self._queue, device=self._device, micro_batch=micro_batch, counter=counter
-        )
-        replay.states[0] = RandomState.take(self._device)
+        replay = Replay(fixed=fixed, queue=self._queue, device=self._device, **context)
+        replay.states[0] = streams_of(self._device)
         replay.held.update(
             {f"received {i}": Held(t.detach(), t.requires_grad) for i, t in enumerate(received)}
         )
@@ -200,8 +173,8 @@ class RunAgain:
             replay,
             buffers,
             there=frozenset(storage_id(t) for t in (*fixed, *received) if t.layout is torch.strided),
-            micro_batch=micro_batch,
-            counter=counter,
+            num_fixed=len(fixed),
+            **context,
         )
         for tensor in (*received, *buffers.values):
             forward.count(tensor)
@@ -214,6 +187,7 @@ class _DroppingPass(Pass):
     Args:
         replay: makes the rest again.
         there: storages of parameters, inputs and received tensors.
+        num_fixed: how many parameters and inputs there are.
     """
 
     def __init__(
@@ -223,15 +197,15 @@ class _DroppingPass(Pass):
         buffers: _Buffers,
         *,
         there: frozenset[int],
-        micro_batch: int,
-        counter: MemoryCounter | None,
+        num_fixed: int,
+        **context: Any,
     ) -> None:
-        super().__init__(call, micro_batch=micro_batch, counter=counter)
+        super().__init__(call, **context)
         self._replay: Replay | None = replay
         self._buffers: _Buffers | None = buffers
         self._there = there
         self._places: list[int | None] = []
-        self._num_fixed = 0
+        self._num_fixed = num_fixed
 
     def packer(self) -> Callable[[Tensor], Packed]:
         """Return what drops all but what is there anyway."""
@@ -243,14 +217,9 @@ class _DroppingPass(Pass):
         def pack(tensor: Tensor) -> Packed:
             stays = tensor.layout is not torch.strided or storage_id(tensor) in there
             places.append(None if stays else len(places))
-            return pack_versioned(tensor) if stays else Again(replay, len(places) - 1)
+            return pack_versioned(tensor) if stays else functools.partial(replay.get, len(places) - 1)
 
         return pack
-
-    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the module."""
-        self._num_fixed = len(fixed)
-        return self._call(*fixed, *received)
 
     def finish(self) -> None:
         """Say how to run again, and leave that to autograd: it accompanies the last tensor that it makes."""
@@ -399,7 +368,7 @@ def _policy_maker(
     whole: StageFunction,
     link: SwapLink,
     known: KnownSaves,
-) -> Callable[[StageFunction], SavePolicy]:
+) -> Callable[[StageFunction], ActivationPolicy]:
     if whole.given is not None and plan.recomputed:
         return lambda function: RunAgain(stage, plan, blocks, function, link.device)
     if whole.given is not None:
@@ -416,7 +385,7 @@ def _policy_maker(
     return lambda function: CapturedPolicy(function, policy, link, known)
 
 
-class CapturedPolicy:
+class CapturedPolicy(ActivationPolicy):
     """What to do with what a captured stage's code saves: found out in its first forward, followed in all others."""
 
     frees_received = True
@@ -425,44 +394,30 @@ class CapturedPolicy:
         self, function: StageFunction, policy: MemoryPolicy, link: SwapLink, known: KnownSaves
     ) -> None:
         assert function.module is not None
+        super().__init__(function.call)
         self._function = function
         self._constants = function.bound
         self._policy = policy
         self._link = link
         self._known = known
 
-    def begin(
-        self,
-        fixed: Sequence[Tensor],
-        received: Sequence[Tensor],
-        *,
-        micro_batch: int,
-        counter: MemoryCounter | None,
-    ) -> Pass:
+    def begin(self, fixed: Sequence[Tensor], received: Sequence[Tensor], **context: Any) -> Pass:
         """Return a forward that is about to run."""
         known = (*self._constants, *fixed)
         module = self._module
         # one for each version of the code: with masks of attention, and without
         recipe = self._known.recipe(module, self._policy)
         if recipe is not None:
-            return PlannedPass(
-                recipe,
-                constants=self._constants,
-                fixed=known,
-                micro_batch=micro_batch,
-                link=self._link,
-                counter=counter,
-            )
+            return PlannedPass(recipe, constants=self._constants, fixed=known, link=self._link, **context)
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         return SurveyPass(
             module,
             self._policy,
             dict(zip(names, (*known, *received), strict=True)),
             len(known),
-            micro_batch=micro_batch,
             link=self._link,
-            counter=counter,
             on_recipe=functools.partial(self._known.learn, module, self._policy),
+            **context,
         )
 
     @property

@@ -19,6 +19,7 @@ Tests: tests/runtime/test_recompute.py, tests/runtime/test_memory_ranks.py
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,36 +31,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.capture.eager.opaque_call import saving_separately
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.runtime.memory.counting import MemoryCounter, storage_id
-from gpp_plugin.runtime.memory.keeper import Packed, Pass, pack_versioned
+from gpp_plugin.runtime.memory.activation_policy import Packed, Pass, pack_versioned
+from gpp_plugin.runtime.memory.counting import MemoryCounter, storage_bytes
 from gpp_plugin.runtime.memory.segments import SegmentCode
 from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink, SwappedStorage, SwappedView
-
-
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """State of the generators that a stage draws from."""
-
-    cpu: Tensor
-    cuda: Tensor | None
-    device: torch.device
-
-    @classmethod
-    def take(cls, device: torch.device) -> RandomState:
-        """Return the present state."""
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda, device)
-
-    def is_same(self, other: RandomState) -> bool:
-        """Return whether nothing was drawn between the two."""
-        pairs: list[tuple[Tensor | None, Tensor | None]] = [(self.cpu, other.cpu), (self.cuda, other.cuda)]
-        return all(a is None or (b is not None and torch.equal(a, b)) for a, b in pairs)
-
-    def restore(self) -> None:
-        """Go back to this state."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
+from gpp_plugin.runtime.random_streams import Streams, set_streams, streams_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +92,7 @@ class Replay:
         self._has_run = False
         self._working_bytes = 0
         self.held: dict[str, Held] = {}
-        self.states: dict[int, RandomState] = {}
+        self.states: dict[int, Streams] = {}
         self._second: SecondForward | None = None
 
     def plan(self, second: SecondForward | None) -> None:
@@ -130,7 +106,7 @@ class Replay:
 
     def restore(self, run: int) -> None:
         """Draw from now on what the forward drew in a run; called by the segment's code."""
-        self.states[run].restore()
+        set_streams(self._device, self.states[run])
 
     def get(self, place: int) -> Tensor:
         """Return the tensor that the forward saved at a place; runs the segment if it is not at hand.
@@ -165,7 +141,7 @@ class Replay:
             if place is not None:
                 found[place] = tensor.detach()
 
-        before = RandomState.take(self._device) if second.code.is_random else None
+        before = streams_of(self._device) if second.code.is_random else None
         try:
             # what an opaque call saves was saved the first time, and is dropped the second
             hooks = saved_tensors_hooks(collect, _never)
@@ -173,7 +149,7 @@ class Replay:
                 second.code.call(self, *arguments)
         finally:
             if before is not None:
-                before.restore()
+                set_streams(self._device, before)
         if next(places, _NO_PLACE) != _NO_PLACE:
             raise RuntimeFailure(_OTHER_TENSORS)
         self._count()
@@ -191,8 +167,7 @@ class Replay:
     def _count(self) -> None:
         if self._counter is None:
             return
-        sizes = {storage_id(t): t.untyped_storage().nbytes() for t in self._values.values()}
-        total = sum(sizes.values())
+        total = storage_bytes(self._values.values())
         if not self._has_run:
             self._counter.make_again(self._micro_batch, total)
             self._has_run = True
@@ -278,30 +253,6 @@ class Recipe:
     segments: tuple[SecondForward | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
-    """Stands for a tensor that a segment makes again."""
-
-    replay: Replay
-    place: int
-
-    def get(self) -> Tensor:
-        """Return the tensor; runs the segment if it is not at hand."""
-        return self.replay.get(self.place)
-
-
-@dataclass(frozen=True, slots=True)
-class _Returned:
-    """Stands for a tensor on the host."""
-
-    queue: ReturnQueue
-    view: SwappedView
-
-    def get(self) -> Tensor:
-        """Return the tensor, back on the device."""
-        return self.queue.get(self.view)
-
-
 class MovingPass(Pass):
     """A forward some of whose saved tensors move to the host, or are made again by segments.
 
@@ -344,8 +295,8 @@ class MovingPass(Pass):
         if action is None:
             return self.keep(tensor)
         if isinstance(action, Drop):
-            return Again(self.replays[action.segment], place)
-        return _Returned(self.queue, self.move(tensor, action.slot))
+            return functools.partial(self.replays[action.segment].get, place)
+        return functools.partial(self.queue.get, self.move(tensor, action.slot))
 
     def move(self, tensor: Tensor, slot: int) -> SwappedView:
         """Return a handle of a tensor on the host; its storage moves when the first of its tensors does."""
@@ -363,7 +314,7 @@ class MovingPass(Pass):
         """Keep what a run of a segment needs to run again."""
         replay = self.replays[segment]
         if entry.is_random:
-            replay.states[run] = RandomState.take(self._link.device)
+            replay.states[run] = streams_of(self._link.device)
         for holding, value in zip(entry.holdings, values, strict=True):
             replay.held[holding.name] = Held(self._hold(holding, value), holding.requires_grad)
 

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_iter
 
 from gpp_plugin.capture.tracing.clean import ADDED
+from gpp_plugin.runtime.memory.activation_policy import INSIDE, MemoryPolicy, Packed, unpack
 from gpp_plugin.runtime.memory.counting import storage_id
-from gpp_plugin.runtime.memory.keeper import INSIDE, MemoryPolicy, Packed, unpack
 from gpp_plugin.runtime.memory.recompute import (
     Action,
     Drop,
@@ -176,11 +176,11 @@ class SurveyPass(MovingPass):
         super().finish()
         self._on_recipe(recipe)
 
-    def save(self, tensor: Tensor) -> _Saved:
+    def save(self, tensor: Tensor) -> Packed:
         """Take a tensor that the running operator saves."""
         saved = _Saved(tensor.detach())
         self._pending.append(saved)
-        return saved
+        return saved.get
 
     def settle(self, node: str, result: Any) -> None:
         """Decide about what an operator saved."""

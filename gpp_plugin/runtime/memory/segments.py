@@ -26,7 +26,7 @@ from torch import fx
 
 from gpp_plugin.capture.layout.layouts import is_random
 from gpp_plugin.capture.tracing.clean import written_arguments
-from gpp_plugin.runtime.memory.keeper import MemoryPolicy
+from gpp_plugin.runtime.memory.activation_policy import MemoryPolicy
 
 aten = torch.ops.aten
 

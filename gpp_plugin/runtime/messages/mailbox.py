@@ -6,7 +6,7 @@ What a message holds (`payloads`) and where its rows come from (`routes`) is res
 over what the one before has posted, and leaves its own to the next one (`Carry`).
 
 What passes between two stages of one rank never travels: the producer's mailbox lays the very tensors down where the
-consumer's takes them (`HandOvers`), in the next instruction of the rank's program.
+consumer's takes them (`LocalTransfers`), in the next instruction of the rank's program.
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py, tests/runtime/test_weight_versions.py,
@@ -30,9 +30,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.runtime.messages.pending import Pending, Post
 from gpp_plugin.runtime.messages.routes import MessageEntry, Piece, Reading, Routes, RowSource
-from gpp_plugin.runtime.messages.transport import Transport
+from gpp_plugin.runtime.messages.transport import Pending, Post, Transport
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.schedule.messages import sends_under_way
 from gpp_plugin.schedule.program_sets import moved_message
@@ -54,7 +53,7 @@ from gpp_plugin.schedule.program_sets import moved_message
 #
 # Memory: the buffers of ``early`` receives more than are posted. What a task has read returns to the allocator as
 # anything else it used: the stream that computes has waited for the transfer by then. The event was recorded before
-# the receive was posted, so that a receive waits for nothing behind it (`schedule.placement`).
+# the receive was posted, so that a receive waits for nothing behind it (`schedule.lower`).
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -75,7 +74,9 @@ class ReceiveBuffers:
         self._early = early if device.type == "cuda" else 0
         self._beside = torch.cuda.Stream(device, priority=-1) if self._early else None
         self._next = 0
-        self._sizes = [sum(_num_bytes(*tensor) for tensor in tensors) for tensors in shapes]
+        self._sizes = [
+            sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors) for tensors in shapes
+        ]
         self.made_bytes = 0
         """Bytes of all that were made since the program began, taken or not."""
         self._made: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
@@ -104,10 +105,6 @@ class ReceiveBuffers:
         """Release what was made and not taken; the next number is that of a program's first receive."""
         self._made.clear()
         self._next = self.made_bytes = 0
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
 
 
 # Makes the tensors that a task reads out of received pieces, and those of a message out of what tasks made.
@@ -255,7 +252,7 @@ class Carry:
             pending.wait()
 
 
-class HandOvers:
+class LocalTransfers:
     """Where the stages of one rank lay down what they transfer to each other.
 
     A send is directly followed by its receive, so a place holds tensors between the two only. The tensors are those of
@@ -299,7 +296,7 @@ class Mailbox:
         carried: messages that programs before have posted; the first of ``routes.receives``.
         in_flight: of the stage; bounds how many sends are under way.
         is_trained: the stage runs backwards; where it does not, its sends are also stored by micro-batch.
-        hand_overs: shared with the other stages of the rank.
+        local_transfers: shared with the other stages of the rank.
     """
 
     def __init__(
@@ -314,7 +311,7 @@ class Mailbox:
         carried: tuple[Message, ...],
         in_flight: int,
         is_trained: bool,
-        hand_overs: HandOvers,
+        local_transfers: LocalTransfers,
     ) -> None:
         # Receives have numbers, those of local transfers too; what is posted is counted without them. Of receives 0-3,
         # 1 a local transfer, ``travelling`` is [0, 2, 3]: the second that is posted is number 2.
@@ -322,7 +319,7 @@ class Mailbox:
         self._travelling = [n for n, (message, _) in enumerate(received) if not message.is_local_transfer]
         assert transport is not None or not self._travelling, "a program with messages needs a transport"
         self._routes = routes
-        self._hand_overs = hand_overs
+        self._local_transfers = local_transfers
         self._transport = transport
         self._names = names
         self._recorder = recorder
@@ -396,7 +393,13 @@ class Mailbox:
         number = len(self._carried) + index
         message = self._routes.receives[number][0]
         if message.is_local_transfer:
-            return self._compile_taking(number, message)
+            place, inbox = self._local_transfers.place(message), self.inbox
+
+            def take() -> None:
+                inbox[number] = place.copy()
+                place.clear()
+
+            return take
         mark = self._marks[bisect_left(self._travelling, number) - self._num_carried]
 
         def receive() -> None:
@@ -404,15 +407,6 @@ class Mailbox:
                 self._post_receives(mark)
 
         return receive
-
-    def _compile_taking(self, number: int, message: Message) -> Callable[[], None]:
-        place, inbox = self._hand_overs.place(message), self.inbox
-
-        def take() -> None:
-            inbox[number] = place.copy()
-            place.clear()
-
-        return take
 
     def awaited(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return those messages of the program that a task waits for: a local transfer is there when it is taken."""
@@ -426,7 +420,14 @@ class Mailbox:
         """
         (message, entries), drops = self._routes.sends[index], self._routes.drops[index]
         if message.is_local_transfer:
-            return self._compile_laying(message, entries, drops, made)
+            place = self._local_transfers.place(message)
+
+            def lay() -> None:
+                place[:] = [pack_entry(entry, made) for entry in entries]
+                for slot in drops:
+                    del made[slot]
+
+            return lay
         transport = self._transport
         assert transport is not None, "a program with messages needs a transport"
         post = transport.bind_send(message, [entry.payload for entry in entries], self._names[message.edge])
@@ -444,22 +445,6 @@ class Mailbox:
             self._reap_sends()
 
         return send
-
-    def _compile_laying(
-        self,
-        message: Message,
-        entries: Sequence[MessageEntry],
-        drops: Sequence[int],
-        made: dict[int, Sequence[Tensor]],
-    ) -> Callable[[], None]:
-        place = self._hand_overs.place(message)
-
-        def lay() -> None:
-            place[:] = [pack_entry(entry, made) for entry in entries]
-            for slot in drops:
-                del made[slot]
-
-        return lay
 
     # ---- run -----------------------------------------------------------------------------------
 

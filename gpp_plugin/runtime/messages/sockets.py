@@ -1,8 +1,11 @@
-"""The sockets of gloo's connections: buffers for whole messages, and none that nobody uses in a job of many ranks.
+"""Connections between ranks: the order in which they are opened, and gloo's sockets with buffers for whole messages.
 
 A connection starts with a receive window of 64 KiB, which grows with its traffic. Before it has, the tail
 of a larger message waits until the receiver's kernel acknowledges its beginning, which it delays by up to 40 ms:
 seen as one message in some thousands that took 20 or 40 ms on loopback, on messages of 64 KiB and not of 16.
+
+Source: greedy edge colouring (Vizing, 1964, has k + 1 colours for simple graphs; no rank waits for that)
+Tests: tests/runtime/test_opening_order.py
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import datetime
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -18,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.plugins import Channel
-from gpp_plugin.runtime.messages.opening_order import opening_order
 
 BUFFER_BYTES = 1 << 20
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -107,3 +110,44 @@ def _widen(descriptor: int) -> None:
             for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
                 if copy.getsockopt(socket.SOL_SOCKET, option) < BUFFER_BYTES:
                     copy.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+
+
+# In which order the ranks of a job open the channels between them, so that many are opened at once.
+#
+# Opening a channel takes both of its ranks, which wait for each other. Every rank visits the channels in one order,
+# so that whoever waits for another waits for somebody at an earlier one: no circle. But a sorted order is a queue. Of a
+# chain of four ranks, r opening with r + 1, seen by the time at which each is opened:
+#
+#     sorted      (0,1) at 1    (1,2) at 2    (2,3) at 3          n - 1 one after another
+#     in rounds   (0,1) at 1    (1,2) at 2    (2,3) at 1          as many as a rank has channels, twice that at most
+#
+# A round is a matching: no rank is in it twice. Greedily, each channel joins the first round that has neither of its
+# ranks; where no rank has more than k channels there are at most 2 k - 1 rounds, as each of a channel's ranks takes up
+# k - 1 others at most.
+
+
+def opening_rounds(channels: Collection[Channel]) -> list[list[Channel]]:
+    """Return the channels in rounds that follow each other; within one no rank occurs twice.
+
+    Args:
+        channels: (source rank, target rank), each once; both directions of a pair are channels of their own.
+
+    >>> opening_rounds([(0, 1), (1, 2), (2, 3), (3, 2)])
+    [[(0, 1), (2, 3)], [(1, 2)], [(3, 2)]]
+    """
+    rounds: list[list[Channel]] = []
+    taken: dict[int, set[int]] = defaultdict(set)  # by rank, the rounds that it is in
+    for channel in sorted(set(channels)):
+        busy = taken[channel[0]] | taken[channel[1]]
+        number = next(number for number in range(len(busy) + 1) if number not in busy)
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(channel)
+        for rank in channel:
+            taken[rank].add(number)
+    return rounds
+
+
+def opening_order(channels: Collection[Channel]) -> list[Channel]:
+    """Return the channels as every rank visits them: round by round."""
+    return [channel for each in opening_rounds(channels) for channel in each]

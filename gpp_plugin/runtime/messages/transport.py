@@ -1,29 +1,148 @@
-"""Point-to-point transports: gloo, and which of gloo and NCCL a job uses.
+"""Point-to-point transports: gloo, NCCL, and which of them a job uses.
 
 Both offer the same: what a message needs is bound when the program is compiled, and the callable that comes of it posts
 one transfer a tensor and returns at once; `Pending.wait` completes them. What is posted in which order is decided by
 the program, never here. Dtypes and shapes are those frozen at compile time, so nothing but rows is ever sent.
 
 gloo matches transfers by (peer, tag) and moves host memory; tensors on a CUDA device are staged through pinned host
-memory, and the small tensors of one message travel as one. NCCL has no tags: see `nccl_transport`.
+memory, and the small tensors of one message travel as one.
+
+NCCL has no tags: a communicator of two ranks for each channel, a launch for each message. The messages of all edges
+that one rank sends to another share a communicator and its order, which is the program's at both ends and a part of
+what is proved (`schedule.lower`, `schedule.checks`). A channel has one direction: with rendezvous transfers two
+ranks that both send first on one ordered channel wait for each other, though each could receive if that did not stand
+behind its own send:
+
+    rank 0   send x   receive dy            one channel: rank 1's dy stands behind nothing it can do; both stop
+    rank 1   send dy  receive x             one a direction: x and dy travel beside each other
+
+A launch occupies its communicator's stream, and a few of the device's processors, until its other end is launched too.
+That can keep whatever is launched behind it waiting (streams may share a hardware queue), so nothing is posted before
+its place, and what has to be made or packed for a message is made before it is launched.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.errors import CommTimeout, first_line
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.plugins import Channel, Transport, TransportFactory, TransportRequest
-from gpp_plugin.runtime.messages.nccl_transport import NcclTransport
 from gpp_plugin.runtime.messages.payloads import Payload
-from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
-from gpp_plugin.runtime.messages.sockets import LEAST_OPENING_S, open_pairs, widened_sockets
+from gpp_plugin.runtime.messages.sockets import LEAST_OPENING_S, open_pairs, opening_order, widened_sockets
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
+from gpp_plugin.schedule.messages import PREFETCHED_BUFFERS
+
+# ---- what has been posted -------------------------------------------------------------------------------
+
+
+class Pending(Protocol):
+    """The posted transfers of one message."""
+
+    def wait(self) -> None:
+        """Complete them: a receive's buffers may be read, sent tensors may be reused.
+
+        Raises:
+            CommTimeout: the peer did not answer in time, or is gone.
+        """
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return at once."""
+
+
+Post = Callable[[Sequence[Tensor]], Pending]
+"""Posts the transfers of one message: of contiguous tensors to send, or into contiguous buffers.
+
+A buffer may get other memory when its receive is posted: read it after `Pending.wait` only.
+"""
+
+
+_GONE = ("closed by peer", "reset by peer", "broken pipe")
+"""What sockets say when their other end is gone."""
+
+
+class MessagePlace:
+    """Where a message is sent or received, for errors, and how long a wait may take; ``edge`` is its edge's name."""
+
+    __slots__ = ("message", "timeout", "verb", "where")
+
+    def __init__(self, verb: str, message: Message, edge: str, timeout: datetime.timedelta | None) -> None:
+        self.verb = verb
+        self.message = message
+        self.where = edge
+        self.timeout = timeout
+
+    def describe(self, error: Exception, waited_s: float) -> str:
+        """Return one line: what failed, where, why after how long, and what to do."""
+        message = self.message
+        limit_s = None if self.timeout is None else self.timeout.total_seconds()
+        if any(sign in str(error).lower() for sign in _GONE):
+            reason = f"after {waited_s:.1f} s the other rank is gone"
+        elif limit_s is not None and waited_s >= 0.9 * limit_s:
+            reason = f"nothing came within {limit_s:g} s"
+        else:
+            reason = f"after {waited_s:.1f} s: {first_line(error)}"
+        is_receive = self.verb == "receive"
+        here, there = (
+            (message.dst_rank, message.src_rank) if is_receive else (message.src_rank, message.dst_rank)
+        )
+        micro_batch = message.dst_micro_batch if is_receive else message.src_micro_batch
+        return (
+            f"{self.verb} of {message.direction.value} {'from' if is_receive else 'to'} rank {there} on rank "
+            f"{here}, edge {self.where}, micro-batch {micro_batch}, samples {message.samples.first_sample}.."
+            f"{message.samples.end - 1}: {reason}; look for the first error of the other ranks, or raise "
+            "graph_pipeline.comm_timeout_s"
+        )
+
+
+class Posted:
+    """The transfers of one message in torch.distributed."""
+
+    __slots__ = ("_keep", "_place", "_staged", "_works")
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        place: MessagePlace,
+        keep: Sequence[Tensor],
+        staged: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        self._works = works
+        self._place = place
+        self._keep: Sequence[Tensor] = keep  # a sent tensor must outlive its transfer
+        self._staged = staged
+
+    def wait(self) -> None:
+        """Complete the transfers; see `Pending`."""
+        timeout = self._place.timeout
+        started = time.monotonic()
+        try:
+            for work in self._works:
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
+        except RuntimeError as error:
+            raise CommTimeout(self._place.describe(error, time.monotonic() - started)) from error
+        self._works = []  # gloo counts completions: waiting twice would wait for a transfer never posted
+        self._keep = ()
+        for destination, staged in self._staged:
+            destination.copy_(staged, non_blocking=True)
+        self._staged = ()
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+
+# ---- gloo -----------------------------------------------------------------------------------------------
 
 MAX_TENSORS_PER_EDGE = 4096
 
@@ -121,6 +240,124 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a host buffer, pinned where there is a device to copy from or to."""
     return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+# ---- NCCL -----------------------------------------------------------------------------------------------
+
+MAX_CTAS = 4
+"""Thread blocks of one transfer: enough for a link, and few of the processors that compute meanwhile."""
+
+_KNOWN_TYPES = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    }
+)
+"""What NCCL moves by its name; the others travel as bytes."""
+
+_Call = Callable[[list[Tensor], int, int], dist.Work]
+
+
+class NcclTransport:
+    """Transfers over NCCL, each channel with a two-rank communicator and a stream of its own.
+
+    `Pending.wait` makes the current stream wait for the transfer; the host never does (a wait with a timeout would
+    block it), so the communicators' own timeout ends a rank whose peer is gone. Its watchdog names the group, which is
+    called after its channel, and which transfer of the channel it was.
+
+    Args:
+        device: this rank's.
+        timeout_s: how long a launched transfer may wait for its other end.
+    """
+
+    prepost_depth = 0
+    prepost_bytes = 0
+    buffers_ahead = PREFETCHED_BUFFERS
+
+    def __init__(self, *, device: torch.device, timeout_s: float) -> None:
+        self._device = device
+        self._timeout_s = timeout_s
+        self._opened: set[Channel] = set()
+        self._groups: dict[Channel, Any] = {}
+
+    def bind_send(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
+        """Return what sends the message, all its tensors in one launch."""
+        group = self._groups[message.channel]
+        return _bind(
+            group, group.send, _group_rank(message.channel, 1), MessagePlace("send", message, edge, None)
+        )
+
+    def bind_receive(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
+        """Return what receives the message, all its tensors in one launch."""
+        group = self._groups[message.channel]
+        return _bind(
+            group, group.recv, _group_rank(message.channel, 0), MessagePlace("receive", message, edge, None)
+        )
+
+    def open(self, channels: Collection[Channel]) -> None:
+        """Make the communicators of those channels that have none; collective over all ranks."""
+        # Each is used once: NCCL makes it then, where the hosts of both ranks wait for each other, which no program's
+        # order allows for: hence one order on all ranks, in which those of other ranks are opened meanwhile.
+        for channel in opening_order(set(channels) - self._opened):
+            source, target = channel
+            group: Any = dist.new_group(
+                sorted(channel),
+                timeout=datetime.timedelta(seconds=self._timeout_s),
+                backend="nccl",
+                pg_options=_nccl_options(self._timeout_s),
+                group_desc=f"messages from rank {source} to rank {target}",
+            )
+            self._opened.add(channel)
+            rank = dist.get_rank()
+            if rank in channel:
+                call, end = (group.send, 1) if rank == source else (group.recv, 0)
+                first = torch.zeros(1, device=self._device)
+                _launch(group, call, _group_rank(channel, end), [first]).wait()
+                self._groups[channel] = group
+
+    def close(self) -> None:
+        """Release the communicators."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        self._opened.clear()
+
+
+def _nccl_options(timeout_s: float) -> Any:
+    """Return what a channel's communicator is made with: few thread blocks, which go before those that compute."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    options.config.max_ctas = MAX_CTAS
+    return options
+
+
+def _group_rank(channel: Channel, end: int) -> int:
+    """Return a rank's number in its channel's group: 0 for the channel's sender, 1 for its receiver as ``end``."""
+    return sorted(channel).index(channel[end])
+
+
+def _bind(group: Any, call: _Call, peer: int, place: MessagePlace) -> Post:
+    def post(tensors: Sequence[Tensor]) -> Pending:
+        return Posted([_launch(group, call, peer, tensors)], place, tensors)
+
+    return post
+
+
+def _launch(group: Any, call: _Call, peer: int, tensors: Sequence[Tensor]) -> dist.Work:
+    """Start the transfers of some tensors to or from one peer as one launch."""
+    # Also a single one: torch makes a communicator of its own for transfers that no launch joins.
+    device = tensors[0].device
+    group._start_coalescing(device)
+    for tensor in tensors:
+        call([tensor if tensor.dtype in _KNOWN_TYPES else tensor.view(-1).view(torch.uint8)], peer, 0)
+    return group._end_coalescing(device)
 
 
 def make_transport(

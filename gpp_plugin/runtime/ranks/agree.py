@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin import errors
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.serialize import dumps, loads
-from gpp_plugin.runtime.ranks.job_board import mark_shared
-from gpp_plugin.runtime.ranks.rank_status import HERE, name_of
+from gpp_plugin.runtime.ranks.failure_board import HERE, name_of
+from gpp_plugin.runtime.ranks.job_board import mark_shared, shared_error
 from gpp_plugin.runtime.ranks.waiting import (
     all_reduce,
     broadcast_bytes,
@@ -142,12 +141,7 @@ def call_on_rank_zero(
             answer = json.dumps({"value": dumps(result)}).encode()
         except Exception as error:  # the others must not wait for an answer that will not come
             failure = error
-            name = type(error).__name__ if isinstance(error, GppError) else "GppError"
-            text = (
-                str(error)
-                if isinstance(error, GppError)
-                else f"{name_of(0, HERE.stage)}: {what} failed: {type(error).__name__}: {error}"
-            )
+            name, text = _answer_of(error, what, name_of(0, HERE.stage))
             answer = json.dumps({"error": name, "text": text}).encode()
     body = broadcast_bytes(
         answer, source=0, group=group, what=f"the {what} of rank 0", who=own_name(), most_s=timeout_s
@@ -159,15 +153,15 @@ def call_on_rank_zero(
         return result
     received = json.loads(body)
     if "error" in received:
-        raise _shared(received["error"], received["text"])
+        raise shared_error(received["error"], received["text"])
     return loads(kind, received["value"])
 
 
-def _shared(kind: str, text: str) -> GppError:
-    """Return an error that all ranks raise together."""
-    error: GppError = getattr(errors, kind, GppError)(text)
-    mark_shared(error)
-    return error
+def _answer_of(error: Exception, what: str, rank: str) -> tuple[str, str]:
+    """Return an error's class and text as all ranks raise it: one that is not ours says where it happened."""
+    if isinstance(error, GppError):
+        return type(error).__name__, str(error)
+    return "GppError", f"{rank}: {what} failed: {type(error).__name__}: {error}"
 
 
 def broadcast_result(
@@ -229,19 +223,13 @@ def exchange(
             value = make()
     except Exception as error:  # whatever it is: the other ranks must not wait for this one
         cause = error
-        is_ours = isinstance(error, GppError)
-        failure = (
-            type(error).__name__ if is_ours else "GppError",
-            str(error)
-            if is_ours
-            else f"{_name(dist.get_rank(), stages)}: {what} failed: {type(error).__name__}: {error}",
-        )
+        failure = _answer_of(error, what, _name(dist.get_rank(), stages))
     received: list[tuple[T, tuple[str, str] | None]] = gather_objects(
         (value, failure), group=group, what=what, who=_name(dist.get_rank(), stages)
     )
     for rank, (_, problem) in enumerate(received):
         if problem is not None:
-            raise _shared(*problem) from (cause if rank == dist.get_rank() else None)
+            raise shared_error(*problem) from (cause if rank == dist.get_rank() else None)
     return [answer for answer, _ in received]
 
 

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from gpp_plugin import errors
 from gpp_plugin.errors import CommTimeout, GppError
-from gpp_plugin.runtime.ranks.failure_board import FailureBoard
-from gpp_plugin.runtime.ranks.rank_status import HERE, RankStatus, describe_error
+from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, RankStatus, describe_error
 
 # The store of an elastic agent, which outlives the processes that it starts: keys of each start's own.
 #
@@ -196,6 +196,13 @@ _SHARED = "_gpp_plugin_raised_on_all_ranks"
 def mark_shared(error: BaseException) -> None:
     """Note that all ranks raise this error together: none of them has failed before the others."""
     setattr(error, _SHARED, True)
+
+
+def shared_error(kind: str, text: str) -> GppError:
+    """Return an error that all ranks raise together, of the class that one of them named."""
+    error: GppError = getattr(errors, kind, GppError)(text)
+    mark_shared(error)
+    return error
 
 
 def is_shared(error: BaseException) -> bool:

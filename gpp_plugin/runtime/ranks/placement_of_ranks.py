@@ -42,7 +42,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpp_plugin import errors
 from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
 from gpp_plugin.launch import reserved_port
@@ -52,6 +51,7 @@ from gpp_plugin.runtime.ranks.job_board import (
     has_agents_store,
     mark_shared,
     open_board,
+    shared_error,
     store_of_start,
 )
 
@@ -502,11 +502,7 @@ def _gather(
     if failed:
         _leave_together(store, call, rank=rank, ranks=range(num_ranks), timeout_s=TELLING_S)
         first, (kind, text) = failed[0]
-        error: GppError = getattr(errors, kind, GppError)(
-            f"rank {first} failed before it joined the others: {text}"
-        )
-        mark_shared(error)
-        raise error
+        raise shared_error(kind, f"rank {first} failed before it joined the others: {text}")
     seen = [
         SeenByRank(**{**each, "devices": tuple(each["devices"]), "names": tuple(each["names"])})
         for each in facts

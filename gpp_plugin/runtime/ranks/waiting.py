@@ -29,9 +29,15 @@ from torch import Tensor
 
 from gpp_plugin.errors import CommTimeout, first_line
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.ranks.failure_board import FailureBoard
+from gpp_plugin.runtime.ranks.failure_board import (
+    HERE,
+    FailureBoard,
+    FirstFailure,
+    SeenRank,
+    failure_of,
+    place_of,
+)
 from gpp_plugin.runtime.ranks.job_board import job_board
-from gpp_plugin.runtime.ranks.rank_status import HERE, FirstFailure, SeenRank, failure_of, place_of
 
 # How long ranks wait for each other outside of a single message: by the plan's own times, not the limit of a message.
 

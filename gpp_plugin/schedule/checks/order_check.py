@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import ScheduleError
@@ -126,6 +126,23 @@ GRADIENT_KINDS = (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
 """Tasks that receive gradients and send them on."""
 LAST_KINDS = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
 """Tasks after which a micro-batch is no longer held."""
+
+
+def standing_at(
+    plan: PipelinePlan, programs: Sequence[RankProgram], kind: InstructionKind
+) -> Iterator[tuple[int, int, int]]:
+    """Execute serially; where ranks stand at such an instruction, yield (stage, tasks of it over, tasks left)."""
+    by_rank = {program.rank: program for program in programs}
+    for rank, at in execute_serially(plan, by_rank).stuck.items():
+        program = by_rank[rank]
+        instructions = program.instructions
+        stage = program.stage_of(instructions[at])
+        if instructions[at].kind is kind and stage is not None:
+            over, left = (
+                sum(i.task is not None and i.task.stage == stage for i in part)
+                for part in (instructions[:at], instructions[at:])
+            )
+            yield stage, over, left
 
 
 def has_backwards(schedule: StageSchedule) -> bool:

@@ -30,8 +30,7 @@ from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import Schedule
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import has_backwards
-from gpp_plugin.schedule.durations import nominal_durations
-from gpp_plugin.schedule.event_loop import Transfers, message_transfers, run_task_graph
+from gpp_plugin.schedule.event_loop import message_transfers, nominal_durations, run_task_graph
 from gpp_plugin.schedule.orders.gpipe import gpipe_schedule
 from gpp_plugin.schedule.orders.stage_order import on_own_ranks, stages_behind
 from gpp_plugin.schedule.task_graph import TaskGraph
@@ -139,9 +138,7 @@ class _Evaluator:
         ]
         self._graph: TaskGraph = build_task_graph(alone, schedules)
         self._durations = nominal_durations(self._graph)
-        self._transfers: Transfers | None = (
-            message_transfers(self._graph, cluster) if cluster is not None else None
-        )
+        self._transfers = message_transfers(self._graph, cluster)
         self._ranks = plan.stages[stage].data_ranks(0)
         self._count = plan.num_micro_batches(stage)
         self._forwards = {rank: self._graph.orders[rank][: self._count] for rank in self._ranks}

@@ -52,8 +52,13 @@ from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import find_schedule
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import has_backwards
-from gpp_plugin.schedule.durations import nominal_durations, nominal_times, stage_task_us
-from gpp_plugin.schedule.event_loop import Transfers, run_task_graph
+from gpp_plugin.schedule.event_loop import (
+    Transfers,
+    nominal_durations,
+    nominal_times,
+    run_task_graph,
+    stage_task_us,
+)
 from gpp_plugin.schedule.orders.stage_order import on_own_ranks, sends_gradients
 from gpp_plugin.schedule.shared_ranks import SLACK, Network, check_shared_rows
 

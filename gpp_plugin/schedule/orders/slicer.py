@@ -40,7 +40,7 @@ from collections.abc import Collection, Sequence
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.durations import nominal_times, stage_task_us
+from gpp_plugin.schedule.event_loop import nominal_times, stage_task_us
 from gpp_plugin.schedule.messages import activation_bytes
 from gpp_plugin.schedule.orders.stage_order import sinks_first
 
@@ -142,15 +142,11 @@ def unsliced(plan: PipelinePlan) -> PipelinePlan:
 
 
 def _with_counts(plan: PipelinePlan, counts: Sequence[int], *, joins_last: bool) -> PipelinePlan:
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            num_sliced=count,
-            joins_last_slice=joins_last and count > 0 and count == _most_sliced(stage, joins_last),
-        )
+    joins = [
+        joins_last and count > 0 and count == _most_sliced(stage, joins_last)
         for stage, count in zip(plan.stages, counts, strict=True)
-    )
-    return dataclasses.replace(plan, stages=stages)
+    ]
+    return plan.with_each(num_sliced=counts, joins_last_slice=joins)
 
 
 def _most_sliced(stage: Stage, joins_last: bool) -> int:

@@ -44,7 +44,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import Schedule
 from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards
-from gpp_plugin.schedule.durations import nominal_times, stage_task_us
+from gpp_plugin.schedule.event_loop import nominal_times, stage_task_us
 from gpp_plugin.schedule.messages import gradient_kinds
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.kfkb import one_f_one_b_schedule

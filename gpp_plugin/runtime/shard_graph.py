@@ -32,7 +32,7 @@ from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, without_half_cut
 from gpp_plugin.ir.block_graph import OpNode
-from gpp_plugin.runtime.tensor_parallel.tensor_ranks import (
+from gpp_plugin.runtime.tensor_ranks import (
     RESULT,
     TensorOperator,
     TensorRanks,

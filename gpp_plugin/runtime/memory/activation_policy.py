@@ -7,9 +7,9 @@
     backward   prefetch ──► autograd requests each tensor: unpack ──► end
 
 The shell handles micro-batches, their halves, what comes next and the counter. What happens to a saved tensor is
-decided by a `Pass`, one a forward, that the `SavePolicy` of the stage's code makes:
+decided by a `Pass`, one a forward, that the `ActivationPolicy` of the stage's code makes:
 
-    everything stays (and is counted)     `KeepAll`            here
+    everything stays (and is counted)     `ActivationPolicy`         here
     captured code                         `CapturedPolicy`     by name in its first pass, by position in all others
     a user's module that swaps            `SwapByNumber`       by the number of the tensor's storage
     a user's module that runs again       `RunAgain`           dropped, but for what is there anyway
@@ -23,7 +23,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,14 +151,8 @@ Versioned = tuple[Tensor, int]
 """A saved tensor and its version, which autograd does not check where there are hooks."""
 
 
-class Handle(Protocol):
-    """Stands for a saved tensor that is not where it was."""
-
-    def get(self) -> Tensor:
-        """Return the tensor: back from the host, or made again."""
-
-
-Packed = Versioned | Handle
+Packed = Versioned | Callable[[], Tensor]
+"""What stands for a saved tensor: itself where it stays, else what brings it back from the host or makes it again."""
 
 
 def pack_versioned(tensor: Tensor) -> Versioned:
@@ -173,7 +167,7 @@ def unpack(packed: Packed) -> Tensor:
         RuntimeFailure: it was written meanwhile.
     """
     if not isinstance(packed, tuple):
-        return packed.get()
+        return packed()
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeFailure(
@@ -232,48 +226,26 @@ class Pass:
         """Call something when the backward uses the last that came back; never where nothing does."""
 
 
-class SavePolicy(Protocol):
-    """Decides what becomes of the tensors that one stage's code saves at one shape.
+class ActivationPolicy:
+    """Decides what becomes of the tensors that one stage's code saves at one shape: here all stay, so are counted.
 
     Attributes:
         frees_received: whether received tensors may be gone before the backward; autograd must then not hold them.
     """
-
-    frees_received: bool
-
-    def begin(
-        self,
-        fixed: Sequence[Tensor],
-        received: Sequence[Tensor],
-        *,
-        micro_batch: int,
-        counter: MemoryCounter | None,
-    ) -> Pass:
-        """Return a forward that is about to run.
-
-        Args:
-            fixed: parameters and the model's inputs, which are there anyway.
-        """
-
-
-class KeepAll:
-    """Keeps what autograd keeps anyway, so that it is counted."""
 
     frees_received = False
 
     def __init__(self, call: Callable[..., tuple[Tensor, ...]]) -> None:
         self._call = call
 
-    def begin(
-        self,
-        fixed: Sequence[Tensor],
-        received: Sequence[Tensor],
-        *,
-        micro_batch: int,
-        counter: MemoryCounter | None,
-    ) -> Pass:
-        """Return a forward that is about to run."""
-        return Pass(self._call, micro_batch=micro_batch, counter=counter)
+    def begin(self, fixed: Sequence[Tensor], received: Sequence[Tensor], **context: Any) -> Pass:
+        """Return a forward that is about to run.
+
+        Args:
+            fixed: parameters and the model's inputs, which are there anyway.
+            context: micro-batch and counter, as of `Pass`.
+        """
+        return Pass(self._call, **context)
 
 
 # ---- the shell --------------------------------------------------------------------------------------
@@ -293,8 +265,8 @@ class StageActivations:
     def __init__(
         self,
         *,
-        whole: SavePolicy,
-        half: SavePolicy | None,
+        whole: ActivationPolicy,
+        half: ActivationPolicy | None,
         leaves: Sequence[int],
         constants: Sequence[Tensor],
         link: SwapLink | None = None,

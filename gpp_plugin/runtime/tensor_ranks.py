@@ -30,7 +30,7 @@ from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.ranks.waiting import all_reduce, device_of, finish
-from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.stage_module import Reference
 
 # Parameters of a captured stage in parts, a part a tensor rank.
 #
@@ -228,32 +228,17 @@ class TensorOperator:
 
 def shared(ranks: TensorRanks) -> TensorOperator:
     """Return what hands a whole tensor to a region."""
-
-    def share(tensor: Tensor) -> Tensor:
-        found: Tensor = _Shared.apply(tensor, ranks)  # type: ignore[no-untyped-call]
-        return found
-
-    return TensorOperator("tensor_shared", share)
+    return TensorOperator("tensor_shared", lambda tensor: _Shared.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
 def summed(ranks: TensorRanks) -> TensorOperator:
     """Return what makes a whole tensor of the ranks' summands."""
-
-    def sum_up(tensor: Tensor) -> Tensor:
-        found: Tensor = _Summed.apply(tensor, ranks)  # type: ignore[no-untyped-call]
-        return found
-
-    return TensorOperator("tensor_summed", sum_up)
+    return TensorOperator("tensor_summed", lambda tensor: _Summed.apply(tensor, ranks))  # type: ignore[no-untyped-call]
 
 
 def joined(ranks: TensorRanks, shard: TensorShard) -> TensorOperator:
     """Return what makes a whole parameter of the ranks' parts; all of them compute the same with it."""
-
-    def join(part: Tensor) -> Tensor:
-        found: Tensor = _Joined.apply(part, ranks, shard)  # type: ignore[no-untyped-call]
-        return found
-
-    return TensorOperator("tensor_joined", join)
+    return TensorOperator("tensor_joined", lambda part: _Joined.apply(part, ranks, shard))  # type: ignore[no-untyped-call]
 
 
 def drawn(ranks: TensorRanks) -> TensorOperator:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.ir.memory_report import MemoryCounts
+from gpp_plugin.runtime.memory.activation_policy import ActivationPolicy, Pass, StageActivations
 from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
-from gpp_plugin.runtime.memory.keeper import KeepAll, Pass, StageActivations
 from gpp_plugin.runtime.memory.recompute import Held, Replay
 from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink, SwappedStorage
 
@@ -19,23 +19,23 @@ ROW = 4 * 4
 """Bytes of a row of four floats."""
 
 
-def keeper_of() -> StageActivations:
+def activations_of() -> StageActivations:
     """Return a stage that keeps the square of its weight's product: what it receives, and one tensor of its own."""
 
     def call(weight: Tensor, received: Tensor) -> tuple[Tensor, ...]:
         return ((received * weight).square(),)
 
-    policy = KeepAll(call)
+    policy = ActivationPolicy(call)
     return StageActivations(whole=policy, half=policy, leaves=(0,), constants=())
 
 
 def test_of_a_tensor_handed_over_the_rows_a_stage_was_given_are_its_own() -> None:
     weight = torch.ones(4, requires_grad=True)
-    keeper = keeper_of()
+    activations = activations_of()
     made = torch.ones(8, 4)
-    keeper.start_counting()
-    kept = keeper.forward(0, None, [weight], [], [made[2:5]])
-    counts = keeper.stop_counting()
+    activations.start_counting()
+    kept = activations.forward(0, None, [weight], [], [made[2:5]])
+    counts = activations.stop_counting()
     assert kept and counts is not None and counts.held_bytes == 3 * ROW + 3 * ROW, (
         "received rows, and their product"
     )
@@ -43,13 +43,14 @@ def test_of_a_tensor_handed_over_the_rows_a_stage_was_given_are_its_own() -> Non
 
 def test_halves_of_a_received_tensor_are_kept_as_one() -> None:
     weight = torch.ones(4, requires_grad=True)
-    keeper = keeper_of()
+    activations = activations_of()
     arrived = torch.ones(6, 4)
-    keeper.start_counting()
+    activations.start_counting()
     made = [
-        keeper.forward(0, half, [weight], [], [rows]) for half, rows in enumerate((arrived[:2], arrived[2:]))
+        activations.forward(0, half, [weight], [], [rows])
+        for half, rows in enumerate((arrived[:2], arrived[2:]))
     ]
-    counts = keeper.stop_counting()
+    counts = activations.stop_counting()
     assert made and counts is not None and counts.held_bytes == 6 * ROW + 2 * ROW + 4 * ROW
 
 
@@ -126,7 +127,7 @@ def test_what_a_segment_does_not_read_again_is_not_brought_back() -> None:
     assert not storage.is_due and storage._data is None and not replay.held
 
 
-class Noted(KeepAll):
+class Noted(ActivationPolicy):
     """Notes which forward's tensors are brought back."""
 
     def __init__(self, name: str, log: list[str]) -> None:
@@ -146,7 +147,7 @@ def test_the_half_that_ran_last_comes_back_first_and_nothing_after_a_failure() -
     log: list[str] = []
     link: Any = SimpleNamespace(clear=lambda: log.append("link"))
     following = {(False, 1, None): 0, (True, 0, None): 1}
-    keeper = StageActivations(
+    activations = StageActivations(
         whole=Noted("whole", log),
         half=Noted("half", log),
         leaves=(),
@@ -155,19 +156,19 @@ def test_the_half_that_ran_last_comes_back_first_and_nothing_after_a_failure() -
         next_backward=following.get,
     )
     for half in (0, 1):
-        keeper.forward(0, half, [], [], [torch.ones(1)])
-    keeper.forward(1, None, [], [], [torch.ones(1)])
+        activations.forward(0, half, [], [], [torch.ones(1)])
+    activations.forward(1, None, [], [], [torch.ones(1)])
     assert log == ["half0", "half1", "bring half1", "bring half0", "whole4"], (
         "before the forward it hides behind"
     )
     log.clear()
-    keeper.begin_backward(0)
+    activations.begin_backward(0)
     assert log == ["bring half1", "bring half0", "bring whole4"], "that of micro-batch 1 is next"
-    keeper.end_backward(0)
+    activations.end_backward(0)
     log.clear()
-    keeper.begin_backward(0, is_whole=False)
-    keeper.begin_weight_gradient(0)
+    activations.begin_backward(0, is_whole=False)
+    activations.begin_weight_gradient(0)
     assert log == ["bring whole4"], "0 is gone"
-    keeper.clear()
-    keeper.begin_backward(1)
+    activations.clear()
+    activations.begin_backward(1)
     assert log == ["bring whole4", "link"]

@@ -1,1 +1,0 @@
-"""Stages whose tensor ranks share out the operators of a captured model."""

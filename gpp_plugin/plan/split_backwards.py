@@ -12,7 +12,7 @@ parts of its backward longer (`with_part_times`), which may change the order, an
 are made again, at most `ROUNDS` times, and the plan counts with the last.
 
 Source: Zero Bubble (arXiv 2401.10241), section 2 (what W keeps); this project (with swap and recompute)
-Tests: tests/plan/test_split_backwards.py
+Tests: tests/plan/test_schedules.py
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from gpp_benchmarks.published._plans import (
     schedules_of,
     stage_of,
 )
-from gpp_benchmarks.published._rows import GIVEN, Row
+from gpp_benchmarks.published._rows import GIVEN
 from gpp_benchmarks.published._zero_bubble import RUNS, shortest_span_orders, zero_bubble_rows
 from gpp_plugin.ir.schedule import TaskKind
 
@@ -90,17 +90,3 @@ def test_an_encoder_on_all_ranks_is_never_worse_than_the_work_and_never_better_t
     # collectives hide the encoder, and take their time
     hidden = small.optimus(4, gather=10.0, scatter=10.0)
     assert small.alone(4, gather=10.0, scatter=10.0) == alone + 20.0 <= hidden < step + 20.0
-
-
-def row(known, ours, limit):
-    return Row(
-        source="a",
-        case="b",
-        quantity="c",
-        unit="s",
-        published=1.0,
-        ours=ours,
-        known=known,
-        limit=limit,
-        why="so",
-    )

@@ -38,23 +38,9 @@ def test_it_finds_a_mix_where_that_is_fastest() -> None:
         return total
 
     settings = SearchSettings(population=24, parents=8, generations=40, patience=12)
-    found = search_placements(
-        graph,
-        op_level_of(graph),
-        measure,
-        singles=("torch", *LIBRARIES),
-        libraries=LIBRARIES,
-        settings=settings,
-    )
+    options = {"singles": ("torch", *LIBRARIES), "libraries": LIBRARIES, "settings": settings}
+    found, again = (search_placements(graph, op_level_of(graph), measure, **options) for _ in range(2))
     assert [(g.backend, g.operators) for g in found.best.groups] == [("one", 0x0F), ("two", 0xF0)]
-    again = search_placements(
-        graph,
-        op_level_of(graph),
-        measure,
-        singles=("torch", *LIBRARIES),
-        libraries=LIBRARIES,
-        settings=settings,
-    )
     assert again == found, "the same seed, the same search"
 
 

@@ -5,7 +5,7 @@ and received tensors that no gradient reaches get one of zeros, where DeepSpeed 
 
 Source: DeepSpeed 0.19.8, its PipelineEngine
 Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
-    tests/plan/test_linearise.py
+    tests/plan/test_stock.py
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ model inputs of the stages between the first, which loads them, and the last, wh
 
 Source: DeepSpeed 0.19.8, its PipelineEngine
 Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
-    tests/plan/test_linearise.py
+    tests/plan/test_stock.py
 """
 
 from __future__ import annotations

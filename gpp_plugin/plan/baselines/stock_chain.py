@@ -7,7 +7,7 @@ measured time, with the smallest slowest stage (exact).
 
 Source: DeepSpeed 0.19.8, its PipelineEngine
 Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
-    tests/plan/test_linearise.py, tests/plan/test_uniform.py
+    tests/plan/test_stock.py, tests/plan/test_uniform.py
 """
 
 from __future__ import annotations

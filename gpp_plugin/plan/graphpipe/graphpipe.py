@@ -24,7 +24,7 @@ Deviations, each with its reason:
 - Ranks left over by the DP are shared out (`degrees`): a plan uses all ranks.
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_graphpipe.py
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ first item; or a fork: then it ends with the heads of branches of the parallel i
 (`stage_table`).
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_graphpipe.py
 """
 
 from __future__ import annotations

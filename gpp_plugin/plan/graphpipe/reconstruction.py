@@ -1,7 +1,7 @@
 """From the values of a stage search back to stages: which choices led to the fewest devices.
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_graphpipe.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A planner searches many times: for several numbers of stages, within memory and 
 micro-batch sizes and times; the tree, and what its stages hold, is the same. Long series are in runs.
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_coarsening.py
+Tests: tests/plan/test_search_tree.py
 """
 
 from __future__ import annotations

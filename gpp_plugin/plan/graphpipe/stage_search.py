@@ -33,7 +33,7 @@ Worked example: blocks a, b in a row of 8 and 12 us a sample, a bound of t = 8 u
     fewest[place 0]     inf    4    3      {a, b} alone; or {a} at level 2 before {b} at level 1: 1 + 2
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_graphpipe.py
 """
 
 from __future__ import annotations

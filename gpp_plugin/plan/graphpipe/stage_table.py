@@ -1,7 +1,7 @@
 """Costs of every stage of a series, for one micro-batch size: matrices over rows and columns (`intervals`).
 
 Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py, tests/plan/test_stage_search.py
+Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py, tests/plan/test_graphpipe.py
 """
 
 from __future__ import annotations

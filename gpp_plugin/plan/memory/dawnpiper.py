@@ -21,7 +21,7 @@ Deviations from Algorithm 1:
 - Cuts are moved to a neighbour that sends less where no stage gets longer by more than `SLACK` (B.2).
 
 Source: DawnPiper (arXiv 2505.05856), section 4, Algorithm 1
-Tests: tests/plan/test_dawnpiper.py, tests/plan/test_memory_cuts.py
+Tests: tests/plan/test_dawnpiper.py
 """
 
 from __future__ import annotations

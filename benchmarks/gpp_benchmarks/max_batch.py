@@ -33,7 +33,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.baselines.chain_costs import zero_memory_bytes
-from gpp_plugin.plan.baselines.linearise import partition_gpipe, partition_pipedream
+from gpp_plugin.plan.baselines.stock_chain import partition_gpipe, partition_pipedream
 from gpp_plugin.plan.baselines.vpipe import partition_vpipe
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel

@@ -22,12 +22,12 @@ from gpp_plugin.plan.graphpipe.search_tree import SearchTrees
 from gpp_plugin.plan.linear_order import split_by_weight
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.memory.joined import best_evaluated, join_memory
 from gpp_plugin.plan.refine.block_sets import Mask, bits
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner, is_better
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, unlimited
 from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.selection import best_evaluated, join_memory
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import critical_path
 

@@ -18,7 +18,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.tensor_costs import sharded_profile
+from gpp_plugin.plan.costs.memory_formula import sharded_profile
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpp_plugin.collage.candidates import OperatorGroup, Placement
-from gpp_plugin.collage.graph_search import SearchSettings, decode, search_placements
-from gpp_plugin.collage.op_placement import place_operators
+from gpp_plugin.collage.op_placement import SearchSettings, decode, place_operators, search_placements
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph
 
 LIBRARIES = ("one", "two")

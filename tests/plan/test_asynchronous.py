@@ -7,8 +7,7 @@ import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.serialize import dumps
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
-from gpp_plugin.plan.explicit.fixed_stages import to_asynchronous
+from gpp_plugin.plan.explicit_plan import explicit_plan, to_asynchronous
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.schedule.orders.async_1f1b import check_asynchronous
 from tests.plan.graphs import GB, branches, chain, make_cluster, make_profile, make_request

@@ -9,7 +9,7 @@ import pytest
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.profile import ModuleMemory, SavedStorage
 from gpp_plugin.plan.choose_schedule import schedule_plan
-from gpp_plugin.plan.explicit.fixed_stages import FixedStage, fixed_plan
+from gpp_plugin.plan.explicit_plan import FixedStage, fixed_plan
 from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, make_cluster, make_graph, make_profile, make_request
 

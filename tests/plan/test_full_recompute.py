@@ -10,7 +10,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.memory_formula import with_breakdown
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.plan.memory.full_recompute import recompute_fully
 from gpp_plugin.plan.request import PlanRequest

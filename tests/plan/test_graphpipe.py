@@ -16,8 +16,7 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
-from gpp_plugin.plan.graphpipe.reconstruction import read_groups
-from gpp_plugin.plan.graphpipe.stage_search import StageSearch
+from gpp_plugin.plan.graphpipe.stage_search import StageSearch, read_groups
 from gpp_plugin.plan.graphpipe.stage_table import AllowedStages, InTime, StageTable
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.refine import Refiner

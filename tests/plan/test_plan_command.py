@@ -10,7 +10,7 @@ from gpp_plugin.cli import main
 from gpp_plugin.library.named_models import config_path, usual_loss_unit
 from gpp_plugin.plan.cluster_files import CLUSTER_DIR, read_cluster
 from gpp_plugin.plan.costs.long_context import LayerShape, expert_exchange_us, on_paper
-from gpp_plugin.plan.nearest import limit_gb
+from gpp_plugin.plan.request import limit_gb
 
 
 def test_a_cluster_that_is_not_json_is_named(tmp_path, capsys):

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
-from gpp_plugin.plan.explicit.fixed_stages import names_a_stage, resize_stages, stage_sizes
+from gpp_plugin.plan.explicit_plan import explicit_plan, names_a_stage, resize_stages, stage_sizes
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.stage_names import StageNamer, find_stage, name_stages
 from tests.plan.graphs import chain, make_graph, make_profile, make_request

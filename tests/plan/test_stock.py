@@ -7,7 +7,7 @@ import pytest
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.plan.baselines.linearise import ChainStage, Cut, cut_bytes, linearise
+from gpp_plugin.plan.baselines.stock_chain import ChainStage, Cut, cut_bytes, linearise
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import branches, chain, make_graph, make_profile, make_request
 

@@ -7,7 +7,7 @@ import pytest
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.plan_form import check_form
 from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import GB, clip, make_cluster, make_graph, make_profile, make_request, with_stage

@@ -12,7 +12,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.baselines.chain_costs import zero_memory_bytes
-from gpp_plugin.plan.baselines.linearise import partition_gpipe, partition_pipedream
+from gpp_plugin.plan.baselines.stock_chain import partition_gpipe, partition_pipedream
 from gpp_plugin.plan.baselines.vpipe import LayerOptimizer, partition_vpipe
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import StageOptimizer

@@ -23,12 +23,12 @@ from gpp_plugin.plan.graphpipe import search_tree
 from gpp_plugin.plan.graphpipe.intervals import (
     Component,
     Series,
+    StageShapes,
     block_signatures,
     build_series,
     decompose,
     signature_of,
 )
-from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
 from gpp_plugin.plan.search_report import SearchReport
 
 # Long series in fewer items: runs of blocks searched as one, and single blocks where stages were cut.

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpp_plugin.plan.batch_rules import ANY_SIZE, BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, Kinds, link_for_span, ring_us
-from gpp_plugin.plan.costs.remembered import remembered
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, Kinds, link_for_span, remembered, ring_us
 from gpp_plugin.plan.costs.time_formula import us_per_sample
 from gpp_plugin.plan.make import StageDraft, order_stages
 from gpp_plugin.plan.memory.fitting import StageFitter

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -149,34 +150,25 @@ the shortest is below the longest on T5 in eight asynchronous stages."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to plan")
-    parser.add_argument(
-        "--stages", nargs="+", type=int, default=[4, 8], help="numbers of stages (%(default)s)"
-    )
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=["sync", "async"],
-        default=["sync", "async"],
-        help="modes to search (%(default)s)",
-    )
-    parser.add_argument("--cluster", default="a100_pcie", help="a cluster description (%(default)s)")
-    parser.add_argument("--slowdown", type=float, default=1.5, help="most time per sample (%(default)s)")
-    parser.add_argument(
+    add_option(parser, "--stages", [4, 8], "numbers of stages")
+    add_option(parser, "--modes", ["sync", "async"], "modes to search", choices=["sync", "async"])
+    add_option(parser, "--cluster", "a100_pcie", "a cluster description")
+    add_option(parser, "--slowdown", 1.5, "most time per sample")
+    add_option(
+        parser,
         "--sensitivity",
+        [1.3, 1.4, 1.5, 1.6, 1.8, 2.0],
+        "further limits at which ratios are given",
         nargs="*",
-        type=float,
-        default=[1.3, 1.4, 1.5, 1.6, 1.8, 2.0],
-        help="further limits at which ratios are given (%(default)s)",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--reference",
+        "fastest",
+        "the plain batch that time is compared with",
         choices=["fastest", "own"],
-        default="fastest",
-        help="the plain batch that time is compared with (%(default)s)",
     )
-    parser.add_argument(
-        "--schedule", choices=["gpipe", "1f1b"], default="gpipe", help="of sync (%(default)s)"
-    )
+    add_option(parser, "--schedule", "gpipe", "of sync", choices=["gpipe", "1f1b"])
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

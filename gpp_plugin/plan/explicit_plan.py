@@ -30,7 +30,14 @@ from gpp_plugin.plan.batch_rules import (
 )
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
-from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan, stage_edges, with_in_flight
+from gpp_plugin.plan.make import (
+    StageDraft,
+    build_plan,
+    complete_plan,
+    make_drafts,
+    stage_edges,
+    with_in_flight,
+)
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees
@@ -39,9 +46,6 @@ from gpp_plugin.plan.selection import best_optimized, best_plan, validate_for
 from gpp_plugin.plan.split_backwards import pending_bytes
 from gpp_plugin.plan.stage_names import find_stage, name_stages, namer_of
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, check_asynchronous
-
-# Plans whose stages and ranks are explicit: what is left to choose are micro-batch sizes, counts in flight, schedules.
-
 
 # Micro-batch sizes by the names that a plan gives its stages (``vision_model.0-1``), applied to the finished plan.
 
@@ -169,11 +173,8 @@ def to_asynchronous(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
 def _fitted(plan: PipelinePlan, index: int, costs: CostModel, fitter: StageFitter | None) -> Stage:
     """Return a stage with its times and memory, and with what makes it fit."""
     stage = plan.stages[index]
-    held, rows, local = (
-        costs.memory_of(stage, stage.in_flight),
-        costs.indices(stage.blocks),
-        stage.local_batch_size,
-    )
+    held = costs.memory_of(stage, stage.in_flight)
+    rows, local = costs.indices(stage.blocks), stage.local_batch_size
     costs = costs.on(stage)
     stashed = costs.stashed_bytes(rows, plan.num_versions(index))
     stage = dataclasses.replace(
@@ -280,22 +281,13 @@ def _rules(stages: Sequence[FixedStage], request: PlanRequest) -> BatchRules:
 
 
 def _drafts(stages: Sequence[FixedStage], rules: BatchRules, wish: int) -> list[StageDraft] | None:
-    drafts = []
-    for stage in stages:
-        size = rules.micro_batch_size(stage.blocks, stage.degree, wish)
-        if size is None:
-            return None
-        drafts.append(
-            StageDraft(
-                blocks=stage.blocks,
-                degree=stage.degree,
-                micro_batch_size=size,
-                name=stage.name,
-                ranks=stage.ranks,
-                tensor=stage.tensor,
-            )
-        )
-    return drafts
+    drafts = make_drafts(rules, [stage.blocks for stage in stages], [stage.degree for stage in stages], wish)
+    if drafts is None:
+        return None
+    return [
+        dataclasses.replace(draft, name=stage.name, ranks=stage.ranks, tensor=stage.tensor)
+        for draft, stage in zip(drafts, stages, strict=True)
+    ]
 
 
 def _explain_memory(stages: Sequence[FixedStage], rules: BatchRules) -> None:
@@ -359,11 +351,12 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = _rules_with(request, stages, groups)
     degrees = _explicit_degrees(stages, request.num_ranks)
-    if all(degree is not None for degree in degrees):
-        candidates = [_fixed_degrees(groups, degrees, rules, w) for w in rules.wishes()]
+    listed = [degree for degree in degrees if degree is not None]
+    if len(listed) == len(degrees):
+        candidates = [make_drafts(rules, groups, listed, w) for w in rules.wishes()]
+    elif listed:
+        raise PlanError("plan: give ranks or devices for every stage or for none")
     else:
-        if any(degree is not None for degree in degrees):
-            raise PlanError("plan: give ranks or devices for every stage or for none")
         candidates = [choose_degrees(request, costs, rules, groups, w) for w in rules.wishes()]
     drafts = [
         [
@@ -416,9 +409,8 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
                 f"plan: stage {stage.name!r} needs {refused[0]}, which this run does not do; plan again without"
             )
     shared_out = [stage for stage in plan.stages if stage.tensor > 1]
-    if (
-        shared_out and not request.graph.sharding and plan.planner != EXPLICIT
-    ):  # a user's modules know their sizes
+    # a user's modules know their sizes
+    if shared_out and not request.graph.sharding and plan.planner != EXPLICIT:
         raise PlanError(
             f"plan: stage {shared_out[0].name!r} has a tensor size of {shared_out[0].tensor} and nothing of model "
             f"{request.graph.model!r} can be divided among tensor ranks; plan again with "
@@ -603,22 +595,6 @@ def _explicit_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int 
                 f"plan: its stages use {total} ranks and the run has {num_ranks}; change devices or the run"
             )
     return degrees
-
-
-def _fixed_degrees(
-    groups: list[list[str]],
-    degrees: list[int | None],
-    rules: BatchRules,
-    wish: int,
-) -> list[StageDraft] | None:
-    drafts = []
-    for group, degree in zip(groups, degrees, strict=True):
-        assert degree is not None
-        size = rules.micro_batch_size(group, degree, wish)
-        if size is None:
-            return None
-        drafts.append(StageDraft(blocks=tuple(group), degree=degree, micro_batch_size=size))
-    return drafts
 
 
 def _explain(

@@ -7,8 +7,9 @@ import pytest
 
 from gpp_plugin.library.analytic_models import profile_model
 from gpp_plugin.library.paper_graphs import build_model
-from gpp_plugin.plan.baselines.autopipe import ChainSimulator, balance_blocks, search_exact, search_heuristic
+from gpp_plugin.plan.baselines.autopipe import ChainSimulator, search_exact, search_heuristic
 from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.linear_order import split_by_weight
 from gpp_plugin.simulate.predict import predict_iteration_us
 from tests.plan.graphs import make_cluster
 from tests.schedule.plans import chain_plan
@@ -53,7 +54,7 @@ def test_algorithm_1_is_exact():
     rng = random.Random(2)
     for _ in range(20):
         weights = [rng.randint(1, 9) for _ in range(8)]
-        cuts = balance_blocks(weights, 3)
+        cuts = split_by_weight(weights, 3)
         found = max(sum(weights[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
         assert found == min(
             max(sum(weights[:a]), sum(weights[a:b]), sum(weights[b:]))

@@ -13,6 +13,7 @@ Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py,
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.linear_order import layer_bounds, linear_order, split_by_layers, split_by_weight
-from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.make import StageDraft, build_plan, make_drafts
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.memory_chain import ChainPlan
 from gpp_plugin.plan.memory.operator_chain import TensorChain
@@ -59,7 +60,7 @@ def uniform_plan(request: PlanRequest) -> PipelinePlan:
         drafts
         for groups in groupings
         for wish in rules.wishes()
-        for drafts in _with_degrees(request, costs, rules, groups, wish)
+        if (drafts := _with_degrees(request, costs, rules, groups, wish)) is not None
     ]
     plan = best_plan(request, costs, candidates, planner="uniform", may_hold_more=True)
     return plan if plan is not None else explain_infeasible(request, costs, rules, groupings)
@@ -67,19 +68,10 @@ def uniform_plan(request: PlanRequest) -> PipelinePlan:
 
 def _with_degrees(
     request: PlanRequest, costs: CostModel, rules: BatchRules, groups: list[list[str]], wish: int
-) -> Iterable[list[StageDraft]]:
+) -> list[StageDraft] | None:
     degree, rest = divmod(request.num_ranks, len(groups))
-    sizes = [rules.micro_batch_size(group, degree, wish) for group in groups] if not rest else [None]
-    if all(size is not None for size in sizes):
-        yield [
-            StageDraft(blocks=tuple(group), degree=degree, micro_batch_size=size)
-            for group, size in zip(groups, sizes, strict=True)
-            if size is not None
-        ]
-        return
-    drafts = choose_degrees(request, costs, rules, groups, wish)
-    if drafts is not None:
-        yield drafts
+    even = None if rest else make_drafts(rules, groups, [degree] * len(groups), wish)
+    return even if even is not None else choose_degrees(request, costs, rules, groups, wish)
 
 
 STOCK = "stock_1f1b"
@@ -111,7 +103,7 @@ def stock_plan(request: PlanRequest) -> PipelinePlan:
     weights = [float(forward[row] + backward[row]) for row in rows]
     drafts = [
         StageDraft(blocks=tuple(order[start:stop]), degree=degree, micro_batch_size=size)
-        for start, stop in split_by_weight(weights, stages)
+        for start, stop in itertools.pairwise(split_by_weight(weights, stages))
     ]
     plan = build_plan(request, drafts, planner=STOCK, costs=costs, notes=_notes(request, size))
     sequential = as_sequential(plan, costs)
@@ -151,12 +143,6 @@ def _notes(request: PlanRequest, size: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# What crosses each cut of a stage graph that is run as a chain: everything made before and read after.
-#
-# A chain has no skip edges: a tensor that stage 1 makes for stage 4 passes through stages 2 and 3, and so do the
-# model inputs of the stages between the first, which loads them, and the last, which loads its own.
-
-
 # Whole layers as the unit of cutting, swapping and recomputing: what DawnPiper's baselines work with.
 #
 # Costs are those of `operator_chain`, at operators; these planners only see fewer cuts and coarser choices.
@@ -175,8 +161,7 @@ def balanced_bounds(chain: TensorChain, bounds: Sequence[int], num_stages: int) 
     if len(bounds) - 1 < num_stages:
         raise PlanError(f"{num_stages} stages of {len(bounds) - 1} layers; lower the number of stages")
     times = np.diff(chain.time[list(bounds)]).tolist()
-    parts = split_by_weight(times, num_stages)
-    return [*(bounds[start] for start, _ in parts), bounds[-1]]
+    return [bounds[cut] for cut in split_by_weight(times, num_stages)]
 
 
 def partition_gpipe(optimizer: StageOptimizer) -> ChainPlan:
@@ -223,6 +208,12 @@ def partition_pipedream(optimizer: StageOptimizer) -> ChainPlan:
         optimizer.weigh(stage, a, b) for stage, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
     ]
     return ChainPlan(cuts=tuple(cuts), stages=tuple(stages), local=chain.local)
+
+
+# What crosses each cut of a stage graph that is run as a chain: everything made before and read after.
+#
+# A chain has no skip edges: a tensor that stage 1 makes for stage 4 passes through stages 2 and 3, and so do the
+# model inputs of the stages between the first, which loads them, and the last, which loads its own.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

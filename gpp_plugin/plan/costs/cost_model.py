@@ -8,7 +8,7 @@ its slowest rank takes; times without ranks are those of the quickest device, a 
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/plan/test_memory_breakdown.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,
-    tests/plan/test_memory_breakdown.py, tests/schedule/test_link_times.py, tests/plan/test_unlike_devices.py
+    tests/schedule/test_link_times.py, tests/plan/test_unlike_devices.py
 """
 
 from __future__ import annotations

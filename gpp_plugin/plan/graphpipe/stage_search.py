@@ -494,7 +494,6 @@ def is_short(series: Series) -> bool:
 
 # From the values of a stage search back to stages: which choices led to the fewest devices.
 
-
 Group = tuple[int, ...]
 
 

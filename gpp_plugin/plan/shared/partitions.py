@@ -212,8 +212,8 @@ class Partitioner:
         names = [name for name in self._chain if everything >> self.sets.index[name] & 1]
         if len(names) < count:
             return None
-        bounds = split_by_weight([self._weights[self.sets.index[name]] for name in names], count)
-        return [self.sets.mask_of(names[start:stop]) for start, stop in bounds]
+        cuts = split_by_weight([self._weights[self.sets.index[name]] for name in names], count)
+        return [self.sets.mask_of(names[start:stop]) for start, stop in itertools.pairwise(cuts)]
 
     def _evened_out(self, masks: Sequence[Mask]) -> list[Mask]:
         """Return the stages after moves of boundary blocks that make the heaviest ones lighter."""

@@ -266,10 +266,7 @@ class Cell:
             known = [ratio for ratio in ratios if ratio is not None]
             rows.append(
                 {
-                    "model": self.model,
-                    "stages": self.stages,
-                    "mode": self.mode,
-                    "optimization": optimization,
+                    **self._name(optimization),
                     "limits": list(limits),
                     "over_vpipe": ratios,
                     "micro_batches": local,
@@ -326,10 +323,7 @@ class Cell:
         micro_batch = round(found.local) if found is not None else 0
         times = [stage.us for stage in found.stages] if found is not None else []
         return {
-            "model": self.model,
-            "stages": self.stages,
-            "mode": self.mode,
-            "optimization": optimization,
+            **self._name(optimization),
             "planner": name,
             "max_batch": micro_batch * (self.stages if self.mode == "sync" else 1),
             "micro_batch": micro_batch,
@@ -337,6 +331,14 @@ class Cell:
             "spread": 1 - min(times) / max(times) if times else None,
             "plan_cpu_s": self._plan_seconds(name, optimization, micro_batch) if micro_batch else None,
             "paper": paper_batch(self.model, self.stages, self.mode, optimization, name),
+        }
+
+    def _name(self, optimization: str) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "stages": self.stages,
+            "mode": self.mode,
+            "optimization": optimization,
         }
 
     def _plan_seconds(self, name: str, optimization: str, micro_batch: int) -> float:
@@ -355,9 +357,7 @@ class Cell:
         )
         micro_batch = round(BALANCE_BATCH * plain)
         result = []
-        for name in ("dawnpiper", "vpipe"):
-            if not micro_batch:
-                continue
+        for name in RATIO_OF if micro_batch else ():
             found = PLANNERS[name][0](self._factory(name, "S+R").at(micro_batch, self.stages))
             times = [stage.us for stage in found.stages]
             result.append(
@@ -427,8 +427,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         behind += [
             [*cell, name] for name, row in batches.items() if name in PLANNERS and row["max_batch"] > ours
         ]
-    keys = dict.fromkeys((r["stages"], r["mode"], r["optimization"]) for r in rows)
-    for key in keys:
+    names = "stages", "mode", "optimization"
+    for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
         pairs = [
             (batches["dawnpiper"], batches["vpipe"])
             for cell, batches in _cells(rows)
@@ -438,9 +438,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if pairs:
             ratios.append(
                 {
-                    "stages": key[0],
-                    "mode": key[1],
-                    "optimization": key[2],
+                    **dict(zip(names, key, strict=True)),
                     "over_vpipe": statistics.mean(a["max_batch"] / b["max_batch"] for a, b in pairs),
                     "paper": statistics.mean(a / b for a, b in published) if published else None,
                 }
@@ -500,19 +498,13 @@ def _by_limit(row: dict[str, Any]) -> dict[str, Any]:
     return {**names, **ratios, "paper": row["paper"], **cliffs}
 
 
-def _ratio_texts(row: dict[str, Any]) -> list[str]:
-    return ["-" if ratio is None else f"{ratio:.2f}" for ratio in (*row["over_vpipe"], row["paper"])]
-
-
 def _by_limit_text(row: dict[str, Any]) -> str:
-    texts = _ratio_texts(row)
+    texts = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (*row["over_vpipe"], row["paper"])]
     found = ", ".join(f"{limit:g}x {text}" for limit, text in zip(row["limits"], texts[:-1], strict=True))
     return f"{found} [{texts[-1]}]"
 
 
-def _cell_text(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
+def _cell_text(row: dict[str, Any]) -> str:
     slowdown = f" {row['slowdown']:.2f}x" if row["slowdown"] else ""
     paper = f" [{row['paper']}]" if row["paper"] else ""
     return f"{row['max_batch']}{slowdown}{paper}"

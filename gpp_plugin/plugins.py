@@ -416,7 +416,7 @@ def planner_traits(
     Args:
         granularity: the blocks it works with where the user names none: ``layer``, ``sub_layer`` or ``node``.
         is_asynchronous: it plans mode ``async`` itself, weights of several ages included. The plan of any other
-            planner is made for mode ``sync`` and converted (`plan.explicit.fixed_stages`).
+            planner is made for mode ``sync`` and converted (`plan.explicit_plan`).
     """
 
     def mark(function: _Function) -> _Function:

@@ -26,7 +26,7 @@ from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.block_graph import BlockGraph, OpGraph
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.model.graph.captured_part import whole_part
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
 from gpp_plugin.runtime.code_by_shape import RunnerContext

@@ -6,12 +6,11 @@ Every stage takes the same time for a micro-batch on each of its ranks, so that 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.baselines.linearise import crossing_edges
+from gpp_plugin.plan.baselines.stock_chain import crossing_edges
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 
 FORWARD_US = 20_000.0
@@ -99,9 +98,7 @@ def emulated_plan(
 
 def with_in_flight(plan: PipelinePlan) -> PipelinePlan:
     """Return the plan with the in-flight counts its schedules ask for."""
-    counts = plan_in_flight(plan)
-    stages = (dataclasses.replace(s, in_flight=n) for s, n in zip(plan.stages, counts, strict=True))
-    return dataclasses.replace(plan, stages=tuple(stages))
+    return plan.with_each(in_flight=plan_in_flight(plan))
 
 
 def _of(value: float | Sequence[float], index: int) -> float:

@@ -31,7 +31,7 @@ from gpp_benchmarks._linear_stages import (
     starts_nearby,
     worst_error,
 )
-from gpp_benchmarks._random_plans import forward_only_of, random_plan, with_family
+from gpp_benchmarks._random_plans import Draw, forward_only_of, random_plan, with_family
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plugins import Transport
@@ -136,12 +136,12 @@ def _random_frozen_plan(rng: random.Random, options: dict[str, Any]) -> Pipeline
 # ---- running one rank ----------------------------------------------------------------------------------------
 
 
-class _Rank:
+class DrawnRank:
     """The stages of one rank in a draw: what runs each program of each, and the hooks that note what comes of it."""
 
     def __init__(
         self,
-        draw: KeptDraw,
+        draw: Draw | KeptDraw,
         network: LinearNetwork,
         *,
         rank: int,
@@ -169,7 +169,11 @@ class _Rank:
         for own in self.hooks.values():
             own.step()
 
-    def make(self, program: RankProgram, place: ProgramPlace | None) -> StageExecutor:
+    def done(self) -> dict[int, Trained]:
+        """Return what came of each stage."""
+        return {index: hooks.done for index, hooks in self.hooks.items()}
+
+    def make(self, program: RankProgram, place: ProgramPlace | None = None) -> StageExecutor:
         """Return what runs a program of one stage; all of a stage's share what computes."""
         index, network = program.stage, self._network
         compute, hooks = self._made[index]
@@ -220,7 +224,7 @@ def train_kept(
     Args:
         given: ``groups`` of the rank's stages, ``transport``, ``delays`` and ``longest_delay_s``.
     """
-    own = _Rank(draw, network, rank=rank, **given)
+    own = DrawnRank(draw, network, rank=rank, **given)
     programs = draw.programs.of_rank(rank)
     makers = [programs.of_stage(stage) for stage in own.stages]
     for of_stage in makers:
@@ -240,7 +244,7 @@ def train_kept(
     drain = policy.drains.get(executor.last)
     if drain is not None:
         executor.run(drain, parts[drain], [()] * len(makers))
-    return {index: hooks.done for index, hooks in own.hooks.items()}
+    return own.done()
 
 
 # ---- what it must equal --------------------------------------------------------------------------------------

@@ -19,32 +19,28 @@ from torch import Tensor
 
 from gpp_benchmarks._exactness_kept import (
     KEPT_FAMILIES,
+    DrawnRank,
     KeptDraw,
     kept_draw,
     stale_error,
     train_kept,
 )
-from gpp_benchmarks._linear_ranks import Delayed, LinearHooks, Trained, stage_rows
+from gpp_benchmarks._linear_ranks import Trained
 from gpp_benchmarks._linear_stages import (
     DATA_WIDTH,
     GradientError,
     LinearNetwork,
     Parameters,
-    gradients_error,
     in_double,
     linear_network,
     single_process_gradients,
-    stage_compute,
     starts_nearby,
     worst_error,
 )
 from gpp_benchmarks._random_plans import FAMILIES, Draw, random_draw
 from gpp_plugin.errors import GppError, RuntimeFailure
-from gpp_plugin.ir.program import Direction, RankProgram
+from gpp_plugin.ir.program import Direction
 from gpp_plugin.launch import emit_event
-from gpp_plugin.plugins import Transport
-from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
-from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.transport import GlooTransport
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.program_sets import RankPrograms
@@ -229,76 +225,22 @@ def _train(
         index: groups.of[frozenset(plan.stages[index].ranks)] if plan.stages[index].degree > 1 else None
         for index in plan.stages_of_rank(rank)
     }
-    transport = GlooTransport(groups=groups.messages, timeout_s=TIMEOUT_S)
-    delays = random.Random(f"{draw.seed} {rank}")
-    if isinstance(draw, KeptDraw):
-        return train_kept(
-            draw,
-            network,
-            batches,
-            rank=rank,
-            groups=of_stages,
-            transport=transport,
-            delays=delays,
-            longest_delay_s=longest_delay_s,
-        )
-    hooks = {
-        index: LinearHooks({name: p.clone() for name, p in network.starts[index].items()}, group)
-        for index, group in of_stages.items()
+    given: dict[str, Any] = {
+        "groups": of_stages,
+        "transport": GlooTransport(groups=groups.messages, timeout_s=TIMEOUT_S),
+        "delays": random.Random(f"{draw.seed} {rank}"),
+        "longest_delay_s": longest_delay_s,
     }
-    executor, parts = rank_executor(
-        draw.programs[rank],
-        network,
-        hooks,
-        transport=transport,
-        delays=delays,
-        longest_delay_s=longest_delay_s,
-    )
+    if isinstance(draw, KeptDraw):
+        return train_kept(draw, network, batches, rank=rank, **given)
+    own, program = DrawnRank(draw, network, rank=rank, **given), draw.programs[rank]
+    for index in own.stages:
+        own.begin(program.of_stage(index))
+    executor = own.executor(RankPrograms(plan=plan, programs={"whole": program}))
+    parts = [own.make(program.of_stage(index)) for index in own.stages]
     for data in batches:
-        executor.run("whole", parts, [stage_rows(network, index, rank, data) for index in hooks])
-    return {index: own.done for index, own in hooks.items()}
-
-
-def rank_executor(
-    program: RankProgram,
-    network: LinearNetwork,
-    hooks: Mapping[int, LinearHooks],
-    *,
-    transport: Transport | None,
-    delays: random.Random | None = None,
-    longest_delay_s: float = 0.0,
-) -> tuple[RankExecutor, list[StageExecutor]]:
-    """Return what runs a rank's program ``whole`` on its stages of a network, and what each stage does in it.
-
-    Args:
-        hooks: by stage; the rank steps them one after the other.
-        delays: of tasks, up to ``longest_delay_s``.
-    """
-    local_transfers = LocalTransfers()
-    parts = []
-    for index, own in hooks.items():
-        part = program.of_stage(index)
-        compute = stage_compute(network, part, own.parameters, own)
-        parts.append(
-            StageExecutor(
-                plan=network.plan,
-                program=part,
-                compute=Delayed(compute, delays, longest_delay_s) if delays and longest_delay_s else compute,
-                specs=network.specs,
-                transport=transport,
-                hooks=own,
-                device=torch.device("cpu"),
-                loss=compute.outputs[-1] if network.stages[index].has_loss else None,
-                local_transfers=local_transfers,
-            )
-        )
-
-    def step() -> None:
-        for own in hooks.values():
-            own.step()
-
-    programs = RankPrograms(plan=network.plan, programs={"whole": program})
-    return RankExecutor(programs, local_transfers=local_transfers, step=step), parts
+        executor.run("whole", parts, own.rows(data))
+    return own.done()
 
 
 def _error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]) -> GradientError:
@@ -322,21 +264,6 @@ def _error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence
         ]
         found.append(worst_error(ours, answers))
     return max(found, key=GradientError.excess)
-
-
-def gradient_error(
-    ours: Mapping[int, Mapping[str, Tensor]],
-    network: LinearNetwork,
-    parameters: Sequence[Parameters],
-    data: Tensor,
-) -> float:
-    """Return the largest error of a gradient tensor of some stages against one process.
-
-    Args:
-        ours: stage -> its gradients by name; one that is missing is 0.
-        parameters: of every stage.
-    """
-    return gradients_error(ours, single_process_gradients(network, parameters, data))
 
 
 def _has_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

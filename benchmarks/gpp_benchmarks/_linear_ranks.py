@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,9 @@ def stepped(parameter: Tensor, gradient: Tensor) -> Tensor:
     return parameter - gradient * (LEARNING_RATE / gradient.norm().clamp(min=1.0))
 
 
+TASKS = frozenset({"forward", "backward", "input_gradient", "weight_gradient"})
+
+
 class Delayed:
     """An `AutogradCompute` that waits a random time before each task.
 
@@ -94,40 +97,18 @@ class Delayed:
     """
 
     def __init__(self, compute: AutogradCompute, rng: random.Random, longest_s: float) -> None:
-        self.received, self.outputs = compute.received, compute.outputs
-        self.gradient_outputs, self.gradient_inputs = compute.gradient_outputs, compute.gradient_inputs
-        self._compute = compute
-        self._rng = rng
-        self._longest_s = longest_s
+        self._compute, self._rng, self._longest_s = compute, rng, longest_s
 
-    def _wait(self) -> None:
-        time.sleep(self._rng.uniform(0.0, self._longest_s))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._compute, name)
+        if name not in TASKS:
+            return found
 
-    def forward(
-        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        """Wait, then do it."""
-        self._wait()
-        return self._compute.forward(micro_batch, half, inputs, received)
+        def delayed(*given: Any) -> Any:
+            time.sleep(self._rng.uniform(0.0, self._longest_s))
+            return found(*given)
 
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Wait, then do it."""
-        self._wait()
-        return self._compute.backward(micro_batch, gradients)
-
-    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Wait, then do it."""
-        self._wait()
-        return self._compute.input_gradient(micro_batch, gradients)
-
-    def weight_gradient(self, micro_batch: int) -> None:
-        """Wait, then do it."""
-        self._wait()
-        self._compute.weight_gradient(micro_batch)
-
-    def clear(self) -> None:
-        """Forget all micro-batches."""
-        self._compute.clear()
+        return delayed
 
 
 def stage_rows(network: LinearNetwork, index: int, rank: int, data: Tensor) -> list[tuple[Tensor, ...]]:

@@ -277,13 +277,6 @@ def single_process_gradients(
     return [{name: p.grad for name, p in of_stage.items()} for of_stage in leaves]
 
 
-def gradients_error(
-    ours: Mapping[int, Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor | None]]
-) -> float:
-    """Return the largest of `tensor_errors`."""
-    return max(tensor_errors(ours, expected).values(), default=0.0)
-
-
 def tensor_errors(
     ours: Mapping[int, Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor | None]]
 ) -> dict[tuple[int, str], float]:

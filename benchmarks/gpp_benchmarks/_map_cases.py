@@ -20,7 +20,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from gpp_benchmarks._oracle import all_partitions, random_dag, random_request
@@ -101,25 +101,25 @@ def best_map_us(request: PlanRequest) -> tuple[float, PipelinePlan | None]:
     moved = [(*_moved_counts(plan, request), plan) for _, _, plan in sorted(kept, key=lambda item: -item[0])]
     best, counted, plan = min(moved, key=lambda each: each[0])
     if best <= _least_us(plan) * (1 + 1e-9):
-        return best, _with_counts(plan, counted)
+        return best, plan.with_each(in_flight=counted)
     for counts in itertools.product(*(range(stage.in_flight, MICRO_BATCHES + 1) for stage in plan.stages)):
-        us = _step_us(_with_counts(plan, counts), request)
+        us = _step_us(plan.with_each(in_flight=counts), request)
         if us < best * (1 - 1e-9):
             best, counted = us, counts
-    return best, _with_counts(plan, counted)
+    return best, plan.with_each(in_flight=counted)
 
 
 def _moved_counts(plan: PipelinePlan, request: PlanRequest) -> tuple[float, tuple[int, ...]]:
     """Return the shortest step that changes of one stage's count after another lead to, and its counts."""
     found = []
     for start in (tuple(stage.in_flight for stage in plan.stages), (MICRO_BATCHES,) * len(plan.stages)):
-        counts, best = start, _step_us(_with_counts(plan, start), request)
+        counts, best = start, _step_us(plan.with_each(in_flight=start), request)
         is_improved = True
         while is_improved:
             is_improved = False
             for i, count in itertools.product(range(len(counts)), range(1, MICRO_BATCHES + 1)):
                 changed = (*counts[:i], count, *counts[i + 1 :])
-                us = best if changed == counts else _step_us(_with_counts(plan, changed), request)
+                us = best if changed == counts else _step_us(plan.with_each(in_flight=changed), request)
                 if us < best * (1 - 1e-9):
                     counts, best, is_improved = changed, us, True
         found.append((best, counts))
@@ -138,11 +138,7 @@ def _on_all_maps(request: PlanRequest, groups: Groups) -> Iterator[PipelinePlan]
     plan = oracle_plan(request, groups, [1] * len(groups), SIZE)
     for placed in itertools.product(range(request.num_ranks), repeat=len(groups)):
         if list(dict.fromkeys(placed)) == list(range(request.num_ranks)):
-            stages = tuple(
-                dataclasses.replace(stage, ranks=(rank,))
-                for stage, rank in zip(plan.stages, placed, strict=True)
-            )
-            yield dataclasses.replace(plan, stages=stages)
+            yield plan.with_each(ranks=[(rank,) for rank in placed])
 
 
 def _least_us(plan: PipelinePlan) -> float:
@@ -160,11 +156,6 @@ def _least_us(plan: PipelinePlan) -> float:
         head, busy, tail = least.get(stage.ranks[0], (math.inf, 0.0, math.inf))
         least[stage.ranks[0]] = min(head, before[index]), busy + work, min(tail, after[index])
     return max(sum(parts) for parts in least.values())
-
-
-def _with_counts(plan: PipelinePlan, counts: Sequence[int]) -> PipelinePlan:
-    stages = (dataclasses.replace(s, in_flight=count) for s, count in zip(plan.stages, counts, strict=True))
-    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def _step_us(plan: PipelinePlan, request: PlanRequest) -> float:

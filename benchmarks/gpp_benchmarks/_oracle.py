@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import networkx as nx
 
@@ -302,19 +302,28 @@ def unlike_request(seed: int) -> PlanRequest:
 
 def best_unlike_us(request: PlanRequest) -> float | None:
     """Return the shortest step of all partitions on all placements at the request's one size; None: none fits."""
+    return shortest_us(request, _plans(request), _with_more_in_flight)
+
+
+def shortest_us(
+    request: PlanRequest,
+    plans: Iterable[PipelinePlan],
+    held: Callable[[PipelinePlan], Iterable[PipelinePlan]],
+) -> float | None:
+    """Return the shortest step of those plans that fit, those of the least bound first; None: none fits.
+
+    Args:
+        held: yields a plan with each of the in-flight counts that are tried.
+    """
     bounded = sorted(
-        (
-            (least_us(plan), number, plan)
-            for number, plan in enumerate(_plans(request))
-            if fits(plan, request)
-        ),
+        ((least_us(plan), number, plan) for number, plan in enumerate(plans) if fits(plan, request)),
         key=lambda item: item[:2],
     )
     best: float | None = None
     for bound, _, plan in bounded:
         if best is not None and bound >= best:
             break
-        us = min(step_us(each, request.cluster) for each in _with_more_in_flight(plan))
+        us = min(step_us(each, request.cluster) for each in held(plan))
         best = us if best is None else min(best, us)
     return best
 

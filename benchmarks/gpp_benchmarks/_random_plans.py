@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from gpp_benchmarks._emulated_graphs import with_in_flight
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import RankProgram
@@ -14,7 +15,6 @@ from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 
 
 def random_links(rng: random.Random, num_stages: int) -> list[tuple[int, int]]:
@@ -25,15 +25,6 @@ def random_links(rng: random.Random, num_stages: int) -> list[tuple[int, int]]:
         if not any(link[1] == dst for link in links) and rng.random() < 0.85:
             links.add((rng.randrange(dst), dst))
     return sorted(links)
-
-
-def with_in_flight(plan: PipelinePlan) -> PipelinePlan:
-    """Return the plan with the in-flight counts that `plan_in_flight` gives it."""
-    counts = plan_in_flight(plan)
-    stages = tuple(
-        dataclasses.replace(stage, in_flight=count) for stage, count in zip(plan.stages, counts, strict=True)
-    )
-    return dataclasses.replace(plan, stages=stages)
 
 
 def random_plan(
@@ -232,20 +223,12 @@ def with_family(plan: PipelinePlan, family: str, rng: random.Random) -> Pipeline
     return counted
 
 
-def _plain(stage: Stage, rng: random.Random) -> Stage:
-    return dataclasses.replace(stage, schedule="1f1b", k=1)
+Style = Callable[[Stage, random.Random], Stage]
 
 
-def _kfkb(stage: Stage, rng: random.Random) -> Stage:
-    return dataclasses.replace(stage, schedule="1f1b", k=rng.choice([2, 3, 4]))
-
-
-def _gpipe(stage: Stage, rng: random.Random) -> Stage:
-    return dataclasses.replace(stage, schedule="gpipe", k=1)
-
-
-def _greedy(stage: Stage, rng: random.Random) -> Stage:
-    return dataclasses.replace(stage, schedule="greedy", k=1)
+def _styled(schedule: str, *ks: int) -> Style:
+    """Return what gives a stage a schedule, and one of these k."""
+    return lambda stage, rng: dataclasses.replace(stage, schedule=schedule, k=rng.choice(ks) if ks else 1)
 
 
 def _sliced(stage: Stage, rng: random.Random) -> Stage:
@@ -258,17 +241,13 @@ def _sliced(stage: Stage, rng: random.Random) -> Stage:
     )
 
 
-def _zero_bubble(stage: Stage, rng: random.Random) -> Stage:
-    return dataclasses.replace(stage, schedule="zero_bubble", k=1)
-
-
-_STYLES: dict[str, Callable[[Stage, random.Random], Stage]] = {
-    "1f1b": _plain,
-    "gpipe": _gpipe,
-    "kfkb": _kfkb,
-    "greedy": _greedy,
+_STYLES: dict[str, Style] = {
+    "1f1b": _styled("1f1b"),
+    "gpipe": _styled("gpipe"),
+    "kfkb": _styled("1f1b", 2, 3, 4),
+    "greedy": _styled("greedy"),
     "sliced": _sliced,
-    "zero_bubble": _zero_bubble,
+    "zero_bubble": _styled("zero_bubble"),
 }
 
 
@@ -279,13 +258,11 @@ def _with_more_in_flight(plan: PipelinePlan, rng: random.Random) -> PipelinePlan
     """
     feeding = {edge.src for edge in plan.edges}
     more = rng.choice([1, 2])
-    stages = tuple(
-        dataclasses.replace(stage, in_flight=min(stage.in_flight + more, plan.num_micro_batches(i)))
-        if i in feeding
-        else stage
+    counts = [
+        min(stage.in_flight + more, plan.num_micro_batches(i)) if i in feeding else stage.in_flight
         for i, stage in enumerate(plan.stages)
-    )
-    return dataclasses.replace(plan, stages=stages)
+    ]
+    return plan.with_each(in_flight=counts)
 
 
 def check_schedule_draw(seed: int, family: str | None = None) -> Draw:

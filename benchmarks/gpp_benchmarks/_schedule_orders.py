@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -64,8 +63,8 @@ def zero_bubble_rows(*, forward_us: float, backward_us: float, race: Race) -> li
             forward_us=forward_us,
             backward_us=backward_us,
         )
-        split = tuple(dataclasses.replace(stage, schedule="zero_bubble") for stage in base.stages)
-        variants = {"1f1b": base, "zero_bubble": dataclasses.replace(base, stages=split)}
+        split = base.with_each(schedule=["zero_bubble"] * len(base.stages))
+        variants = {"1f1b": base, "zero_bubble": split}
         outcome = _run(variants, base.num_ranks, race)
         usual = idle_over_planned(base, outcome.timelines["1f1b"])
         simulated_usual = idle_over_planned(base, [simulate_plan(base)])
@@ -244,8 +243,7 @@ def _tower(
 
 def _placed(plan: PipelinePlan, ranks: Sequence[tuple[int, ...]]) -> PipelinePlan:
     """Return the plan with its stages on these ranks, and the in-flight counts that this asks for."""
-    stages = tuple(dataclasses.replace(s, ranks=r) for s, r in zip(plan.stages, ranks, strict=True))
-    return with_in_flight(dataclasses.replace(plan, stages=stages))
+    return with_in_flight(plan.with_each(ranks=ranks))
 
 
 def _race(name: str, plans: Mapping[str, PipelinePlan], race: Race) -> dict[str, list[float]]:

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
-from gpp_benchmarks._oracle import all_partitions, random_dag, random_request, the_size
-from gpp_benchmarks._oracle_costs import Groups, block_us, fits, least_us, limit_of, oracle_plan, step_us
+from gpp_benchmarks._oracle import all_partitions, random_dag, random_request, shortest_us, the_size
+from gpp_benchmarks._oracle_costs import Groups, block_us, limit_of, oracle_plan
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Link
 from gpp_plugin.ir.plan import PipelinePlan, Stage
@@ -88,29 +88,16 @@ def best_tensor_us(request: PlanRequest, most: int = 4) -> float | None:
     Args:
         most: the largest tensor size.
     """
-    bounded = sorted(
-        (
-            (least_us(plan), number, plan)
-            for number, plan in enumerate(_plans(request, most))
-            if fits(plan, request)
-        ),
-        key=lambda item: item[:2],
-    )
-    best: float | None = None
-    for bound, _, plan in bounded:
-        if best is not None and bound >= best:
-            break
-        held = (
-            each for each in _with_more_in_flight(plan) if each is plan or _still_fits(each, plan, request)
-        )
-        us = min(step_us(each, request.cluster) for each in held)
-        best = us if best is None else min(best, us)
-    return best
+
+    def held(plan: PipelinePlan) -> Iterator[PipelinePlan]:
+        yield plan
+        yield from (each for each in _with_more_in_flight(plan) if _still_fits(each, plan, request))
+
+    return shortest_us(request, _plans(request, most), held)
 
 
 def _with_more_in_flight(plan: PipelinePlan) -> Iterator[PipelinePlan]:
-    """Yield the plan, and the same holding half as many micro-batches more as it holds beyond one, and as many more."""
-    yield plan
+    """Yield the plan holding half as many micro-batches more as it holds beyond one, and as many more."""
     for more in (0.5, 1.0) if len(plan.stages) > 1 else ():
         yield dataclasses.replace(
             plan,

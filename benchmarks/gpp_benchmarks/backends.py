@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gpp_benchmarks._backend_towers import FROZEN_TOWERS, TOWERS
 from gpp_benchmarks._backend_training import SETTLING, train_behind_towers
+from gpp_benchmarks._options import add_option
 from gpp_plugin.backends.forward_code import ForwardCode
 from gpp_plugin.backends.measured_backends import (
     TORCH,
@@ -70,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(BACKENDS.names()),
         help="which to measure beside torch (all that are installed)",
     )
-    parser.add_argument("--samples", type=int, default=4, help="samples of a forward (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="timed forwards of each (%(default)s)")
+    add_option(parser, "--samples", 4, "samples of a forward")
+    add_option(parser, "--rounds", 15, "timed forwards of each")
     parser.add_argument("--training", action="store_true", help="train behind a frozen tower instead")
     parser.add_argument(
         "--towers",
@@ -80,14 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(FROZEN_TOWERS),
         help="of --training (both)",
     )
-    parser.add_argument("--steps", type=int, default=10, help="of --training (%(default)s)")
-    parser.add_argument(
+    add_option(parser, "--steps", 10, "of --training")
+    add_option(
+        parser,
         "--stages",
-        type=int,
-        default=2,
-        help="of --training: in one, the tower would be beside what trains, and stay on torch (%(default)s)",
+        2,
+        "of --training: in one, the tower would be beside what trains, and stay on torch",
     )
-    parser.add_argument("--turns", type=int, default=2, help="runs of each way of --training (%(default)s)")
+    add_option(parser, "--turns", 2, "runs of each way of --training")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

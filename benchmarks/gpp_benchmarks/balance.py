@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan
+from gpp_benchmarks._options import add_option
 from gpp_plugin.data import pack
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -69,13 +70,11 @@ TABLE = ()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--ranks", type=int, default=8, help="two a stage (%(default)s)")
-    parser.add_argument("--units", type=int, default=16, help="of a mini-batch (%(default)s)")
-    parser.add_argument("--mini-batches", type=int, default=12, help="of an epoch as it comes (%(default)s)")
-    parser.add_argument(
-        "--scale-time", type=float, default=1.0, help="multiply 20 ms forwards, 40 ms backwards (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the samples (%(default)s)")
+    add_option(parser, "--ranks", 8, "two a stage")
+    add_option(parser, "--units", 16, "of a mini-batch")
+    add_option(parser, "--mini-batches", 12, "of an epoch as it comes")
+    add_option(parser, "--scale-time", 1.0, "multiply 20 ms forwards, 40 ms backwards")
+    add_option(parser, "--seed", 0, "of the samples")
     parser.add_argument("--simulate", action="store_true", help="start no processes")
     parser.add_argument(
         "--real-time",

@@ -21,6 +21,7 @@ from typing import Any
 
 from gpp_benchmarks._backend_training import way_table
 from gpp_benchmarks._compile_ranks import WAYS
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.relative_errors import loss_difference
@@ -39,15 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which (all three)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which (all three)")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks (%(default)s)")
-    parser.add_argument(
-        "--stages", type=int, default=2, help="stages; 0 leaves them to the planner (%(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=8, help="steps of a run (%(default)s)")
-    parser.add_argument("--turns", type=int, default=2, help="runs of each way (%(default)s)")
-    parser.add_argument("--width", type=int, default=192, help="of hidden states (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="of each tower (%(default)s)")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a text (%(default)s)")
+    add_option(parser, "--ranks", 2, "ranks")
+    add_option(parser, "--stages", 2, "stages; 0 leaves them to the planner")
+    add_option(parser, "--steps", 8, "steps of a run")
+    add_option(parser, "--turns", 2, "runs of each way")
+    add_option(parser, "--width", 192, "of hidden states")
+    add_option(parser, "--layers", 4, "of each tower")
+    add_option(parser, "--length", 64, "tokens of a text")
     parser.add_argument(
         "--cache", help="the compiler's files on disk, to be kept (an empty folder, removed after)"
     )

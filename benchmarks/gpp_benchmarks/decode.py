@@ -19,6 +19,7 @@ import argparse
 import json
 from typing import Any
 
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import check_priority, run_ranks
 from gpp_plugin.plan.costs.long_context import (
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", nargs="*", type=int, default=[2, 4], help="that share caches (2 and 4), none: no such rows"
     )
-    parser.add_argument("--batch", type=int, default=8, help="sequences of all ranks together (%(default)s)")
-    parser.add_argument("--heads", type=int, default=8, help="of queries (%(default)s)")
+    add_option(parser, "--batch", 8, "sequences of all ranks together")
+    add_option(parser, "--heads", 8, "of queries")
     parser.add_argument(
         "--kv-heads",
         nargs="+",
@@ -52,17 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[8, 2],
         help="of keys and values (8 and 2: multi-head, grouped)",
     )
-    parser.add_argument("--head-size", type=int, default=64, help="elements of a head (%(default)s)")
-    parser.add_argument("--length", type=int, default=512, help="of the prompts (%(default)s)")
-    parser.add_argument("--block", type=int, default=1, help="positions that lie together (%(default)s)")
-    parser.add_argument("--steps", type=int, default=16, help="tokens that are decoded (%(default)s)")
-    parser.add_argument("--stages", type=int, default=4, help="that generate, 0 for none (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=16, help="of a generation (%(default)s)")
-    parser.add_argument("--micro-batches", type=int, default=4, help="of prompts (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=16, help="generated of each prompt (%(default)s)")
-    parser.add_argument(
-        "--row-ms", type=float, default=15.0, help="of a stage for one sequence's token (%(default)s)"
-    )
+    add_option(parser, "--head-size", 64, "elements of a head")
+    add_option(parser, "--length", 512, "of the prompts")
+    add_option(parser, "--block", 1, "positions that lie together")
+    add_option(parser, "--steps", 16, "tokens that are decoded")
+    add_option(parser, "--stages", 4, "that generate, 0 for none")
+    add_option(parser, "--prompts", 16, "of a generation")
+    add_option(parser, "--micro-batches", 4, "of prompts")
+    add_option(parser, "--tokens", 16, "generated of each prompt")
+    add_option(parser, "--row-ms", 15.0, "of a stage for one sequence's token")
     parser.add_argument(
         "--real-time",
         action="store_true",

@@ -23,6 +23,7 @@ from typing import Any
 
 from gpp_benchmarks._exactness_ranks import ALL_FAMILIES, FAMILIES, MINI_BATCHES, Case, CaseResult, draw_cases
 from gpp_benchmarks._linear_stages import FP32_LIMIT, fp32_limit
+from gpp_benchmarks._options import add_option
 from gpp_benchmarks._random_plans import check_schedule_draws
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
@@ -38,16 +39,12 @@ TABLE = ()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--cases", type=int, default=300, help="draws to run (%(default)s)")
-    parser.add_argument(
-        "--shared", type=int, default=300, help="more of them, with several stages a rank (%(default)s)"
-    )
-    parser.add_argument(
-        "--delayed-every", type=int, default=4, help="run every n-th with delays too; 0: none (%(default)s)"
-    )
-    parser.add_argument("--programs", type=int, default=2000, help="draws for the validator (%(default)s)")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first draw (%(default)s)")
+    add_option(parser, "--cases", 300, "draws to run")
+    add_option(parser, "--shared", 300, "more of them, with several stages a rank")
+    add_option(parser, "--delayed-every", 4, "run every n-th with delays too; 0: none")
+    add_option(parser, "--programs", 2000, "draws for the validator")
+    add_option(parser, "--ranks", [2, 4], "numbers of ranks")
+    add_option(parser, "--seed", 0, "of the first draw")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.runtime.messages.sockets import MOST_MESHED, opening_rounds
@@ -211,15 +212,11 @@ TABLE = ()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument(
-        "--ranks", nargs="+", type=int, default=[64, 256, 1024], help="jobs to model (%(default)s)"
-    )
+    add_option(parser, "--ranks", [64, 256, 1024], "jobs to model")
     parser.add_argument("--stages", type=int, help=f"of the chain (as many as ranks, {MOST_STAGES} at most)")
     parser.add_argument("--start", nargs="*", type=int, default=[], help="jobs to start here (none)")
-    parser.add_argument(
-        "--request-us", type=float, default=20.0, help="of the store, a request (%(default)s)"
-    )
-    parser.add_argument("--store-gbs", type=float, default=1.0, help="GB a second of the store (%(default)s)")
+    add_option(parser, "--request-us", 20.0, "of the store, a request")
+    add_option(parser, "--store-gbs", 1.0, "GB a second of the store")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

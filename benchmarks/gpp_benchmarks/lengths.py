@@ -16,6 +16,7 @@ import json
 from typing import Any
 
 from gpp_benchmarks._lengths_models import FAMILIES, IMAGE_TOKENS, MOST_IMAGES
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 
@@ -36,15 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=names,
         help="which (all but gpt2)",
     )
-    parser.add_argument("--batches", type=int, default=300, help="mini-batches of each (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, help="processes, and stages (%(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="of each tower (%(default)s)")
-    parser.add_argument(
-        "--width", type=int, default=64, help="of the layers, but of Qwen2.5-VL (%(default)s)"
-    )
-    parser.add_argument(
-        "--longest", type=int, default=512, help="tokens of a text; the shortest has half (%(default)s)"
-    )
+    add_option(parser, "--batches", 300, "mini-batches of each")
+    add_option(parser, "--ranks", 4, "processes, and stages")
+    add_option(parser, "--layers", 2, "of each tower")
+    add_option(parser, "--width", 64, "of the layers, but of Qwen2.5-VL")
+    add_option(parser, "--longest", 512, "tokens of a text; the shortest has half")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

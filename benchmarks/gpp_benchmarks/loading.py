@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.launch import require_modules, run_ranks
 
@@ -38,9 +39,9 @@ TABLE = ()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--model", choices=SIZES, default="50m", help="parameters, about (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes, a stage each (%(default)s)")
-    parser.add_argument("--shard-mb", type=float, default=1000.0, help="largest file (%(default)s)")
+    add_option(parser, "--model", "50m", "parameters, about", choices=SIZES)
+    add_option(parser, "--ranks", 2, "processes, a stage each")
+    add_option(parser, "--shard-mb", 1000.0, "largest file")
     parser.add_argument("--keep", type=Path, help="folder for the weights; those that are there are taken")
 
 

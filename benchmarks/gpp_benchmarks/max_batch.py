@@ -28,12 +28,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.baselines.chain_costs import zero_memory_bytes
-from gpp_plugin.plan.baselines.linearise import partition_gpipe, partition_pipedream
+from gpp_plugin.plan.baselines.stock_chain import partition_gpipe, partition_pipedream
 from gpp_plugin.plan.baselines.vpipe import partition_vpipe
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -149,34 +150,25 @@ the shortest is below the longest on T5 in eight asynchronous stages."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to plan")
-    parser.add_argument(
-        "--stages", nargs="+", type=int, default=[4, 8], help="numbers of stages (%(default)s)"
-    )
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=["sync", "async"],
-        default=["sync", "async"],
-        help="modes to search (%(default)s)",
-    )
-    parser.add_argument("--cluster", default="a100_pcie", help="a cluster description (%(default)s)")
-    parser.add_argument("--slowdown", type=float, default=1.5, help="most time per sample (%(default)s)")
-    parser.add_argument(
+    add_option(parser, "--stages", [4, 8], "numbers of stages")
+    add_option(parser, "--modes", ["sync", "async"], "modes to search", choices=["sync", "async"])
+    add_option(parser, "--cluster", "a100_pcie", "a cluster description")
+    add_option(parser, "--slowdown", 1.5, "most time per sample")
+    add_option(
+        parser,
         "--sensitivity",
+        [1.3, 1.4, 1.5, 1.6, 1.8, 2.0],
+        "further limits at which ratios are given",
         nargs="*",
-        type=float,
-        default=[1.3, 1.4, 1.5, 1.6, 1.8, 2.0],
-        help="further limits at which ratios are given (%(default)s)",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--reference",
+        "fastest",
+        "the plain batch that time is compared with",
         choices=["fastest", "own"],
-        default="fastest",
-        help="the plain batch that time is compared with (%(default)s)",
     )
-    parser.add_argument(
-        "--schedule", choices=["gpipe", "1f1b"], default="gpipe", help="of sync (%(default)s)"
-    )
+    add_option(parser, "--schedule", "gpipe", "of sync", choices=["gpipe", "1f1b"])
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -274,10 +266,7 @@ class Cell:
             known = [ratio for ratio in ratios if ratio is not None]
             rows.append(
                 {
-                    "model": self.model,
-                    "stages": self.stages,
-                    "mode": self.mode,
-                    "optimization": optimization,
+                    **self._name(optimization),
                     "limits": list(limits),
                     "over_vpipe": ratios,
                     "micro_batches": local,
@@ -334,10 +323,7 @@ class Cell:
         micro_batch = round(found.local) if found is not None else 0
         times = [stage.us for stage in found.stages] if found is not None else []
         return {
-            "model": self.model,
-            "stages": self.stages,
-            "mode": self.mode,
-            "optimization": optimization,
+            **self._name(optimization),
             "planner": name,
             "max_batch": micro_batch * (self.stages if self.mode == "sync" else 1),
             "micro_batch": micro_batch,
@@ -345,6 +331,14 @@ class Cell:
             "spread": 1 - min(times) / max(times) if times else None,
             "plan_cpu_s": self._plan_seconds(name, optimization, micro_batch) if micro_batch else None,
             "paper": paper_batch(self.model, self.stages, self.mode, optimization, name),
+        }
+
+    def _name(self, optimization: str) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "stages": self.stages,
+            "mode": self.mode,
+            "optimization": optimization,
         }
 
     def _plan_seconds(self, name: str, optimization: str, micro_batch: int) -> float:
@@ -363,9 +357,7 @@ class Cell:
         )
         micro_batch = round(BALANCE_BATCH * plain)
         result = []
-        for name in ("dawnpiper", "vpipe"):
-            if not micro_batch:
-                continue
+        for name in RATIO_OF if micro_batch else ():
             found = PLANNERS[name][0](self._factory(name, "S+R").at(micro_batch, self.stages))
             times = [stage.us for stage in found.stages]
             result.append(
@@ -435,8 +427,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         behind += [
             [*cell, name] for name, row in batches.items() if name in PLANNERS and row["max_batch"] > ours
         ]
-    keys = dict.fromkeys((r["stages"], r["mode"], r["optimization"]) for r in rows)
-    for key in keys:
+    names = "stages", "mode", "optimization"
+    for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
         pairs = [
             (batches["dawnpiper"], batches["vpipe"])
             for cell, batches in _cells(rows)
@@ -446,9 +438,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if pairs:
             ratios.append(
                 {
-                    "stages": key[0],
-                    "mode": key[1],
-                    "optimization": key[2],
+                    **dict(zip(names, key, strict=True)),
                     "over_vpipe": statistics.mean(a["max_batch"] / b["max_batch"] for a, b in pairs),
                     "paper": statistics.mean(a / b for a, b in published) if published else None,
                 }
@@ -508,19 +498,13 @@ def _by_limit(row: dict[str, Any]) -> dict[str, Any]:
     return {**names, **ratios, "paper": row["paper"], **cliffs}
 
 
-def _ratio_texts(row: dict[str, Any]) -> list[str]:
-    return ["-" if ratio is None else f"{ratio:.2f}" for ratio in (*row["over_vpipe"], row["paper"])]
-
-
 def _by_limit_text(row: dict[str, Any]) -> str:
-    texts = _ratio_texts(row)
+    texts = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (*row["over_vpipe"], row["paper"])]
     found = ", ".join(f"{limit:g}x {text}" for limit, text in zip(row["limits"], texts[:-1], strict=True))
     return f"{found} [{texts[-1]}]"
 
 
-def _cell_text(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
+def _cell_text(row: dict[str, Any]) -> str:
     slowdown = f" {row['slowdown']:.2f}x" if row["slowdown"] else ""
     paper = f" [{row['paper']}]" if row["paper"] else ""
     return f"{row['max_batch']}{slowdown}{paper}"

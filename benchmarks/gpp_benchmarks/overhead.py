@@ -14,6 +14,7 @@ import json
 import statistics
 from typing import Any
 
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 
@@ -30,11 +31,11 @@ ROUND_S = 2.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (%(default)s)")
-    parser.add_argument("--micro-batches", type=int, default=32, help="of one iteration (%(default)s)")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="samples of one (%(default)s)")
-    parser.add_argument("--width", type=int, default=64, help="of the linear layers (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=40, help="iterations of each runtime (%(default)s)")
+    add_option(parser, "--ranks", [2, 4], "numbers of ranks")
+    add_option(parser, "--micro-batches", 32, "of one iteration")
+    add_option(parser, "--micro-batch-size", 4, "samples of one")
+    add_option(parser, "--width", 64, "of the linear layers")
+    add_option(parser, "--rounds", 40, "iterations of each runtime")
     parser.add_argument(
         "--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES, help="what to compare"
     )

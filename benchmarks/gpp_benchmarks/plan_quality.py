@@ -22,6 +22,7 @@ import networkx as nx
 
 from gpp_benchmarks._map_cases import check_map
 from gpp_benchmarks._memory_oracle import MemoryBruteForce, with_saved_tensors
+from gpp_benchmarks._options import add_option
 from gpp_benchmarks._oracle import (
     best_series_parallel,
     best_unlike_us,
@@ -51,15 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", type=int, default=60, help="random graphs for auto (%(default)s, half of them tight)"
     )
-    parser.add_argument(
-        "--sp-cases", type=int, default=500, help="random series-parallel graphs for the DP (%(default)s)"
-    )
-    parser.add_argument(
-        "--memory-cases",
-        type=int,
-        default=40,
-        help="random graphs too large for their devices' memory (%(default)s)",
-    )
+    add_option(parser, "--sp-cases", 500, "random series-parallel graphs for the DP")
+    add_option(parser, "--memory-cases", 40, "random graphs too large for their devices' memory")
     parser.add_argument(
         "--map-cases",
         type=int,
@@ -67,24 +61,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="random graphs in up to six stages on two to four ranks, against all partitions, maps and in-flight "
         "counts (%(default)s; a case takes seconds)",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--unlike-cases",
-        type=int,
-        default=0,
-        help="random graphs on devices of two speeds, against all partitions and placements (%(default)s)",
+        0,
+        "random graphs on devices of two speeds, against all partitions and placements",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--tensor-cases",
-        type=int,
-        default=0,
-        help="random graphs whose blocks tensor ranks can divide, against all partitions and grids (%(default)s)",
+        0,
+        "random graphs whose blocks tensor ranks can divide, against all partitions and grids",
     )
     parser.add_argument(
         "--limit",
         type=float,
         help="seconds after which no further case begins; what is left is said (no limit)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random graphs (%(default)s)")
+    add_option(parser, "--seed", 0, "of the random graphs")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

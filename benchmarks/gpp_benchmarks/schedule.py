@@ -31,6 +31,7 @@ from gpp_benchmarks._emulated_graphs import (
     linear_bytes,
     linear_plan,
 )
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.report.rows_text import BARS, RowsChart
@@ -48,10 +49,10 @@ CHART = RowsChart(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--what", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
-    parser.add_argument("--rounds", type=int, default=7, help="iterations of each contender (%(default)s)")
+    add_option(parser, "--rounds", 7, "iterations of each contender")
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], help="lengths of the chain (4 8)")
-    parser.add_argument("--forward-ms", type=float, default=20.0, help="of every stage (%(default)s)")
-    parser.add_argument("--backward-ms", type=float, default=40.0, help="of every stage (%(default)s)")
+    add_option(parser, "--forward-ms", 20.0, "of every stage")
+    add_option(parser, "--backward-ms", 40.0, "of every stage")
     parser.add_argument(
         "--real-time",
         action="store_true",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
+from gpp_benchmarks._options import add_option
 from gpp_benchmarks._oracle import bottleneck_us
 from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
 from gpp_plugin.api import make_request
@@ -74,17 +75,10 @@ CHART = RowsChart(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--models", nargs="+", default=list(PAPER_MODELS), help="models of the library")
-    parser.add_argument(
-        "--devices", nargs="+", type=int, default=list(PAPER_DEVICES), help="numbers of devices (%(default)s)"
-    )
-    parser.add_argument("--planners", nargs="+", default=list(PLANNERS), help="planners to run (%(default)s)")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take (%(default)s)")
-    parser.add_argument(
-        "--repeat",
-        type=int,
-        default=3,
-        help="searches of each, in turns, of which the median counts (%(default)s)",
-    )
+    add_option(parser, "--devices", list(PAPER_DEVICES), "numbers of devices")
+    add_option(parser, "--planners", list(PLANNERS), "planners to run")
+    add_option(parser, "--limit", 60.0, "seconds a search may take")
+    add_option(parser, "--repeat", 3, "searches of each, in turns, of which the median counts")
     parser.add_argument(
         "--large",
         action="store_true",

@@ -22,6 +22,7 @@ import statistics
 import time
 from typing import Any
 
+from gpp_benchmarks._options import add_option
 from gpp_plugin.api import make_request, plan_for
 from gpp_plugin.commands.command_parser import list_of_numbers
 from gpp_plugin.errors import ConfigError, PlanError
@@ -56,18 +57,19 @@ CASES = "8:8,8:64,16:16,16:64,32:32,32:64,64:64,64:256,128:128"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--model", default="llava-7b", help="as of gpp plan (%(default)s)")
-    parser.add_argument("--cluster", default="dgx_h100", help="as of gpp plan (%(default)s)")
-    parser.add_argument(
+    add_option(parser, "--model", "llava-7b", "as of gpp plan")
+    add_option(parser, "--cluster", "dgx_h100", "as of gpp plan")
+    add_option(
+        parser,
         "--cases",
-        default=CASES,
+        CASES,
+        "numbers of devices and samples of a mini-batch",
         metavar="DEVICES:SAMPLES,...",
-        help="numbers of devices and samples of a mini-batch (%(default)s)",
     )
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a text (%(default)s)")
-    parser.add_argument("--dtype", default="bf16", help="what is trained in (%(default)s)")
-    parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=1, help="ZeRO stage (%(default)s)")
-    parser.add_argument("--planner", default="auto", help="one that chooses tensor sizes (%(default)s)")
+    add_option(parser, "--length", 2048, "tokens of a text")
+    add_option(parser, "--dtype", "bf16", "what is trained in")
+    add_option(parser, "--zero", 1, "ZeRO stage", choices=[0, 1, 2])
+    add_option(parser, "--planner", "auto", "one that chooses tensor sizes")
     parser.add_argument(
         "--slower",
         type=list_of_numbers,
@@ -82,24 +84,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="tensor sizes above 1 that are forced (%(default)s)",
     )
-    parser.add_argument(
-        "--context",
-        type=int,
-        default=32768,
-        help="tokens of a text for ring attention on paper; 0 leaves it out (%(default)s)",
-    )
+    add_option(parser, "--context", 32768, "tokens of a text for ring attention on paper; 0 leaves it out")
     parser.add_argument(
         "--against-megatron",
         action="store_true",
         help="measure captured tensor ranks beside Megatron-core's layers, and nothing else",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--shape",
-        default="512:8:4:128:4",
+        "512:8:4:128:4",
+        "of the model that is measured",
         metavar="HIDDEN:HEADS:LAYERS:LENGTH:SAMPLES",
-        help="of the model that is measured (%(default)s)",
     )
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each (%(default)s)")
+    add_option(parser, "--rounds", 15, "timed steps of each")
     parser.add_argument("--draw", action="store_true", help="draw each plan that the planner chooses")
 
 

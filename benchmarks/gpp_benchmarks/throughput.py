@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from gpp_benchmarks._options import add_option
 from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
 from gpp_plugin.compare.simulated import best_chain, block_orders, in_order
 from gpp_plugin.errors import PlanError, PlanInfeasible
@@ -81,27 +82,16 @@ CHART = RowsChart(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument(
-        "--figures", nargs="+", default=list(FIGURES), choices=FIGURES, help="what to run (%(default)s)"
-    )
-    parser.add_argument(
-        "--models", nargs="+", default=list(PAPER_MODELS), help="of figures 6 and 9 (%(default)s)"
-    )
-    parser.add_argument(
-        "--devices", nargs="+", type=int, default=list(PAPER_DEVICES), help="numbers of devices (%(default)s)"
-    )
-    parser.add_argument(
-        "--planners",
-        nargs="+",
-        default=[*OURS, *BASELINES, CHAIN, ONE_SIZE],
-        help="planners to run (%(default)s)",
-    )
+    add_option(parser, "--figures", list(FIGURES), "what to run", choices=FIGURES)
+    add_option(parser, "--models", list(PAPER_MODELS), "of figures 6 and 9")
+    add_option(parser, "--devices", list(PAPER_DEVICES), "numbers of devices")
+    add_option(parser, "--planners", [*OURS, *BASELINES, CHAIN, ONE_SIZE], "planners to run")
     parser.add_argument(
         "--share-ranks",
         action="store_true",
         help="let ours, the best chain and one size too, interleave stages and colocate branches",
     )
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take (%(default)s)")
+    add_option(parser, "--limit", 60.0, "seconds a search may take")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

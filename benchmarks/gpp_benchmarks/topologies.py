@@ -13,6 +13,7 @@ import json
 import os
 from typing import Any
 
+from gpp_benchmarks._options import add_option
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.launch import run_ranks
 
@@ -26,10 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="runtimes (all)")
     parser.add_argument("--topologies", nargs="+", default=None, help="names of graphs (all)")
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each cell (%(default)s)")
-    parser.add_argument(
-        "--limit", type=float, default=20.0, help="seconds after which a cell is a deadlock (%(default)s)"
-    )
+    add_option(parser, "--rounds", 20, "timed steps of each cell")
+    add_option(parser, "--limit", 20.0, "seconds after which a cell is a deadlock")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

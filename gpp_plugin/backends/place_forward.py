@@ -27,8 +27,7 @@ from gpp_plugin.backends.measured_backends import (
 )
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.collage.candidates import Candidates, OperatorGroup, Placement, find_candidates, patterns_of
-from gpp_plugin.collage.graph_search import SearchSettings, search_placements
-from gpp_plugin.collage.op_placement import place_operators
+from gpp_plugin.collage.op_placement import SearchSettings, place_operators, search_placements
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend

@@ -15,19 +15,20 @@ in s, so that every state can run, and:
 which reaches every placement that can run (the group of its frontier is next, or waits for some group that is ready).
 Deviation: at most ``most_states`` states of each size stay, the cheapest; `is_exact` says whether any was dropped.
 
-Source: Collage (PACT 2022, arXiv 2111.00655; here by the thesis, section 2.4.2, Algorithm 1)
-Tests: tests/collage/test_op_placement.py
+Source: Collage (PACT 2022, arXiv 2111.00655; here by the thesis, sections 2.4.2, Algorithm 1, and 2.4.3, figure 2.6)
+Tests: tests/collage/test_op_placement.py, tests/collage/test_graph_search.py
 """
 
 from __future__ import annotations
 
 import heapq
+import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpp_plugin.collage.candidates import OperatorGroup, Placement
-from gpp_plugin.collage.operator_graph import OperatorGraph, bits
+from gpp_plugin.collage.candidates import OperatorGroup, Placement, in_run_order
+from gpp_plugin.collage.operator_graph import OperatorGraph, bits, run_order
 from gpp_plugin.errors import PlanInfeasible
 
 MOST_STATES = 4096
@@ -142,3 +143,195 @@ def _refuse(
     raise PlanInfeasible(
         f"no backend runs operator {missing[0].key!r} ({missing[0].name}); allow the backend torch, which runs all"
     )
+
+
+# Graph-level placement: an evolutionary search over placements that are measured end to end.
+#
+# Op-level costs are of groups by themselves; a library that optimises a graph as a whole does better on more operators,
+# and costs do not add up. So each operator that the op-level placement did not give to such a library has a digit: 0
+# leaves it where it is, d gives it to the d-th library; operators of one library that touch become one group::
+#
+#     op-level       [conv relu]torch [add]torch [norm]torch
+#     digits          1    1           0          1               library 1 is onnxruntime
+#     placement      [conv relu]onnxruntime [add]torch [norm]onnxruntime
+#
+# Selection, two-point crossover and mutation make new digits of the fastest; what was measured is not measured again.
+#
+# Deviation: beside the op-level placement every backend that runs the whole graph by itself is measured first, and the
+# fastest of all that were measured is the answer: never slower than the best single backend, by these measurements.
+
+
+WholeMeasurer = Callable[[Placement], float | None]
+"""Returns the microseconds of a placement end to end; None where it cannot be built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSettings:
+    """How long an evolutionary search runs.
+
+    Args:
+        population: placements of a generation; ``parents`` of them make the next.
+        generations: most of them; ``patience`` is how many may pass without a faster placement.
+        mutation: the chance of each digit to become another.
+    """
+
+    population: int = 8
+    parents: int = 4
+    generations: int = 6
+    patience: int = 2
+    mutation: float = 0.15
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """The fastest placement, with its time, and all that were measured, in that order."""
+
+    best: Placement
+    tried: tuple[Placement, ...]
+
+
+def search_placements(
+    graph: OperatorGraph,
+    op_level: Placement,
+    measure: WholeMeasurer,
+    *,
+    singles: Sequence[str],
+    libraries: Sequence[str],
+    can_run: Callable[[OperatorGroup], bool] = lambda group: True,
+    settings: SearchSettings | None = None,
+) -> Searched:
+    """Return the fastest placement that the search visits, by end-to-end measurements.
+
+    Args:
+        singles: backends that may run the whole graph, the first one the fallback.
+        libraries: backends that operators may run on.
+        can_run: whether a library takes a group.
+
+    Raises:
+        ValueError: not one of the seeds could be measured.
+    """
+    settings = settings or SearchSettings()
+    numbers = random.Random(settings.seed)
+    tried: dict[tuple[OperatorGroup, ...], Placement | None] = {}
+
+    # Groups in the order of their first operators are a placement's name: however digits came to it, it is measured
+    # once, and one that cannot be built is not tried again.
+    def try_placement(placement: Placement) -> float:
+        key = tuple(sorted(placement.groups, key=lambda group: group.operators))
+        if key not in tried:
+            found = measure(placement)
+            tried[key] = None if found is None else replace(placement, cost_us=found)
+        known = tried[key]
+        return float("inf") if known is None else known.cost_us
+
+    for backend in singles:
+        try_placement(Placement(groups=(OperatorGroup(backend, graph.everything),), cost_us=0.0))
+    try_placement(op_level)
+    # digits of the operators that are free to move, by position
+    fixed = {i for g in op_level.groups if g.backend in libraries for i in bits(g.operators)}
+    places = [i for i in range(len(graph.operators)) if i not in fixed]
+
+    def time_of(digits: tuple[int, ...]) -> float:
+        libraries_of = dict(zip(places, digits, strict=True))
+        return try_placement(decode(graph, op_level, libraries_of, libraries, can_run))
+
+    if places and libraries:
+        _evolve(len(places), len(libraries), time_of, numbers, settings)
+    measured = sorted((p for p in tried.values() if p is not None), key=lambda p: p.cost_us)
+    if not measured:
+        raise ValueError("no placement could be measured, not even of a single backend")
+    return Searched(best=measured[0], tried=tuple(measured))
+
+
+def _evolve(
+    length: int,
+    num_libraries: int,
+    time_of: Callable[[tuple[int, ...]], float],
+    numbers: random.Random,
+    settings: SearchSettings,
+) -> None:
+    """Make generation after generation until none is faster than the one before."""
+    digits = range(num_libraries + 1)
+
+    def mutated(genome: Sequence[int]) -> tuple[int, ...]:
+        return tuple(numbers.choice(digits) if numbers.random() < settings.mutation else d for d in genome)
+
+    def crossed(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+        # two points: the stretch between them is b's
+        first, last = sorted(numbers.randrange(length + 1) for _ in range(2))
+        return (*a[:first], *b[first:last], *a[last:])
+
+    def made_of(parents: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        a, b = numbers.choice(parents), numbers.choice(parents)
+        return mutated(crossed(a, b))
+
+    # seeds: all as the op-level placement has it, and all on each library
+    population = [(d,) * length for d in digits]
+    population += [mutated((0,) * length) for _ in range(settings.population - len(population))]
+    best, idle = float("inf"), 0
+    for _ in range(settings.generations):
+        ranked = sorted(dict.fromkeys(population), key=time_of)
+        fastest = time_of(ranked[0])
+        idle = 0 if fastest < best else idle + 1
+        best = min(best, fastest)
+        if idle > settings.patience:
+            return
+        parents = ranked[: settings.parents]
+        population = [*parents, *(made_of(parents) for _ in range(settings.population - len(parents)))]
+
+
+def decode(
+    graph: OperatorGraph,
+    op_level: Placement,
+    digits: dict[int, int],
+    libraries: Sequence[str],
+    can_run: Callable[[OperatorGroup], bool] = lambda group: True,
+) -> Placement:
+    """Return the placement that digits stand for: by position of an operator, 0 or the number of its library.
+
+    What is left of a group of the op-level placement runs where it ran, operator by operator where others went out of
+    its middle; operators of one library that touch become one group as long as it is convex and all groups can run.
+    """
+    # [conv relu]torch with digits conv: 1, relu: 0 becomes [conv]one and [relu]torch. A group of which nothing moves
+    # stays whole: it may be a pattern's, whose operators the backend cannot run one by one.
+    groups: list[OperatorGroup] = []
+    for group in op_level.groups:
+        moved = [i for i in bits(group.operators) if digits.get(i)]
+        groups += [OperatorGroup(libraries[digits[i] - 1], 1 << i) for i in moved]
+        rest = group.operators & ~sum(1 << i for i in moved)
+        if rest and not moved:
+            groups.append(group)
+        else:
+            groups += [OperatorGroup(group.backend, 1 << i) for i in bits(rest)]
+    return in_run_order(graph, _merged(graph, groups, libraries, can_run), 0.0)
+
+
+def _merged(
+    graph: OperatorGraph,
+    groups: list[OperatorGroup],
+    libraries: Sequence[str],
+    can_run: Callable[[OperatorGroup], bool],
+) -> list[OperatorGroup]:
+    """Join groups of one library that touch, in the graph's order, where what comes of it can run."""
+    # Greedy, in the graph's order: each group joins the first earlier one of its library that it reads from. Whether
+    # all groups still have an order is checked each time, as two joins that are right alone may wait for each other.
+    groups = sorted(groups, key=lambda group: group.operators & -group.operators)
+    merged: list[OperatorGroup] = []
+    for index, group in enumerate(groups):
+        rest = groups[index + 1 :]
+        for place, other in enumerate(merged):
+            joined = OperatorGroup(group.backend, group.operators | other.operators)
+            if group.backend not in libraries or other.backend != group.backend:
+                continue
+            touches = graph.needs(group.operators) & other.operators
+            if not touches or not graph.is_convex(joined.operators) or not can_run(joined):
+                continue
+            trial = [*merged[:place], joined, *merged[place + 1 :]]
+            masks = [each.operators for each in (*trial, *rest)]
+            if len(run_order(graph, masks)) == len(masks):
+                merged = trial
+                break
+        else:
+            merged.append(group)
+    return merged

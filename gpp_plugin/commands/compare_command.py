@@ -25,9 +25,8 @@ from gpp_plugin.compare.compare_settings import (
 from gpp_plugin.compare.compared_models import TINY, check_model_name, planned_names, trained_names
 from gpp_plugin.compare.simulated import simulate_modes
 from gpp_plugin.config.block import BLOCK
-from gpp_plugin.config.deepspeed_json import load_deepspeed_json
 from gpp_plugin.config.key_names import JSON_NAMES, CommandNames, place_of, use_names
-from gpp_plugin.config.reader import flat_keys, nested_keys, read_options
+from gpp_plugin.config.reader import flat_keys, load_deepspeed_json, nested_keys, read_options
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.launch import require_modules

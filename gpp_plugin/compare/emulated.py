@@ -26,7 +26,7 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.model_source import ModelSource
-from gpp_plugin.plan.baselines.linearise import cut_bytes, linearise
+from gpp_plugin.plan.baselines.stock_chain import cut_bytes, linearise
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank

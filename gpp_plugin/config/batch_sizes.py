@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.config.deepspeed_json import load_deepspeed_json
 from gpp_plugin.config.key_names import name_of, place_of, setting_of
-from gpp_plugin.config.reader import read_config
+from gpp_plugin.config.reader import load_deepspeed_json, read_config
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import nearest_divisors
 from gpp_plugin.ir.typed_leaves import MOST_COUNT, show

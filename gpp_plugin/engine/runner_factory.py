@@ -16,7 +16,7 @@ from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.model.model_source import ModelSource
-from gpp_plugin.plan.explicit.tied_blocks import UNTIE
+from gpp_plugin.plan.tied_blocks import UNTIE
 from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transport
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.code_by_shape import RunnerContext

@@ -1,7 +1,7 @@
 """What each block costs: time by number of samples, bytes by kind.
 
 Source: this project
-Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py
+Tests: tests/plan/test_memory_breakdown.py, tests/profile/test_measure.py
 """
 
 from __future__ import annotations

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError, nearest
-from gpp_plugin.library.amoebanet import amoebanet
+from gpp_plugin.ir.block_graph import SavedTensor
 from gpp_plugin.library.analytic_models import (
+    FLOAT,
     AnalyticModel,
     BlockSpec,
     Divided,
+    Gemm,
     assemble,
     attention,
     check_granularity,
@@ -19,6 +22,251 @@ from gpp_plugin.library.analytic_models import (
     path_edges,
     transformer_layers,
 )
+
+# A convolutional network after AmoebaNet-D (Real et al., 2019), operator by operator: over 1,000 nodes.
+#
+# Cells of five sums of two operators each (arXiv:1802.01548) read the outputs of the two cells before them;
+# reduction cells halve the image and double the channels. What autograd keeps is listed tensor by tensor, as
+# PyTorch keeps it: a convolution, a batch normalisation and a pooling their input, a ReLU its result, a maximum
+# also the places (int64). A convolution costs its im2col product (`gemm`), the rest its memory traffic.
+#
+# Batch normalisation takes its statistics over a micro-batch, as torchgpipe's does: it is not marked as an
+# operator that mixes samples.
+
+
+# A cell is five sums of two entries each, which make states 2 to 6. NORMAL's first pair, (1, "conv_1x1") and (1,
+# "max_pool_3x3"), is state 2 = conv_1x1(state 1) + max_pool_3x3(state 1). The states of `..._OUTPUT` are
+# concatenated: 4 of them with 240 channels each make the cell's 960.
+NORMAL = (
+    (1, "conv_1x1"), (1, "max_pool_3x3"), (1, "none"), (0, "conv_1x7_7x1"), (0, "conv_1x1"),
+    (0, "conv_1x7_7x1"), (2, "max_pool_3x3"), (2, "none"), (1, "avg_pool_3x3"), (5, "conv_1x1"),
+)  # fmt: skip
+NORMAL_OUTPUT = (0, 3, 4, 6)
+REDUCTION = (
+    (0, "max_pool_2x2"), (0, "max_pool_3x3"), (2, "none"), (1, "conv_3x3"), (2, "conv_1x7_7x1"),
+    (2, "max_pool_3x3"), (3, "none"), (1, "max_pool_2x2"), (2, "avg_pool_3x3"), (3, "conv_1x1"),
+)  # fmt: skip
+REDUCTION_OUTPUT = (4, 5, 6)
+"""Operators as (state they read, kind), two a sum; states 0 and 1 are the cell's inputs."""
+
+INT64 = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Image:
+    """A result: the operator that makes it ("" is the model's input), its channels and its side."""
+
+    made_by: str
+    channels: int
+    side: int
+
+    @property
+    def elements(self) -> int:
+        return self.channels * self.side * self.side
+
+
+class _Builder:
+    """Operators in execution order, what they read, and what is kept of it."""
+
+    def __init__(self) -> None:
+        self.specs: list[BlockSpec] = []
+        self.edges: list[tuple[str, str]] = []
+        self._keepers: dict[str, tuple[str, list[str], int]] = {}
+
+    def add(
+        self,
+        name: str,
+        reads: list[_Image],
+        output: tuple[int, ...],
+        *,
+        gemm: Gemm | None = None,
+        parameters: int = 0,
+        moved: int = 0,
+        keeps: tuple[_Image, ...] = (),
+        keeps_result: bool = False,
+        inside_bytes: int = 0,
+    ) -> None:
+        """Enter an operator.
+
+        Args:
+            moved: elements read and written outside the product.
+            keeps: operands kept for backward; ``inside_bytes`` more that only it has.
+        """
+        # All sizes are of one sample: ``output`` (channels, side, side), ``keeps`` in elements of 4 bytes. A
+        # convolution of (64, 28, 28) by 64 filters of 3 x 3 is a product of 784 x 576 x 64 with 36,864
+        # parameters, and keeps its input:
+        #
+        #   saved tensor     made_by   kept_by              bytes
+        #   <maker>:out      <maker>   [conv, next, ...]    64 * 784 * 4 = 200,704, charged to the first keeper
+        #   <conv>:inside    <conv>    [conv]               ``inside_bytes``: a maximum's places (int64)
+        #
+        # One tensor kept by two operators is held once: `_keepers` has it once, under the name of what made
+        # it, and only the operator that enters it first counts it in its ``saved``.
+        elements = 1
+        for size in output:
+            elements *= size
+        charged = 0
+        kept = [(image.made_by, image.elements * FLOAT) for image in keeps if image.made_by]
+        if keeps_result:
+            kept.append((name, elements * FLOAT))
+        for maker, num_bytes in kept:
+            tensor = f"{maker}:out"
+            if tensor not in self._keepers:
+                self._keepers[tensor] = maker, [], num_bytes
+                charged += num_bytes
+            if name not in self._keepers[tensor][1]:
+                self._keepers[tensor][1].append(name)
+        if inside_bytes:
+            self._keepers[f"{name}:inside"] = name, [name], inside_bytes
+        self.specs.append(
+            BlockSpec(
+                name=name,
+                output=output,
+                gemms=(gemm,) if gemm is not None else (),
+                parameters=parameters,
+                saved=(charged + inside_bytes) // FLOAT,
+                elementwise=moved,
+                launches=0 if gemm is not None else 1,
+            )
+        )
+        self.edges += [(image.made_by, name) for image in dict.fromkeys(reads) if image.made_by]
+
+    def saved(self) -> list[SavedTensor]:
+        """Return what is kept, tensor by tensor."""
+        return [
+            SavedTensor(name=name, made_by=maker, kept_by=tuple(keepers), bytes=num_bytes)
+            for name, (maker, keepers, num_bytes) in self._keepers.items()
+        ]
+
+    def relu(self, name: str, image: _Image) -> _Image:
+        self.add(name, [image], _shape(image), moved=2 * image.elements, keeps_result=True)
+        return _Image(made_by=name, channels=image.channels, side=image.side)
+
+    def conv(
+        self, name: str, image: _Image, channels: int, *, kernel: tuple[int, int] = (1, 1), stride: int = 1
+    ) -> _Image:
+        made = _Image(made_by=name, channels=channels, side=-(-image.side // stride))
+        fan_in = image.channels * kernel[0] * kernel[1]
+        self.add(
+            name, [image], _shape(made), gemm=Gemm(rows=made.side * made.side, k=fan_in, n=channels),
+            parameters=fan_in * channels, keeps=(image,),
+        )  # fmt: skip
+        return made
+
+    def norm(self, name: str, image: _Image) -> _Image:
+        self.add(
+            name, [image], _shape(image), parameters=2 * image.channels, moved=4 * image.elements, keeps=(image,)
+        )  # fmt: skip
+        return _Image(made_by=name, channels=image.channels, side=image.side)
+
+    def pool(self, name: str, image: _Image, *, stride: int, is_max: bool) -> _Image:
+        made = _Image(made_by=name, channels=image.channels, side=-(-image.side // stride))
+        self.add(
+            name, [image], _shape(made), moved=image.elements + made.elements, keeps=(image,),
+            inside_bytes=made.elements * INT64 if is_max else 0,
+        )  # fmt: skip
+        return made
+
+    def relu_conv_norm(
+        self, name: str, image: _Image, channels: int, *, kernel: tuple[int, int] = (1, 1), stride: int = 1
+    ) -> _Image:
+        active = self.relu(f"{name}.relu", image)
+        return self.norm(
+            f"{name}.norm", self.conv(f"{name}.conv", active, channels, kernel=kernel, stride=stride)
+        )
+
+    def operator(self, name: str, kind: str, image: _Image, channels: int, stride: int) -> _Image:
+        """Enter one of the operators that cells are made of."""
+        if kind == "none":
+            return image if stride == 1 else self.relu_conv_norm(name, image, channels, stride=2)
+        if "pool" in kind:
+            return self.pool(name, image, stride=stride, is_max=kind.startswith("max"))
+        if kind == "conv_1x1":
+            return self.relu_conv_norm(name, image, channels, stride=stride)
+        narrow = channels // 4
+        image = self.relu_conv_norm(f"{name}.down", image, narrow)
+        kernels = ((3, 3),) if kind == "conv_3x3" else ((1, 7), (7, 1))
+        for i, kernel in enumerate(kernels):
+            step = stride if i == 0 else 1
+            image = self.relu_conv_norm(f"{name}.kernel{i}", image, narrow, kernel=kernel, stride=step)
+        return self.relu_conv_norm(f"{name}.up", image, channels)
+
+    def cell(self, name: str, before: _Image, image: _Image, channels: int, *, is_reduction: bool) -> _Image:
+        """Enter a cell that reads the outputs of the two cells before it."""
+        # Two inputs, brought to this cell's channels and side: ``before`` may still be twice as large, where
+        # the cell between them has reduced. Before 480 x 28 x 28 and image 960 x 14 x 14 both become
+        # ``channels`` x 14 x 14.
+        stride = before.side // image.side  # 2 where the cell before this one has reduced
+        states = [
+            self.relu_conv_norm(f"{name}.input0", before, channels, stride=stride)
+            if (before.channels, stride) != (channels, 1)
+            else before,
+            self.relu_conv_norm(f"{name}.input1", image, channels),
+        ]
+        operators, output = (REDUCTION, REDUCTION_OUTPUT) if is_reduction else (NORMAL, NORMAL_OUTPUT)
+        for i in range(0, len(operators), 2):
+            terms = []
+            for j, (state, kind) in enumerate(operators[i : i + 2]):
+                # Only reads of the cell's inputs reduce; later states are small already.
+                step = 2 if is_reduction and state < 2 else 1
+                terms.append(self.operator(f"{name}.op{i + j}", kind, states[state], channels, step))
+            total = f"{name}.add{i // 2}"
+            self.add(total, terms, _shape(terms[0]), moved=3 * terms[0].elements)
+            states.append(_Image(made_by=total, channels=channels, side=terms[0].side))
+        parts = [states[i] for i in output]
+        joined = _Image(
+            made_by=f"{name}.cat", channels=sum(part.channels for part in parts), side=parts[-1].side
+        )
+        self.add(joined.made_by, parts, _shape(joined), moved=2 * joined.elements)
+        return joined
+
+
+def _shape(image: _Image) -> tuple[int, ...]:
+    return image.channels, image.side, image.side
+
+
+def amoebanet(
+    *, layers: int = 18, filters: int = 120, image: int = 224, classes: int = 1000
+) -> AnalyticModel:
+    """Return the network operator by operator (28 million parameters, as DawnPiper trains it).
+
+    Args:
+        layers: normal cells, a multiple of three.
+
+    Raises:
+        PlanError: ``layers`` is no multiple of three, or ``filters`` of 8.
+    """
+    if layers < 3 or layers % 3 or filters < 8 or filters % 8:
+        raise PlanError(
+            f"amoebanet: {layers} layers and {filters} filters; give a multiple of 3 and a multiple of 8"
+        )
+    builder = _Builder()
+    pixels = _Image(made_by="", channels=3, side=image)
+    first = builder.norm(
+        "stem.norm", builder.conv("stem.conv", pixels, filters // 4, kernel=(3, 3), stride=2)
+    )
+    # Two reductions follow the stem at once, so cells work on an eighth of the image's side: 224 -> 112
+    # (stem) -> 56 -> 28, then 28, 14 and 7 in the three thirds.
+    before, last, channels, number = first, first, filters // 4, 0
+    for is_reduction in (True, True, *_body(layers)):
+        channels *= 2 if is_reduction else 1
+        made = builder.cell(f"cells.{number}", before, last, channels, is_reduction=is_reduction)
+        before, last, number = last, made, number + 1
+    builder.add("head.pool", [last], (last.channels,), moved=last.elements)
+    pooled = _Image(made_by="head.pool", channels=last.channels, side=1)
+    builder.add(
+        "head.linear", [pooled], (classes,), gemm=Gemm(rows=1, k=last.channels, n=classes),
+        parameters=last.channels * classes + classes, keeps=(pooled,),
+    )  # fmt: skip
+    logits = _Image(made_by="head.linear", channels=classes, side=1)
+    builder.add("loss", [logits], (1,), moved=3 * classes, inside_bytes=classes * FLOAT)
+    return assemble("amoebanet", builder.specs, builder.edges, loss="loss", saved=builder.saved())
+
+
+def _body(layers: int) -> list[bool]:
+    """Return for each cell after the stem whether it reduces: thirds of normal cells, a reduction between."""
+    third = [False] * (layers // 3)
+    return [*third, True, *third, True, *third]
 
 
 def mmt(

@@ -71,9 +71,9 @@ from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.model.weights.module_holder import ModuleHolder, save_stages
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
-from gpp_plugin.plan.explicit.fixed_stages import FixedStage
-from gpp_plugin.plan.explicit.tied_blocks import join_tied_blocks
+from gpp_plugin.plan.explicit_plan import FixedStage
 from gpp_plugin.plan.search_report import searching
+from gpp_plugin.plan.tied_blocks import join_tied_blocks
 from gpp_plugin.plugins import find_schedule
 from gpp_plugin.profile.analytic_costs import default_sample_counts
 from gpp_plugin.profile.block_survey import UNSPLITTABLE

@@ -30,9 +30,9 @@ from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown, with_inputs
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
-from gpp_plugin.plan.explicit.fixed_stages import (
+from gpp_plugin.plan.explicit_plan import (
     FixedStage,
+    explicit_plan,
     fixed_plan,
     names_a_stage,
     resize_stages,

@@ -22,12 +22,12 @@ from gpp_plugin.plan.graphpipe.search_tree import SearchTrees
 from gpp_plugin.plan.linear_order import split_by_weight
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.memory.joined import best_evaluated, join_memory
 from gpp_plugin.plan.refine.block_sets import Mask, bits
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner, is_better
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, unlimited
 from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.selection import best_evaluated, join_memory
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import critical_path
 
@@ -138,7 +138,7 @@ def _moved_cuts(weights: Sequence[float], cuts: list[int], master: int) -> Itera
             return bounds
         low, high = bounds[first], bounds[stop]
         found = split_by_weight(weights[low:high], stop - first)
-        return [*bounds[:first], *(low + start for start, _ in found), *bounds[stop:]]
+        return [*bounds[:first], *(low + cut for cut in found[:-1]), *bounds[stop:]]
 
     yield balanced(0, last + 1, cuts)
     is_divisible = cuts[master + 1] - cuts[master] > 1
@@ -287,10 +287,7 @@ def _baseline_stages(request: PlanRequest, report: SearchReport) -> Iterator[tup
         if not _is_requested(baseline, request):
             logger.debug("planner %s cannot take explicit numbers of stages or ranks a stage", name)
             continue
-        yield (
-            name,
-            [StageDraft.of(stage) for stage in baseline.stages],
-        )
+        yield name, [StageDraft.of(stage) for stage in baseline.stages]
 
 
 def _is_requested(baseline: PipelinePlan, request: PlanRequest) -> bool:

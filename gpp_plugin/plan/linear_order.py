@@ -65,11 +65,11 @@ def _even(items: Sequence[str], num_groups: int) -> list[list[str]]:
     return [[items[place] for place in group] for group in even_ranges(len(items), num_groups)]
 
 
-def split_by_weight(weights: Sequence[float], num_groups: int) -> list[tuple[int, int]]:
-    """Cut a chain into groups with the smallest largest weight (AutoPipe, Algorithm 1; exact).
+def split_by_weight(weights: Sequence[float], num_groups: int) -> tuple[int, ...]:
+    """Cut a chain into groups, none empty, with the smallest largest weight (AutoPipe, Algorithm 1; exact).
 
-    Returns:
-        (start, stop) of each group, none empty.
+    >>> split_by_weight([1, 3, 1, 2, 3], 4)
+    (0, 1, 2, 4, 5)
     """
     num = len(weights)
     prefix = [0.0]
@@ -87,8 +87,7 @@ def split_by_weight(weights: Sequence[float], num_groups: int) -> list[tuple[int
                 value = max(best[groups - 1][start], last)
                 if value < best[groups][stop]:
                     best[groups][stop], cut[groups][stop] = value, start
-    bounds, stop = [], num
+    cuts = [num]
     for groups in range(num_groups, 0, -1):
-        bounds.append((cut[groups][stop], stop))
-        stop = cut[groups][stop]
-    return bounds[::-1]
+        cuts.append(cut[groups][cuts[-1]])
+    return tuple(reversed(cuts))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.tensor_costs import sharded_profile
+from gpp_plugin.plan.costs.memory_formula import sharded_profile
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
@@ -53,6 +54,19 @@ class StageDraft:
         """Return the draft of a plan's stage, on ranks that are still to be chosen."""
         size, k, tensor = stage.micro_batch_size, stage.k, stage.tensor
         return cls(blocks=stage.blocks, degree=stage.degree, micro_batch_size=size, k=k, tensor=tensor)
+
+
+def make_drafts(
+    rules: BatchRules, groups: Iterable[Sequence[str]], degrees: Iterable[int], wish: int
+) -> list[StageDraft] | None:
+    """Return the drafts of these blocks on so many ranks each; None where one has no micro-batch size."""
+    drafts = []
+    for group, degree in zip(groups, degrees, strict=True):
+        size = rules.micro_batch_size(group, degree, wish)
+        if size is None:
+            return None
+        drafts.append(StageDraft(blocks=tuple(group), degree=degree, micro_batch_size=size))
+    return drafts
 
 
 def build_plan(

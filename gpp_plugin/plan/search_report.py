@@ -4,7 +4,7 @@ Limits on time are counts (tasks simulated, items of a table), so that a request
 Where one is met, the plan's notes say what was not searched.
 
 Source: this project
-Tests: tests/plan/test_search_report.py
+Tests: tests/plan/test_auto.py
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ parts of its backward longer (`with_part_times`), which may change the order, an
 are made again, at most `ROUNDS` times, and the plan counts with the last.
 
 Source: Zero Bubble (arXiv 2401.10241), section 2 (what W keeps); this project (with swap and recompute)
-Tests: tests/plan/test_split_backwards.py
+Tests: tests/plan/test_schedules.py
 """
 
 from __future__ import annotations
@@ -90,14 +90,12 @@ def most_pending(schedule: StageSchedule) -> int:
 
 def with_pending(plan: PipelinePlan, costs: CostModel, schedules: Sequence[StageSchedule]) -> PipelinePlan:
     """Return the plan whose stages count the gradients that these orders leave pending, and no others."""
-    stages = []
-    for stage, schedule in zip(plan.stages, schedules, strict=True):
-        pending = most_pending(schedule)
-        more = pending_bytes(stage, costs, pending) - pending_bytes(stage, costs, stage.pending)
-        stages.append(
-            dataclasses.replace(stage, pending=pending, memory_bytes=max(stage.memory_bytes + more, 0))
-        )
-    return dataclasses.replace(plan, stages=tuple(stages))
+    pending = [most_pending(schedule) for schedule in schedules]
+    needs = [
+        stage.memory_bytes + pending_bytes(stage, costs, count) - pending_bytes(stage, costs, stage.pending)
+        for stage, count in zip(plan.stages, pending, strict=True)
+    ]
+    return plan.with_each(pending=pending, memory_bytes=[max(need, 0) for need in needs])
 
 
 def pending_bytes(stage: Stage, costs: CostModel, pending: int) -> int:

@@ -238,7 +238,7 @@ def _parameter_bytes(stage: Stage, graph: BlockGraph, profile: Profile) -> float
 def _stage_bytes(
     stage: Stage, graph: BlockGraph, profile: Profile, zero_stage: int, *, num_versions: int
 ) -> float:
-    """Return what one rank of a stage needs: `memory_formula` and `tensor_costs` written a second time, on purpose."""
+    """Return what one rank of a stage needs: `memory_formula` written a second time, on purpose."""
     costs = profile.by_block()
     own = [costs[block] for block in stage.blocks]
     weights, trained, saved_factor = _tensor_shares(stage, graph)

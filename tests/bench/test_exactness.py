@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from gpp_benchmarks import _exactness_ranks
 from gpp_benchmarks._exactness_ranks import Case, CaseResult, draw_cases, run_cases_here
+from gpp_benchmarks._linear_ranks import LinearHooks
 from gpp_benchmarks._linear_stages import (
     FP32_LIMIT,
     GradientError,
-    gradients_error,
     starts_nearby,
+    tensor_errors,
     worst_error,
 )
 from gpp_benchmarks.exactness import FP64_LIMIT, _failure
@@ -55,19 +55,19 @@ def test_a_sample_with_several_stages_a_rank_equals_one_process() -> None:
 
 def run_with_wrong_gradients(cases: Sequence[Case]) -> list[CaseResult]:
     """Run cases whose last rank makes its gradients a little too large, and other ones when delayed."""
-    plain = _exactness_ranks.LinearHooks.step
+    plain = LinearHooks.step
     steps = iter(range(1000))
 
-    def step(hooks: _exactness_ranks.LinearHooks) -> None:
+    def step(hooks: LinearHooks) -> None:
         for gradient in hooks._sums.values():
             gradient.mul_(1 + 1e-9 * next(steps))
         plain(hooks)
 
-    _exactness_ranks.LinearHooks.step = step  # type: ignore[method-assign]
+    LinearHooks.step = step  # type: ignore[method-assign]
     try:
         return run_cases_here(cases)
     finally:
-        _exactness_ranks.LinearHooks.step = plain  # type: ignore[method-assign]
+        LinearHooks.step = plain  # type: ignore[method-assign]
 
 
 def test_a_wrong_gradient_is_found() -> None:
@@ -132,6 +132,6 @@ def test_what_is_no_number_is_no_agreement(ours: float) -> None:
     one, other = torch.ones(2), torch.ones(3)
     wanted = [{"b": one if ours == 1.0 else torch.full((2,), ours), "a": other}]
     found = {0: {"b": torch.full((2,), ours), "a": other}}
-    assert gradients_error(found, wanted) == (0.0 if ours == 1.0 else float("inf"))
+    assert max(tensor_errors(found, wanted).values()) == (0.0 if ours == 1.0 else float("inf"))
     errors = gradient_errors(found[0], {"b": one, "a": other})
     assert max(errors.values()) == (0.0 if ours == 1.0 else float("inf"))

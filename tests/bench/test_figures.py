@@ -38,23 +38,15 @@ def test_every_condition_of_table_2():
 
 
 def test_throughput_over_rivals(monkeypatch):
-    rows = rows_of(
-        _graphpipe,
-        "6",
-        monkeypatch,
-        {"rows": throughputs("dlrm", 32, graphpipe=30.0, pipedream=20.0, piper=None)},
-    )
+    found = {"rows": throughputs("dlrm", 32, graphpipe=30.0, pipedream=20.0, piper=None)}
+    rows = rows_of(_graphpipe, "6", monkeypatch, found)
     assert [(row.quantity, row.ours, row.note) for row in rows] == [
         ("over pipedream", 1.5, ""),
         ("over piper", None, "piper: full"),
     ]
     assert "1.25 to 1.61" in rows[0].paper_says and "no strategy" in rows[1].paper_says
-    rows = rows_of(
-        _graphpipe,
-        "A.3",
-        monkeypatch,
-        {"rows": throughputs("t", 8, graphpipe=190.0, pipedream=95.0, piper=1.0)},
-    )
+    found = {"rows": throughputs("t", 8, graphpipe=190.0, pipedream=95.0, piper=1.0)}
+    rows = rows_of(_graphpipe, "A.3", monkeypatch, found)
     assert [row.paper for row in rows][:3] == [187.92, 190.1, 189.5]
     assert rows[3].ours == 2.0 and rows[3].difference == pytest.approx(2.0 / (189.5 / 190.1) - 1.0)
 

@@ -16,7 +16,7 @@ from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 
 
-@pytest.mark.parametrize("seed", [0, 2, 5])
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6])
 def test_plans_on_two_speeds_are_within_5_percent_of_the_best(seed: int) -> None:
     row = plan_quality.check_unlike(seed)
     assert row["us"] is not None and row["ratio"] <= 1.05

@@ -13,7 +13,7 @@ from gpp_benchmarks.published._plans import (
     schedules_of,
     stage_of,
 )
-from gpp_benchmarks.published._rows import GIVEN, Row
+from gpp_benchmarks.published._rows import GIVEN
 from gpp_benchmarks.published._zero_bubble import RUNS, shortest_span_orders, zero_bubble_rows
 from gpp_plugin.ir.schedule import TaskKind
 
@@ -25,18 +25,7 @@ def text(order):
 def span_of(ranks, micro_batches, chunks):
     """Megatron's order on stages of 1 us forward and 2 us backward."""
     orders = interleaved_orders(ranks, micro_batches, chunks)
-    stages = [
-        stage_of(
-            i,
-            i % ranks,
-            forward_us=1.0,
-            input_us=1.0,
-            weight_us=1.0,
-            in_flight=micro_batches,
-            schedule="1f1b",
-        )
-        for i in range(ranks * chunks)
-    ]
+    stages = [stage_of(i, i % ranks, (1.0, 1.0, 1.0), in_flight=micro_batches) for i in range(ranks * chunks)]
     plan = chain(stages, micro_batches=micro_batches)
     return longest_span_us(plan, schedules_of(orders), orders=dict(enumerate(orders)))
 
@@ -54,10 +43,7 @@ def test_megatrons_interleaved_order():
 def test_the_unsynchronised_order_has_no_bubble_where_all_tasks_take_as_long():
     orders = shortest_span_orders(4, 12, times=(1.0, 1.0, 1.0), message=0.0, limit=8, kept=0.5)
     assert [sum(task.kind is kind for task in orders[0]) for kind in TaskKind] == [12, 0, 12, 12]
-    stages = [
-        stage_of(i, i, forward_us=1.0, input_us=1.0, weight_us=1.0, in_flight=12, schedule="zero_bubble")
-        for i in range(4)
-    ]
+    stages = [stage_of(i, i, (1.0, 1.0, 1.0), in_flight=12, schedule="zero_bubble") for i in range(4)]
     plan = chain(stages, micro_batches=12)
     assert longest_span_us(plan, schedules_of(orders)) == 36.0
     assert max(map(most_held, orders)) <= 12
@@ -90,17 +76,3 @@ def test_an_encoder_on_all_ranks_is_never_worse_than_the_work_and_never_better_t
     # collectives hide the encoder, and take their time
     hidden = small.optimus(4, gather=10.0, scatter=10.0)
     assert small.alone(4, gather=10.0, scatter=10.0) == alone + 20.0 <= hidden < step + 20.0
-
-
-def row(known, ours, limit):
-    return Row(
-        source="a",
-        case="b",
-        quantity="c",
-        unit="s",
-        published=1.0,
-        ours=ours,
-        known=known,
-        limit=limit,
-        why="so",
-    )

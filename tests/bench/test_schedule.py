@@ -11,18 +11,7 @@ from gpp_plugin.simulate.predict import predict_iteration_us
 
 
 def test_a_chain_is_run_by_all_three_runtimes_in_turn(capsys):
-    arguments = [
-        "--what",
-        "chain",
-        "--ranks",
-        "2",
-        "--rounds",
-        "2",
-        "--forward-ms",
-        "4",
-        "--backward-ms",
-        "8",
-    ]
+    arguments = "--what chain --ranks 2 --rounds 2 --forward-ms 4 --backward-ms 8".split()
     assert main(["bench", "schedule", *arguments, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["runtime"] for row in rows] == ["gpp", "deepspeed", "torch_1f1b"]

@@ -6,11 +6,13 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, BlockSharding
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, BlockSharding, SavedTensor
 from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layout
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.request import PlanRequest
 
 GB = 1 << 30
@@ -80,11 +82,22 @@ def make_profile(
     return Profile(graph=fingerprint(graph), device="test", source="given", costs=tuple(costs))
 
 
-def make_cluster(num: int, *, memory: int = GB, bandwidth: float = 1e15, latency: float = 0.0) -> Cluster:
-    device = Device(name="unit", memory_bytes=memory, flops_per_s=1e12, memory_bytes_per_s=1e12)
+def make_cluster(
+    num: int,
+    *,
+    memory: int | Sequence[int] = GB,
+    bandwidth: float = 1e15,
+    latency: float = 0.0,
+    host: float = 25e9,
+) -> Cluster:
+    """Return devices on one link, of so much memory each or all, and with a link to the host of ``host`` bytes/s."""
+    device = Device(
+        name="unit", memory_bytes=0, flops_per_s=1e12, memory_bytes_per_s=1e12, host_bytes_per_s=host
+    )
+    sizes = (memory,) * num if isinstance(memory, int) else memory
     return Cluster(
         name="test",
-        devices=(device,) * num,
+        devices=tuple(dataclasses.replace(device, memory_bytes=size) for size in sizes),
         links=(Link(name="all", span=num, bytes_per_s=bandwidth, latency_us=latency),),
     )
 
@@ -101,6 +114,32 @@ def make_request(
         "loss_unit": 1,
     }
     return PlanRequest(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def costs_of(request: PlanRequest) -> CostModel:
+    return CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+
+
+def bottleneck(plan: PipelinePlan) -> float:
+    """Return the largest time a sample of any stage, forward and backward."""
+    return max((s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages)
+
+
+def with_stage(plan: PipelinePlan, index: int, **changes: object) -> PipelinePlan:
+    """Return the plan with fields of one stage changed."""
+    stages = list(plan.stages)
+    stages[index] = dataclasses.replace(stages[index], **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def keep_inside(graph: BlockGraph, num_bytes: int) -> BlockGraph:
+    """Return the graph with a tensor of so many bytes that each block makes, keeps and hands to nobody."""
+    saved = (
+        SavedTensor(name=f"{b.name}:inside", made_by=b.name, kept_by=(b.name,), bytes=num_bytes)
+        for b in graph.blocks
+    )
+    blocks = (dataclasses.replace(block, saved_bytes=num_bytes) for block in graph.blocks)
+    return dataclasses.replace(graph, saved=tuple(saved), blocks=tuple(blocks))
 
 
 def chain(num: int, prefix: str = "layers.") -> BlockGraph:
@@ -252,12 +291,13 @@ def uneven_request(seed: int, *, ranks: int = 8, **changes: object) -> PlanReque
             InputCost(blocks=("b6",), bytes=500, is_shared_out=False),
         ),
     )
-    device = Device(name="unit", memory_bytes=GB, flops_per_s=1e12, memory_bytes_per_s=1e12)
+    devices = (
+        dataclasses.replace(device, host_bytes_per_s=(20 - rank) * 1e8)
+        for rank, device in enumerate(make_cluster(ranks).devices)
+    )
     cluster = Cluster(
         name="three levels",
-        devices=tuple(
-            dataclasses.replace(device, host_bytes_per_s=(20 - rank) * 1e8) for rank in range(ranks)
-        ),
+        devices=tuple(devices),
         links=tuple(
             Link(name=f"span {span}", span=span, bytes_per_s=rate, latency_us=us)
             for span, rate, us in ((2, 4e9, 1.0), (4, 1e9, 3.0), (8, 2e8, 11.0))

@@ -7,11 +7,10 @@ import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.serialize import dumps
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
-from gpp_plugin.plan.explicit.fixed_stages import to_asynchronous
+from gpp_plugin.plan.explicit_plan import explicit_plan, to_asynchronous
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.schedule.orders.async_1f1b import check_asynchronous
-from tests.plan.graphs import branches, chain, make_profile, make_request
+from tests.plan.graphs import GB, branches, chain, make_cluster, make_profile, make_request
 
 
 def heavy_request():
@@ -59,9 +58,7 @@ def test_memory_is_checked_with_the_stashed_weights():
     with pytest.raises(PlanInfeasible, match="4 micro-batches .* and 4 versions of its weights"):
         make_plan("uniform", dataclasses.replace(request, memory_limit_bytes=need - 10))
     # the last stage, which stashes nothing of its own, holds as many with vertical sync
-    *others, last = request.cluster.devices
-    devices = (*others, dataclasses.replace(last, memory_bytes=5_000))
-    request = dataclasses.replace(request, cluster=dataclasses.replace(request.cluster, devices=devices))
+    request = dataclasses.replace(request, cluster=make_cluster(4, memory=(GB, GB, GB, 5_000)))
     make_plan("uniform", request)
     with pytest.raises(PlanInfeasible, match="rank 3 .* 1 micro-batches .* and 4 versions of its weights"):
         make_plan("uniform", dataclasses.replace(request, vertical_sync=True))

@@ -5,13 +5,14 @@ import random
 
 import pytest
 
-from gpp_plugin.ir.cluster import Cluster, Device, Link
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.library.analytic_models import profile_model
 from gpp_plugin.library.paper_graphs import build_model
-from gpp_plugin.plan.baselines.autopipe import ChainSimulator, balance_blocks, search_exact, search_heuristic
+from gpp_plugin.plan.baselines.autopipe import ChainSimulator, search_exact, search_heuristic
 from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.linear_order import split_by_weight
 from gpp_plugin.simulate.predict import predict_iteration_us
+from tests.plan.graphs import make_cluster
+from tests.schedule.plans import chain_plan
 
 
 def test_equal_stages_take_the_closed_form():
@@ -31,34 +32,13 @@ def test_the_chain_simulator_is_the_event_loop_on_a_chain(seed):
     cuts = (0, *sorted(rng.sample(range(1, num), stages - 1)), num)
     micro_batches = rng.randint(1, 3 * stages)
     simulator = ChainSimulator(forward, backward, micro_batches=micro_batches, comm_us=comm_us)
-    link = Link(name="hop", span=stages, bytes_per_s=1e30, latency_us=comm_us)
-    device = Device(name="unit", memory_bytes=1, flops_per_s=1.0, memory_bytes_per_s=1.0)
-    pairs = list(zip(cuts, cuts[1:], strict=False))
-    plan = PipelinePlan(
-        model="chain",
-        graph="",
-        planner="",
-        mini_batch=micro_batches,
-        loss_unit=1,
-        stages=tuple(
-            Stage(
-                name=str(i),
-                blocks=(str(i),),
-                ranks=(i,),
-                micro_batch_size=1,
-                in_flight=min(stages - i, micro_batches),
-                forward_us=sum(forward[a:b]),
-                backward_us=sum(backward[a:b]),
-            )
-            for i, (a, b) in enumerate(pairs)
-        ),
-        edges=tuple(
-            StageEdge(src=i, dst=i + 1, batch_tensors=("x",), gradient_tensors=("x",))
-            for i in range(stages - 1)
-        ),
+    plan = chain_plan(
+        stages,
+        micro_batches,
+        forward_us=[sum(forward[a:b]) for a, b in itertools.pairwise(cuts)],
+        backward_us=[sum(backward[a:b]) for a, b in itertools.pairwise(cuts)],
     )
-    cluster = Cluster(name="chain", devices=(device,) * stages, links=(link,))
-    us = predict_iteration_us(plan, cluster=cluster)
+    us = predict_iteration_us(plan, cluster=make_cluster(stages, bandwidth=1e30, latency=comm_us))
     assert simulator._run(cuts, micro_batches)[0] == pytest.approx(us, rel=1e-12)
 
 
@@ -74,7 +54,7 @@ def test_algorithm_1_is_exact():
     rng = random.Random(2)
     for _ in range(20):
         weights = [rng.randint(1, 9) for _ in range(8)]
-        cuts = balance_blocks(weights, 3)
+        cuts = split_by_weight(weights, 3)
         found = max(sum(weights[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
         assert found == min(
             max(sum(weights[:a]), sum(weights[a:b]), sum(weights[b:]))

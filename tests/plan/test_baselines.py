@@ -17,13 +17,19 @@ from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.registry import make_plan
-from tests.plan.graphs import branches, chain, diamond, make_cluster, make_graph, make_profile, make_request
+from tests.plan.graphs import (
+    bottleneck,
+    branches,
+    chain,
+    costs_of,
+    diamond,
+    make_cluster,
+    make_graph,
+    make_profile,
+    make_request,
+)
 
 ONE_EACH = {"data_parallel": 1, "mini_batch": 64, "micro_batch_sizes": {"*": 1}}
-
-
-def bottleneck(plan) -> float:
-    return max((s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages)
 
 
 def test_pipedream_finds_the_smallest_bottleneck_of_a_chain():
@@ -96,7 +102,7 @@ def random_chain_request(seed: int, **changes: object):
 def test_all_searches_have_the_same_cost_of_a_stage(seed, limits):
     """GraphPipe's table, PipeDream's intervals: computing, reductions, and links divided by the degree."""
     request = random_chain_request(seed, **limits)
-    costs, rules = CostModel(request.graph, request.profile, request.cluster), batch_rules(request)
+    costs, rules = costs_of(request), batch_rules(request)
     wish = rules.wishes()[0]
     intervals = ChainCosts(request, costs, rules, wish)
     root = build_series(
@@ -127,7 +133,7 @@ def test_a_boundary_takes_a_link_a_rank():
 def test_piper_and_pipedream_agree_on_chains(seed, limits):
     """On a chain downsets are prefixes: with ample memory both search the same stages, at the same costs."""
     request = random_chain_request(seed, **limits)
-    costs, rules = CostModel(request.graph, request.profile, request.cluster), batch_rules(request)
+    costs, rules = costs_of(request), batch_rules(request)
     for wish in rules.wishes():
         intervals = ChainCosts(request, costs, rules, wish)
         times = {d: intervals.us_per_sample(d) for d in rules.degrees()}

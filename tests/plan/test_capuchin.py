@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 
@@ -12,6 +11,7 @@ import pytest
 from gpp_plugin.plan.memory.capuchin import StageOptimizer
 from gpp_plugin.plan.memory.operator_chain import PipelineShape
 from gpp_plugin.plan.memory.recompute_menu import (
+    LEVELS,
     LevelSums,
     Segments,
     find_segments,
@@ -29,12 +29,9 @@ def optimizer(
 ) -> StageOptimizer:  # fmt: skip
     """Ten operators of 10 us forward and 20 backward that keep 100 bytes each of their own."""
     graph, profile = operator_chain([10.0] * num, saved=saved, backward_ratio=2.0)
-    cluster = make_cluster(stages)
-    device = dataclasses.replace(cluster.devices[0], host_bytes_per_s=host)
-    cluster = dataclasses.replace(cluster, devices=(device,) * stages)
-    return factory(
-        graph, profile, [limit] * stages, cluster, memory_optimization=ways, mode=mode
-    ).at(1, stages)  # fmt: skip
+    cluster = make_cluster(stages, host=host)
+    made = factory(graph, profile, [limit] * stages, cluster, memory_optimization=ways, mode=mode)
+    return made.at(1, stages)
 
 
 def test_swapping_hides_while_the_link_keeps_up():
@@ -158,14 +155,12 @@ def best_segments(chain, price: float, cap: float) -> float:
 
 
 def test_the_menu_has_the_best_segments_at_every_price():
-    from gpp_plugin.plan.memory import recompute_menu
-
     for seed in range(5):
         graph, profile = random_chain(random.Random(seed), 14)
         chain = factory(graph, profile, [1]).at(1, 1).chain
         levels = find_segments(chain)
         total, unit = chain.tensor_bytes[-1], chain.tensor_bytes[-1] / chain.forward[-1]
-        for price, cap in recompute_menu.LEVELS:
+        for price, cap in LEVELS:
             exact = best_segments(chain, price * unit, cap * total)
             found = [0.0]
             for level in levels:

@@ -4,43 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import random
 
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import dumps, loads
-from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.memory.dawnpiper import BinaryPartition, partition_chain
+from gpp_plugin.ir.serialize import dumps, fingerprint, loads
+from gpp_plugin.plan.explicit_plan import explicit_plan
+from gpp_plugin.plan.memory.dawnpiper import (
+    BinaryPartition,
+    allowed_cuts,
+    compute_balanced_cut,
+    cut_interval,
+    memory_balanced_cuts,
+    partition_chain,
+)
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
-from tests.plan.graphs import make_cluster, make_request
+from gpp_plugin.plan.validate_plan import validate_plan
+from tests.plan.graphs import costs_of, make_cluster, make_request, with_stage
 from tests.plan.operator_chains import best_partition, factory, operator_chain, random_chain
 
 HUGE = 1 << 60
 BOTH = ("recompute", "swap")
 
 
-def literal_bi_partition(times: list[float], first: int, last: int) -> float:
-    """Algorithm 1 with ample memory: compute-balanced cut, break at the first that needs no optimization."""
-    if first == last:
-        return sum(times)
-    middle = (first + last) // 2
-    target = sum(times) * (middle - first + 1) / (last - first + 1)
-    prefix = list(itertools.accumulate(times))
-    cut = min(range(len(times) - 1), key=lambda i: abs(prefix[i] - target)) + 1
-    return max(
-        literal_bi_partition(times[:cut], first, middle), literal_bi_partition(times[cut:], middle + 1, last)
-    )
-
-
 def test_the_known_example_where_the_papers_algorithm_is_not_optimal():
     """ALGORITHMS: times 1, 3, 1, 2, 3 on four stages; literal BiPar 4, exact 3."""
-    times = [1.0, 3.0, 1.0, 2.0, 3.0]
-    assert literal_bi_partition(times, 0, 3) == 4
-    graph, profile = operator_chain(times)
+    graph, profile = operator_chain([1.0, 3.0, 1.0, 2.0, 3.0])
     plan = partition_chain(factory(graph, profile, [HUGE] * 4).at(1, 4))
     assert plan.key == (0, 3)
     assert plan.cuts == (0, 1, 2, 4, 5)
@@ -55,9 +49,7 @@ def test_cuts_are_those_of_the_dynamic_program(num_stages, mode, ways):
         rng = random.Random(seed)
         num = rng.randint(num_stages, 20)
         graph, profile = random_chain(rng, num)
-        cluster = make_cluster(num_stages)
-        device = dataclasses.replace(cluster.devices[0], host_bytes_per_s=rng.choice([1e6, 1e7, 1e8]))
-        cluster = dataclasses.replace(cluster, devices=(device,) * num_stages)
+        cluster = make_cluster(num_stages, host=rng.choice([1e6, 1e7, 1e8]))
         need = sum(c.saved_bytes_per_sample * num_stages + 2 * c.parameter_bytes for c in profile.costs)
         limit = int(need / num_stages * rng.choice([0.4, 0.7, 1.2, 3.0])) + 1
         optimizer = factory(
@@ -92,9 +84,7 @@ def tight_request(*, parameters: int = 20, **changes: object) -> PlanRequest:
         backward_ratio=2.0,
         output=400,
     )
-    cluster = make_cluster(4, memory=15_000)
-    device = dataclasses.replace(cluster.devices[0], host_bytes_per_s=2e6)
-    cluster = dataclasses.replace(cluster, devices=(device,) * 4)
+    cluster = make_cluster(4, memory=15_000, host=2e6)
     values: dict[str, object] = {"cluster": cluster, "micro_batch_sizes": {"*": 1}, "mini_batch": 8}
     return make_request(graph, profile, ranks=4, **{**values, **changes})
 
@@ -124,7 +114,7 @@ def test_what_swapping_adds_is_the_time_of_the_slowest_link_to_the_host():
         slow = dataclasses.replace(asked.cluster.devices[2], host_bytes_per_s=rate)
         devices = (*asked.cluster.devices[:2], slow, asked.cluster.devices[3])
         request = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, devices=devices))
-        fitter = StageFitter(request, CostModel(request.graph, request.profile, request.cluster))
+        fitter = StageFitter(request, costs_of(request))
         assert fitter.host.bytes_per_us == min(rate, 2e6) / 1e6
         added.append(fitter.estimate(tuple(range(10)), degree=1, local=1.0, in_flight=4, limit=15_000))
     assert added[0][0] == added[1][0] == 0.0, "all can leave"
@@ -132,8 +122,6 @@ def test_what_swapping_adds_is_the_time_of_the_slowest_link_to_the_host():
 
 
 def test_a_plan_that_says_otherwise_is_refused():
-    from gpp_plugin.plan.validate_plan import validate_plan
-
     request = tight_request(memory_optimization=BOTH)
     plan = make_plan("dawnpiper", request)
     index = next(i for i, s in enumerate(plan.stages) if s.memory is not None and s.memory.swapped)
@@ -143,13 +131,9 @@ def test_a_plan_that_says_otherwise_is_refused():
         (dataclasses.replace(stage.memory, swapped=stage.memory.swapped * 2), "twice"),
         (dataclasses.replace(stage.memory, swapped=()), "bytes too many"),
     ):
-        stages = list(plan.stages)
-        stages[index] = dataclasses.replace(stage, memory=memory)
+        changed = with_stage(plan, index, memory=memory)
         with pytest.raises(PlanError, match=message):
-            validate_plan(
-                dataclasses.replace(plan, stages=tuple(stages)), request.graph, profile=request.profile,
-                cluster=request.cluster,
-            )  # fmt: skip
+            validate_plan(changed, request.graph, profile=request.profile, cluster=request.cluster)
 
 
 def test_what_fits_nowhere_is_told_the_bytes_and_the_nearest_that_fits():
@@ -162,10 +146,6 @@ def test_what_fits_nowhere_is_told_the_bytes_and_the_nearest_that_fits():
 
 def test_a_saved_plan_is_refused_where_the_run_does_less():
     """A run that neither swaps nor recomputes, or is synchronous, must not take it silently."""
-    import json
-
-    from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
-
     request = tight_request(memory_optimization=BOTH)
     spec = json.loads(dumps(make_plan("dawnpiper", request)))
     assert explicit_plan(spec, request).planner == "dawnpiper"
@@ -173,3 +153,61 @@ def test_a_saved_plan_is_refused_where_the_run_does_less():
         explicit_plan(spec, dataclasses.replace(request, memory_optimization=()))
     with pytest.raises(PlanError, match="made for mode sync, and the run is async"):
         explicit_plan(spec, dataclasses.replace(request, mode="async"))
+
+
+def optimizer_of(num: int, stages: int, **options: object):
+    graph, profile = operator_chain([1.0] * num, saved=100.0)
+    return factory(graph, profile, [10**6] * stages, **options).at(1, stages)
+
+
+def test_compute_balance_is_the_nearest_share():
+    o = optimizer_of(12, 3)
+    assert [compute_balanced_cut(o.chain, 0, 12, share) for share in (1 / 3, 1 / 2, 0.6)] == [4, 6, 7]
+    assert compute_balanced_cut(o.chain, 4, 12, 1 / 4) == 6
+
+
+def test_memory_balance_of_equal_operators_is_algorithm_2s():
+    """l : l-1 : ... : 1 in flight, real division: with 25 operators on 4 stages 3, 4, 6 and 12."""
+    o = optimizer_of(25, 4)
+    cuts = memory_balanced_cuts(o.chain, o.shape, 0, 25, range(4))
+    assert cuts == [3, 7, 13]
+    unit = 1 / sum(1 / (4 - i) for i in range(4))  # M_1 : l M_1 / (l - x + 1)
+    assert [round(25 * unit * sum(1 / (4 - i) for i in range(x + 1))) for x in range(3)] == cuts
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_memory_balance_is_exact(mode):
+    for seed in range(10):
+        graph, profile = random_chain(random.Random(seed), 11)
+        o = factory(graph, profile, [10**6] * 3, mode=mode).at(1, 3)
+
+        def worst(cuts: tuple[int, ...]) -> float:
+            pairs = itertools.pairwise((0, *cuts, 11))
+            return max(o.chain.memory_bytes(a, b, s, o.shape) for s, (a, b) in enumerate(pairs))  # noqa: B023
+
+        best = min(worst(cuts) for cuts in itertools.combinations(range(1, 11), 2))
+        found = tuple(memory_balanced_cuts(o.chain, o.shape, 0, 11, range(3)))
+        assert worst(found) == pytest.approx(best, rel=1e-3)
+
+
+def test_the_interval_lies_between_both_and_leaves_every_stage_an_operator():
+    o = optimizer_of(25, 4, mode="async")
+    low, high = cut_interval(o.chain, o.shape, 0, 25, 0, 3)
+    assert (low, high) == (7 - 2, 13 + 2)
+    assert cut_interval(o.chain, o.shape, 0, 4, 0, 3) == (2, 2)
+
+
+def test_cuts_that_send_much_are_left_out_unless_all_near_by_do():
+    graph, profile = operator_chain([10.0] * 20, output=40)
+    tensors = {
+        name: spec if i % 2 else type(spec)(
+            name=spec.name, dtype=spec.dtype, shape=(1, 10_000), num_samples=1, layout=spec.layout
+        )
+        for i, (name, spec) in enumerate(graph.tensors.items())
+    }  # fmt: skip
+    graph = dataclasses.replace(graph, tensors=tensors)
+    profile = dataclasses.replace(profile, graph=fingerprint(graph))
+    slow = factory(graph, profile, [10**9] * 4, make_cluster(4, bandwidth=1e8)).at(1, 4)
+    assert allowed_cuts(slow.chain, slow.shape).tolist() == [0, *range(2, 20, 2), 20]
+    quick = factory(graph, profile, [10**9] * 4, make_cluster(4, bandwidth=1e12)).at(1, 4)
+    assert allowed_cuts(quick.chain, quick.shape).tolist() == list(range(21))

@@ -6,7 +6,7 @@ import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.serialize import dumps
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import chain, clip, encoder_decoder, make_graph, make_request
 

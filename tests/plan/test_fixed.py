@@ -9,7 +9,7 @@ import pytest
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.profile import ModuleMemory, SavedStorage
 from gpp_plugin.plan.choose_schedule import schedule_plan
-from gpp_plugin.plan.explicit.fixed_stages import FixedStage, fixed_plan
+from gpp_plugin.plan.explicit_plan import FixedStage, fixed_plan
 from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, make_cluster, make_graph, make_profile, make_request
 
@@ -31,10 +31,8 @@ def request(
     )
     costs = tuple(dataclasses.replace(cost, split_factor=split_factor) for cost in profile.costs)
     profile = dataclasses.replace(profile, costs=costs, modules=modules)
-    cluster = make_cluster(4)
-    device = dataclasses.replace(cluster.devices[0], host_bytes_per_s=1e12)
     return make_request(
-        graph, profile, cluster=dataclasses.replace(cluster, devices=(device,) * 4), memory_limit_bytes=limit,
+        graph, profile, cluster=make_cluster(4, host=1e12), memory_limit_bytes=limit,
         **{"keep_units": True, "memory_optimization": ("recompute", "swap"), **changes},
     )  # fmt: skip
 

@@ -1,10 +1,13 @@
 """GraphPipe's partitioner against closed forms and the cases of the papers."""
 
 import dataclasses
+import random
 
 import networkx as nx
+import numpy as np
 import pytest
 
+from gpp_benchmarks._oracle import random_request, random_series_parallel
 from gpp_benchmarks.plan_quality import search_bottleneck
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
@@ -13,14 +16,19 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
-from gpp_plugin.plan.graphpipe.reconstruction import read_groups
+from gpp_plugin.plan.graphpipe.stage_search import StageSearch, read_groups
+from gpp_plugin.plan.graphpipe.stage_table import AllowedStages, InTime, StageTable
+from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.refine import Refiner
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.simulate.predict import simulate_plan
 from tests.plan.graphs import (
+    bottleneck,
     branches,
     chain,
     clip,
+    costs_of,
     encoder_decoder,
     make_cluster,
     make_graph,
@@ -29,10 +37,6 @@ from tests.plan.graphs import (
 )
 
 FREE = {"loss_unit": 1, "data_parallel": 1, "mini_batch": 64, "micro_batch_sizes": {"*": 1}}
-
-
-def bottleneck(plan) -> float:
-    return max((s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages)
 
 
 @pytest.mark.parametrize(("num", "length"), [(2, 3), (3, 2), (4, 4), (7, 2)])
@@ -138,8 +142,7 @@ def test_the_stage_that_needs_most_gets_the_device_that_has_most():
     """The first stage holds two micro-batches: it goes to the larger device, which is rank 1."""
     graph = chain(6)
     profile = make_profile(graph, saved=10.0)
-    small, large = make_cluster(1, memory=40).devices[0], make_cluster(1, memory=60).devices[0]
-    cluster = dataclasses.replace(make_cluster(2), devices=(small, large))
+    cluster = make_cluster(2, memory=(40, 60))
     plan = make_plan("graphpipe", make_request(graph, profile, ranks=2, cluster=cluster, **FREE))
     assert [(s.ranks, s.memory_bytes) for s in plan.stages] == [((1,), 60), ((0,), 30)]
 
@@ -182,9 +185,99 @@ def test_more_micro_batches_in_flight_hide_slow_messages():
 def test_stages_are_evened_out_across_plateaus(cuts):
     """From 1 7 1 or 4 1 4 blocks to 3 3 3, though a move from one of two stages of 4 leaves the other."""
     request = make_request(chain(9), ranks=3, num_stages=3, **FREE)
-    costs = CostModel(request.graph, request.profile, request.cluster)
+    costs = costs_of(request)
     refiner = Refiner(request, costs, batch_rules(request), budget=1000)
     names = [block.name for block in request.graph.blocks]
     start = refiner.candidate([names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] :]], 1)
     found = refiner.balance(start)
     assert [len(draft.blocks) for draft in found.drafts] == [3, 3, 3] and found.score < start.score
+
+
+def test_the_drawn_row() -> None:
+    fits = np.zeros((3, 1, 6), dtype=bool)
+    for variant, last in enumerate((1, 3, 5)):
+        fits[variant, 0, : last + 1] = True
+    behind = np.array([[[9.0, 7.0, 6.0, 4.0, 3.0, 0.0]]])
+    stages = AllowedStages(1, 1, np.array([1.0, 2.0, 4.0]), [lambda columns: fits[:, :, columns]], 6, None)
+    assert stages.cost.tolist() == [[1, 1, 2, 2, 4, 4]]
+    assert stages.fewest_with(behind).tolist() == [[[4.0]]]
+    assert stages.fewest_with(behind[:, :, ::-1]).tolist() == [
+        [[1.0]]
+    ]  # more behind longer stages: every sum
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_longest_stages_are_enough(seed: int) -> None:
+    """With holes among the stages in time and among those that fit, ordered or not behind them, shared ends or none."""
+    rng = np.random.default_rng(seed)
+    num, shared, rows = 7, int(rng.integers(0, 3)), 4
+    shape = (3, rows, num + shared)
+    levels = np.where(rng.random(shape) < 0.7, 9, rng.integers(1, 4, shape))
+    ones = np.ones(shape, dtype=np.int64)
+    table = StageTable(
+        degrees=np.array([1.0, 2.0, 4.0]),
+        fitted_level=np.zeros(3, dtype=np.int64),
+        us_per_sample=np.where(rng.random(shape) < 0.6, 1.0, 2.0),
+        max_level=levels,
+        first_step=ones,
+        step=ones,
+    )
+    in_time = table.us_per_sample <= 1.0
+    behind = rng.integers(0, 9, (1, 2, num + shared)).astype(float)
+    if seed % 3:
+        behind[:, :, :num] = -np.sort(-behind[:, :, :num], axis=2)
+    for level in (1, 2, 3, 9):
+        (stages,) = table.allowed(InTime(is_in_time=in_time, limits=np.array([9])), level, num)
+        fits = in_time & (levels >= level)
+        cost = np.where(fits, table.degrees[:, None, None], np.inf).min(axis=0)
+        assert (stages.cost == cost).all()
+        assert (stages.fewest_with(behind) == (cost + behind[:, :, None, :]).min(axis=3)).all()
+
+
+def make(seed: int) -> tuple[StageSearch, int]:
+    rng = random.Random(seed)
+    graph = random_series_parallel(rng, rng.randint(5, 10))
+    request = random_request(rng, graph, ranks=rng.randint(3, 7), is_tight=seed % 2 == 1)
+    costs, rules = costs_of(request), batch_rules(request)
+    root = build_series(request.graph, costs, rules, decompose(nx.DiGraph(graph)))
+    return make_search(request, costs, rules, root, rules.wishes()[0], len(graph)), request.num_ranks
+
+
+@pytest.mark.parametrize("seed", [*range(8), 36])  # 36: a join's stage takes part of a branch
+def test_questions_may_end_early(seed: int) -> None:
+    """With a most of levels and enough devices, levels up to the first that suffices are as without."""
+    search, ranks = make(seed)
+    times = search.times()
+    for t in times[:: max(1, len(times) // 6)]:
+        full = make(seed)[0].fewest_devices(float(t))
+        first = next((level for level, devices in enumerate(full) if devices <= ranks), None)
+        for most in (1, 3, search.max_level):
+            found = search.fewest_devices(float(t), most_levels=most, enough=ranks)
+            stop = most if first is None else min(most, first)
+            assert found[: stop + 1].tolist() == full[: stop + 1].tolist()
+            if first is not None and first <= most:
+                other = make(seed)[0]
+                other.fewest_devices(float(t))
+                assert read_groups(search, first) == read_groups(other, first)
+
+
+def test_more_in_flight_than_asked_for_never_makes_stages_wait_for_each_other() -> None:
+    draw, lifted = random.Random(0), 0
+    for _ in range(200):
+        num = draw.randint(2, 6)
+        sizes = [draw.choice((1, 2, 3, 4, 6, 12)) for _ in range(num)]
+        extra = sorted((draw.randint(0, num) for _ in range(num)), reverse=True)
+        request = make_request(chain(num), make_profile(chain(num)), ranks=num, mini_batch=24)
+        costs = costs_of(request)
+        drafts = [
+            StageDraft(blocks=(block.name,), degree=1, micro_batch_size=size, extra_in_flight=more)
+            for block, size, more in zip(request.graph.blocks, sizes, extra, strict=True)
+        ]
+        plan = build_plan(request, drafts, planner="", costs=costs)
+        bare = plan_in_flight(plan)
+        lifted += any(
+            stage.in_flight > min(count + more, 24 // stage.micro_batch_size)
+            for stage, count, more in zip(plan.stages, bare, extra, strict=True)
+        )
+        simulate_plan(plan, cluster=request.cluster)  # raises where they do
+    assert lifted > 3

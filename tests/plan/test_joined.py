@@ -17,10 +17,10 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.plan.choose_schedule import schedule_plan
-from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, rank_limit, unlimited
+from tests.plan.graphs import costs_of
 
 BOTH = ("recompute", "swap")
 
@@ -70,7 +70,7 @@ def test_plans_say_what_makes_them_fit_and_what_it_costs(ways: tuple[str, ...]) 
             plan = make_plan("graphpipe", request)
         except PlanInfeasible:
             continue
-        costs = CostModel(request.graph, request.profile, request.cluster)
+        costs = costs_of(request)
         for stage in plan.stages:
             assert stage.memory_bytes <= rank_limit(request, stage.ranks[0])
             forward, backward = costs.stage_times(costs.indices(stage.blocks), stage.local_batch_size)
@@ -108,7 +108,7 @@ def test_estimates_can_be_had(ways: tuple[str, ...]) -> None:
     checked = 0
     for seed in range(20):
         request = tight(seed, num=5, ranks=2, ways=ways)
-        costs = CostModel(request.graph, request.profile, request.cluster)
+        costs = costs_of(request)
         fitter = StageFitter(request, costs)
         rows = tuple(sorted(random.Random(seed).sample(range(5), 3)))
         plain = costs.stage_memory(rows, degree=1, local=4, in_flight=3)

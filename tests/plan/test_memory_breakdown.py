@@ -6,10 +6,12 @@ import dataclasses
 
 import pytest
 
+from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile, SharedStorage, TiedCost
+from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.plan.costs.memory_formula import (
     LEAST_BYTES,
     TOLERANCE,
@@ -17,11 +19,13 @@ from gpp_plugin.plan.costs.memory_formula import (
     expected_counts,
     memory_breakdown,
     with_breakdown,
+    with_inputs,
 )
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plugins import PLANNERS
+from tests.plan.graphs import chain, make_profile, make_request
 from tests.plan.test_dawnpiper import BOTH, tight_request
-from tests.plan.test_inputs import request_of
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "vertical"])
@@ -140,6 +144,7 @@ def test_counts_differ_from_a_plan_by_more_than_a_share_and_than_single_small_te
         ({}, []),
         ({"held_bytes": held + most, "swapped_bytes": 12 + LEAST_BYTES, "stashed_bytes": 7000 - LEAST_BYTES}, []),
         ({"held_bytes": held + most + 1}, ["holds 102001 bytes a micro-batch where 100000 are planned"]),
+        ({"held_bytes": held - most, "recomputed_bytes": 30 + LEAST_BYTES}, []),
         ({"swapped_bytes": 13 + LEAST_BYTES}, [f"swaps {13 + LEAST_BYTES} bytes a micro-batch where 12 are planned"]),
         ({"peak_held_bytes": 306_001}, ["holds at most 306001 bytes where 300000 are planned"]),
         ({"recomputed_bytes": 5000}, ["recomputes 5000 bytes a micro-batch where 30 are planned"]),
@@ -147,7 +152,7 @@ def test_counts_differ_from_a_plan_by_more_than_a_share_and_than_single_small_te
     ):  # fmt: skip
         assert differences(plan, 0, dataclasses.replace(planned, **change)) == said
         assert differences(plan, 0, dataclasses.replace(planned, **change), only_more=True) == said
-    less = dataclasses.replace(planned, held_bytes=1, peak_held_bytes=1, stashed_bytes=1)
+    less = dataclasses.replace(planned, held_bytes=held - most - 1, peak_held_bytes=1, stashed_bytes=1)
     assert len(differences(plan, 0, less)) == 3 and differences(plan, 0, less, only_more=True) == []
     swaps = MemoryPlan(swapped=(SwappedTensor(name="y", bytes=9000, free_us=0.0),))
     plan = dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], memory=swaps),))
@@ -155,3 +160,49 @@ def test_counts_differ_from_a_plan_by_more_than_a_share_and_than_single_small_te
         plan, 0, dataclasses.replace(planned, recomputed_bytes=0, swapped_bytes=0), only_more=True
     )
     assert said == ["swaps 0 bytes a micro-batch where 9000 are planned"], "less swapped is more held"
+
+
+MINI_BATCH, IMAGE, TABLE = 16, 1000, 400
+READS = {"layers.0": ("image",), "layers.2": ("image", "table")}
+
+
+def request_of(*, limit: int | None = None) -> PlanRequest:
+    """Return a chain of four layers, the first and third of which read an image."""
+    graph = chain(4)
+    blocks = tuple(dataclasses.replace(b, inputs=READS.get(b.name, ())) for b in graph.blocks)
+    graph = dataclasses.replace(graph, blocks=blocks)
+    specs = [
+        TensorSpec(name="image", dtype="float64", shape=(2, IMAGE), num_samples=2, layout=batch_layout()),
+        TensorSpec(name="table", dtype="int32", shape=(TABLE,), num_samples=2, layout=UNIFORM),
+        TensorSpec(name="unread", dtype="int32", shape=(TABLE,), num_samples=2, layout=UNIFORM),
+    ]
+    profile = make_profile(graph, saved=100.0, parameter=1000)
+    request = make_request(graph, profile, ranks=2, mini_batch=MINI_BATCH)
+    profile = with_inputs(request.profile, graph, specs, mini_batch=MINI_BATCH, dtype="bfloat16")
+    return dataclasses.replace(request, profile=profile, memory_limit_bytes=limit)
+
+
+def expected(blocks: tuple[str, ...], degree: int) -> int:
+    image = 2 * IMAGE * MINI_BATCH // degree if {"layers.0", "layers.2"} & set(blocks) else 0
+    return image + (4 * TABLE if "layers.2" in blocks else 0)
+
+
+def test_entries_that_are_read_by_whom_and_how_large() -> None:
+    assert request_of().profile.inputs == (
+        InputCost(blocks=("layers.0", "layers.2"), bytes=2 * IMAGE * MINI_BATCH, is_shared_out=True),
+        InputCost(blocks=("layers.2",), bytes=4 * TABLE, is_shared_out=False),
+    )
+
+
+@pytest.mark.parametrize("planner", [name for name in PLANNERS.names() if name != "stock"])
+def test_every_planner_makes_room_for_the_batch(planner: str) -> None:
+    """The least memory in which it finds a plan is that of the plan, with the batch."""
+    free = make_plan(planner, request_of())
+    for stage, part in zip(free.stages, memory_breakdown(free, request_of().profile), strict=True):
+        assert part.inputs == expected(stage.blocks, stage.degree)
+        assert part.total == stage.memory_bytes
+    most = max(stage.memory_bytes for stage in free.stages)
+    tight = make_plan(planner, request_of(limit=most))
+    assert max(stage.memory_bytes for stage in tight.stages) <= most
+    with pytest.raises(PlanInfeasible):
+        make_plan(planner, request_of(limit=2 * IMAGE * MINI_BATCH // 2))

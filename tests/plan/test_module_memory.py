@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from gpp_plugin.ir.profile import ModuleMemory, SavedStorage
-from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
-from gpp_plugin.plan.memory.fitting import StageFitter
-from gpp_plugin.plan.memory.module_memory import ModuleChain, recompute_modules
+from gpp_plugin.plan.memory.fitting import ModuleChain, StageFitter
+from gpp_plugin.plan.memory.full_recompute import recompute_modules
 from gpp_plugin.plan.memory.operator_chain import PipelineShape
 from gpp_plugin.plan.request import PlanRequest
-from tests.plan.graphs import chain, make_cluster, make_profile, make_request
+from tests.plan.graphs import chain, costs_of, make_cluster, make_profile, make_request
 
 SIZES = (400, 100, 300, 200)
 """Bytes a sample; the second is received, the last is held by somebody else."""
@@ -40,15 +39,11 @@ def request(*, host: float, ways: tuple[str, ...] = BOTH) -> PlanRequest:
     graph = chain(2, "")
     profile = make_profile(graph, saved=float(sum(SIZES)))
     profile = dataclasses.replace(profile, modules=tuple(module(block.name) for block in graph.blocks))
-    cluster = make_cluster(2)
-    device = dataclasses.replace(cluster.devices[0], host_bytes_per_s=host)
-    return make_request(
-        graph, profile, ranks=2, cluster=dataclasses.replace(cluster, devices=(device,) * 2), memory_optimization=ways
-    )  # fmt: skip
+    return make_request(graph, profile, ranks=2, cluster=make_cluster(2, host=host), memory_optimization=ways)
 
 
 def choose(asked: PlanRequest, limit: int, in_flight: int = 2) -> StageChoice:
-    costs = CostModel(asked.graph, asked.profile, asked.cluster)
+    costs = costs_of(asked)
     return StageFitter(asked, costs).choose((0,), degree=1, local=1.0, in_flight=in_flight, limit=limit)
 
 
@@ -89,7 +84,7 @@ def test_one_micro_batch_gains_nothing_by_running_again() -> None:
 def test_no_set_of_storages_fits_in_less_time(limit: int, host: float) -> None:
     """Against every subset of what can leave, weighed by the same model."""
     asked = request(host=host, ways=("swap",))
-    costs = CostModel(asked.graph, asked.profile, asked.cluster)
+    costs = costs_of(asked)
     own = ModuleChain(costs, module("0"), 0, 1.0, degree=1)
     shape = PipelineShape(
         num_stages=1, num_micro_batches=2, limits=(limit,), host_bytes_per_s=host, counts=(2,)
@@ -112,7 +107,7 @@ def test_no_set_of_storages_fits_in_less_time(limit: int, host: float) -> None:
 
 def test_full_recompute_leaves_alone_what_gains_nothing() -> None:
     asked = request(host=1e9)
-    costs = CostModel(asked.graph, asked.profile, asked.cluster)
+    costs = costs_of(asked)
     drafts = [StageDraft(blocks=(name,), degree=1, micro_batch_size=1, name=name) for name in "01"]
     plan = recompute_modules(build_plan(asked, drafts, planner="given", costs=costs), asked)
     assert [stage.in_flight for stage in plan.stages] == [2, 1]

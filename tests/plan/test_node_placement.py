@@ -5,40 +5,32 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.cluster import Cluster, Link
 from gpp_plugin.plan.cluster_files import describe_cluster, read_cluster
-from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.heterogeneous_devices import exchange_stages
 from gpp_plugin.plan.make import StageDraft, build_plan
-from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
 from gpp_plugin.simulate.predict import simulate_plan, simulate_programs
-from tests.plan.graphs import make_graph, make_profile
+from tests.plan.graphs import costs_of, make_cluster, make_graph, make_profile, make_request
+from tests.schedule.plans import on_ranks
 
 NODE, BYTES_PER_S = 4, 1e9
 
 
 def machines(num_nodes: int, adapters: int | None) -> Cluster:
-    device = Device(name="gpu", memory_bytes=1 << 40, flops_per_s=1e12, memory_bytes_per_s=1e12)
     links = (
         Link(name="inner", span=NODE, bytes_per_s=1e15, latency_us=0.0),
         Link(name="outer", span=NODE * num_nodes, bytes_per_s=BYTES_PER_S, latency_us=0.0, adapters=adapters),
     )
-    return Cluster(name="nodes", devices=(device,) * (NODE * num_nodes), links=links)
+    return dataclasses.replace(make_cluster(NODE * num_nodes), name="nodes", links=links)
 
 
 def two_stages(adapters: int | None, num_bytes: int = 4_000_000):
     """One stage a node, 4 ranks each; every rank sends 1 MB, 1 ms on a link of its own, for each micro-batch."""
     graph = make_graph([("a", "b")], bytes_per_sample=num_bytes // 4)
-    asked = PlanRequest(
-        graph=graph,
-        profile=make_profile(graph, 10.0),
-        cluster=machines(2, adapters),
-        num_ranks=8,
-        mini_batch=8,
-        loss_unit=8,
-    )
+    profile = make_profile(graph, 10.0)
+    asked = make_request(graph, profile, cluster=machines(2, adapters), ranks=8, mini_batch=8, loss_unit=8)
     drafts = [StageDraft(blocks=(name,), degree=4, micro_batch_size=4) for name in "ab"]
     return asked, build_plan(asked, drafts, planner="test")
 
@@ -58,7 +50,7 @@ def test_ports_are_ranks_or_the_adapters_they_share():
 @pytest.mark.parametrize(("adapters", "ms"), [(None, 1), (4, 1), (2, 2), (1, 4)])
 def test_messages_of_a_node_take_turns_on_its_adapters(adapters, ms):
     asked, plan = two_stages(adapters)
-    costs = CostModel(asked.graph, asked.profile, asked.cluster)
+    costs = costs_of(asked)
     simulated, quick = evaluate_us(plan, costs), estimate_plan_us(plan, costs)
     programs = simulate_programs(plan, programs_of_plan(plan), cluster=asked.cluster)
     # Two micro-batches there and back, of which computing takes 60 us. Ranks go on one by one as their messages come, so
@@ -72,10 +64,7 @@ def test_messages_of_a_node_take_turns_on_its_adapters(adapters, ms):
 def test_messages_inside_a_node_do_not_meet_on_its_adapters():
     asked, plan = two_stages(1)
     ranks = [(0, 1, 4, 5), (2, 3, 6, 7)]
-    changed = dataclasses.replace(
-        plan, stages=tuple(dataclasses.replace(s, ranks=r) for s, r in zip(plan.stages, ranks, strict=True))
-    )
-    inside = simulate_plan(changed, cluster=asked.cluster)
+    inside = simulate_plan(on_ranks(plan, *ranks), cluster=asked.cluster)
     assert inside.iteration_us < 0.05 * simulate_plan(plan, cluster=asked.cluster).iteration_us
 
 
@@ -86,15 +75,9 @@ def test_stages_with_much_to_tell_each_other_share_a_node():
     graph = dataclasses.replace(graph, tensors={**graph.tensors, "b:out": large})
     cluster = machines(2, None)
     links = (dataclasses.replace(cluster.links[0], span=2), dataclasses.replace(cluster.links[1], span=4))
-    asked = PlanRequest(
-        graph=graph,
-        profile=make_profile(graph, 1000.0),
-        cluster=dataclasses.replace(cluster, devices=cluster.devices[:4], links=links),
-        num_ranks=4,
-        mini_batch=8,
-        loss_unit=1,
-    )
-    costs = CostModel(asked.graph, asked.profile, asked.cluster)
+    cluster = dataclasses.replace(cluster, devices=cluster.devices[:4], links=links)
+    asked = make_request(graph, make_profile(graph, 1000.0), cluster=cluster, mini_batch=8)
+    costs = costs_of(asked)
     drafts = [StageDraft(blocks=(name,), degree=1, micro_batch_size=1) for name in "abcd"]
     plan = build_plan(asked, drafts, planner="test")
     plan = dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))

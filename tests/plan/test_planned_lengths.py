@@ -6,29 +6,20 @@ import dataclasses
 
 import pytest
 
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
-from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage
-from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.profile import Profile, SharedStorage
 from gpp_plugin.ir.size_formulas import BlockLengths, LengthCosts, SizeConditions, terms_of
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown, with_breakdown, with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, UnitSize, inputs_at, planned_profile, profile_at
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.memory.full_recompute import recompute_fully
 from gpp_plugin.plan.request import PlanRequest
+from tests.plan.graphs import chain, keep_inside, make_cluster, make_profile
 
 SAMPLES = 2
 IDS = TensorSpec(name="ids", dtype="int64", shape=(SAMPLES, 8), num_samples=SAMPLES, layout=batch_layout())
-HIDDEN = TensorSpec(
-    name="h",
-    dtype="float32",
-    shape=(SAMPLES, 8, 4),
-    num_samples=SAMPLES,
-    layout=batch_layout(),
-    requires_grad=True,
-)
 
 
 def saved(length: int) -> int:
@@ -38,47 +29,28 @@ def saved(length: int) -> int:
 
 def graph_at(length: int) -> BlockGraph:
     """Three layers; the first one's result is kept by the second."""
-    hidden = dataclasses.replace(HIDDEN, shape=(SAMPLES, length, 4))
-    names = ("layers.0", "layers.1", "layers.2")
-    return BlockGraph(
-        model="chain",
+    graph = keep_inside(chain(3), saved(length))
+    first, *others = graph.blocks
+    return dataclasses.replace(
+        graph,
         num_samples=SAMPLES,
-        blocks=tuple(
-            Block(name=n, nodes=(n,), inputs=("ids",) if n == names[0] else (), saved_bytes=saved(length))
-            for n in names
-        ),
-        edges=tuple(
-            BlockEdge(src=a, dst=b, tensors=(f"h{a[-1]}",)) for a, b in zip(names, names[1:], strict=False)
-        ),
-        tensors={f"h{i}": dataclasses.replace(hidden, name=f"h{i}") for i in range(2)},
-        loss_block=names[-1],
-        tied={},
-        saved=tuple(
-            SavedTensor(name=f"{n}:inside", made_by=n, kept_by=(n,), bytes=saved(length)) for n in names
-        ),
+        blocks=(dataclasses.replace(first, inputs=("ids",)), *others),
+        tensors={
+            name: dataclasses.replace(spec, shape=(SAMPLES, length, 4), num_samples=SAMPLES)
+            for name, spec in graph.tensors.items()
+        },
+        loss_block="layers.2",
     )
 
 
 def profile_measured(length: int) -> Profile:
     """What measuring gives at a length: 10 us, 1 us a token and 0.01 us a pair of tokens."""
-    graph = graph_at(length)
     forward = 10.0 + length + 0.01 * length * length
-    costs = tuple(
-        BlockCost(
-            block=block.name,
-            samples=(SAMPLES,),
-            forward_us=(forward,),
-            backward_us=(2 * forward,),
-            saved_bytes_per_sample=saved(length) / SAMPLES,
-            parameter_bytes=64,
-            gradient_bytes=64,
-            optimizer_bytes=128,
-            transient_bytes_per_sample=4.0 * length,
-        )
-        for block in graph.blocks
-    )
+    profile = make_profile(graph_at(8), forward, saved=saved(length) / SAMPLES, parameter=64)
+    more = {"samples": (SAMPLES,), "optimizer_bytes": 128, "transient_bytes_per_sample": 4.0 * length}
     shared = (SharedStorage(blocks=("layers.0", "layers.1"), bytes_per_sample=16.0 * length),)
-    return Profile(graph=fingerprint(graph_at(8)), device="d", source="measured", costs=costs, shared=shared)
+    costs = tuple(dataclasses.replace(cost, **more) for cost in profile.costs)
+    return dataclasses.replace(profile, source="measured", costs=costs, shared=shared)
 
 
 def length_costs() -> LengthCosts:
@@ -104,25 +76,18 @@ def length_costs() -> LengthCosts:
         shared=((0.0, 32.0, 0.0),),
         tensors={
             **{f"layers.{i}:inside": (0.0, 64.0, 8.0) for i in range(3)},
-            **{f"h{i}": (0.0, 32.0, 0.0) for i in range(2)},
+            **{f"layers.{i}:out": (0.0, 32.0, 0.0) for i in range(3)},
         },
     )
 
 
 def make_plan(profile: Profile, *, recompute: bool = False) -> PipelinePlan:
-    device = Device(
-        name="d", memory_bytes=10**6, flops_per_s=1e12, memory_bytes_per_s=1e12, host_bytes_per_s=1e10
-    )
     request = PlanRequest(
         graph=graph_at(8),
         profile=with_inputs(
             profile, graph_at(8), inputs_at([IDS], length_costs(), (32,)), mini_batch=8, dtype="float32"
         ),
-        cluster=Cluster(
-            name="c",
-            devices=(device, device),
-            links=(Link(name="l", span=2, latency_us=1.0, bytes_per_s=1e10),),
-        ),
+        cluster=make_cluster(2, memory=10**6, latency=1.0, bandwidth=1e10, host=1e10),
         num_ranks=2,
         mini_batch=8,
         loss_unit=SAMPLES,
@@ -161,7 +126,7 @@ def test_a_profile_of_another_length_is_what_measuring_gives_there(length: int) 
         assert one.saved_bytes_per_sample == pytest.approx(other.saved_bytes_per_sample)
         assert one.transient_bytes_per_sample == pytest.approx(other.transient_bytes_per_sample)
     assert found.shared[0].bytes_per_sample == pytest.approx(wanted.shared[0].bytes_per_sample)
-    assert found.growth.get("h0", 1.0) == pytest.approx(length / 8)
+    assert found.growth.get("layers.0:out", 1.0) == pytest.approx(length / 8)
 
 
 def test_planned_are_the_typical_times_and_the_longest_bytes() -> None:

@@ -6,18 +6,17 @@ import dataclasses
 
 import pytest
 
+from gpp_plugin.plan.auto import master_chain, refine_chains
 from gpp_plugin.plan.batch_rules import batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.degrees import DegreeChooser
-from gpp_plugin.plan.refine.refine import Refiner
+from gpp_plugin.plan.refine.refine import Candidate, Refiner
 from gpp_plugin.plan.request import PlanRequest
-from tests.plan.graphs import chain, make_profile, make_request, uneven_request
+from tests.plan.graphs import chain, costs_of, make_graph, make_profile, make_request, uneven_request
 
 
 def refiner_of(request: PlanRequest) -> Refiner:
-    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    return Refiner(request, costs, batch_rules(request), budget=1 << 40)
+    return Refiner(request, costs_of(request), batch_rules(request), budget=1 << 40)
 
 
 def draft_of(refiner: Refiner, mask: int, degree: int, size: int, tensor: int = 1) -> StageDraft:
@@ -113,3 +112,41 @@ def test_a_way_gives_each_stage_the_largest_tensor_size_up_to_it() -> None:
         mask = chooser.sets.mask_of([block])
         options = chooser._in_way(chooser._timed_options(mask, 4, ()), mask, way)
         assert {option.tensor for option in options} == {size}
+
+
+def _start(groups: list[list[str]]) -> tuple[Refiner, Candidate]:
+    """Branches a (six blocks) and b (two) that join in z, every block as long as any other."""
+    edges = [(f"a{i}", f"a{i + 1}") for i in range(5)] + [("a5", "z"), ("b0", "b1"), ("b1", "z")]
+    graph = make_graph(edges, loss="z")
+    refiner = refiner_of(make_request(graph, ranks=len(groups)))
+    drafts = [StageDraft(blocks=tuple(group), degree=1, micro_batch_size=1) for group in groups]
+    return refiner, refiner.from_drafts(drafts, 1)
+
+
+def test_the_master_is_the_heaviest_stage_and_its_chain_ends_at_the_join() -> None:
+    refiner, start = _start([["a0", "a1", "a2"], ["a3", "a4"], ["a5"], ["b0", "b1"], ["z"]])
+    found = master_chain(refiner, start)
+    assert found is not None
+    chain, master = found
+    assert [refiner.sets.blocks(mask) for mask in chain] == [("a0", "a1", "a2"), ("a3", "a4"), ("a5",)]
+    assert master == 0
+
+
+def test_steps_that_only_together_help_are_found_inside_a_branch() -> None:
+    # 3 | 2 | 1: no single block moved makes the slowest stage quicker; 2 | 2 | 2 does.
+    refiner, start = _start([["a0", "a1", "a2"], ["a3", "a4"], ["a5"], ["b0", "b1"], ["z"]])
+    best = refine_chains(refiner, start)
+    assert {draft.blocks for draft in best.drafts} == {
+        ("a0", "a1"),
+        ("a2", "a3"),
+        ("a4", "a5"),
+        ("b0", "b1"),
+        ("z",),
+    }
+    assert best.score[1] < start.score[1]
+
+
+def test_a_master_without_a_chain_is_left_alone() -> None:
+    refiner, start = _start([["a0", "a1", "a2", "a3", "a4", "a5"], ["b0", "b1"], ["z"]])
+    assert master_chain(refiner, start) is None
+    assert refine_chains(refiner, start) == start

@@ -6,10 +6,16 @@ import pytest
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.choose_schedule import schedule_plan
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.shared.share_ranks import share_ranks
+from gpp_plugin.plan.split_backwards import most_pending
 from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.names import schedule_label, schedule_names
-from tests.plan.graphs import GB, branches, chain, make_profile, make_request
+from gpp_plugin.simulate.predict import predict_iteration_us
+from tests.plan.graphs import GB, branches, chain, costs_of, keep_inside, make_profile, make_request
 
 FOUR = {"num_ranks": 4, "mini_batch": 32, "num_stages": 4, "micro_batch_sizes": {"*": 2}}
 
@@ -20,8 +26,8 @@ def planned(graph, profile=None, **options):
     return make_plan("graphpipe", request), request
 
 
-def check(plan, request):
-    validate_plan(plan, request.graph, profile=request.profile, cluster=request.cluster)
+def check(plan, request, **limits):
+    validate_plan(plan, request.graph, profile=request.profile, cluster=request.cluster, **limits)
 
 
 @pytest.mark.parametrize("name", [*schedule_names(), "3f3b"])
@@ -45,17 +51,6 @@ def test_auto_is_as_quick_as_any_usual_schedule(graph):
     for name in ("1f1b", "2f2b", "gpipe", "greedy"):
         other = schedule_plan(plan, request, schedule=name)
         assert auto.iteration_us <= other.iteration_us * 1.002, name
-
-
-@pytest.mark.parametrize(("factor", "wins"), [(1.01, True), (2.0, False)])
-def test_auto_splits_backwards_only_where_that_is_measured_to_win(factor, wins):
-    graph = chain(8)
-    profile = make_profile(graph)
-    costs = tuple(dataclasses.replace(cost, split_factor=factor) for cost in profile.costs)
-    plan, request = planned(graph, dataclasses.replace(profile, costs=costs), mini_batch=8)
-    auto = schedule_plan(plan, request, schedule="auto")
-    assert ({stage.schedule for stage in auto.stages} == {"zero_bubble"}) == wins
-    assert auto.iteration_us <= schedule_plan(plan, request, schedule="1f1b").iteration_us
 
 
 def test_nothing_is_sliced_when_slicing_is_off():
@@ -93,3 +88,106 @@ def test_a_plan_of_very_many_tasks_keeps_its_schedule_and_says_so(monkeypatch):
     kept = schedule_plan(plan, request, schedule="auto")
     assert kept.stages == plan.stages and "too many to try schedules" in kept.notes[-1]
     assert {s.schedule for s in schedule_plan(plan, request, schedule="gpipe").stages} == {"gpipe"}
+
+
+SAVED, PENDING = 1000, 300
+"""Bytes of a block and a sample."""
+
+
+def tight(limit: int, ways=("recompute", "swap")):
+    """Return a request of a chain whose blocks keep a tensor, and gradients between I and W, in ``limit`` bytes."""
+    graph = keep_inside(chain(8), SAVED)
+    profile = make_profile(graph, saved=float(SAVED))
+    costs = tuple(
+        dataclasses.replace(cost, pending_bytes_per_sample=float(PENDING), split_factor=1.01)
+        for cost in profile.costs
+    )
+    profile = dataclasses.replace(profile, costs=costs)
+    changes = {**FOUR, "mini_batch": 16, "memory_limit_bytes": limit, "memory_optimization": ways}
+    return make_request(graph, profile, **changes)
+
+
+def held_bytes(plan, stage: int, costs: CostModel) -> int:
+    """The most that an order keeps at a time, played task by task, beside what is held all the time."""
+    planned, own = plan.stages[stage], costs.indices(plan.stages[stage].blocks)
+    saved = costs.group_saved_bytes(own, planned.local_batch_size)
+    if planned.memory is not None:
+        saved -= planned.memory.swapped_bytes + planned.memory.recomputed_bytes
+    waiting = costs.pending_bytes(own, planned.local_batch_size)
+    held = most = 0.0
+    for task in build_schedules(plan)[stage].tasks:
+        held += {"F": saved, "B": -saved, "I": waiting, "W": -saved - waiting}[task.kind.value]
+        most = max(most, held)
+    return round(most)
+
+
+@pytest.mark.parametrize("limit", [1 << 40, 15_000, 11_000, 9_000])
+def test_memory_holds_what_its_order_keeps(limit):
+    request = tight(limit)
+    costs = costs_of(request)
+    plan = schedule_plan(make_plan("graphpipe", request), request, schedule="zero_bubble", slicing="off")
+    assert {stage.schedule for stage in plan.stages} == {"zero_bubble"}
+    check(plan, request, memory_limit_bytes=limit)
+    parts = memory_breakdown(plan, request.profile)
+    for index, (stage, schedule) in enumerate(zip(plan.stages, build_schedules(plan), strict=True)):
+        working = stage.memory.working_bytes if stage.memory is not None else 0
+        assert stage.pending == most_pending(schedule)
+        assert held_bytes(plan, index, costs) + working <= stage.memory_bytes <= limit
+        assert stage.memory_bytes == parts[index].total
+    assert any(stage.pending > 1 for stage in plan.stages[1:])
+    assert (limit < 1 << 40) == any(stage.memory is not None for stage in plan.stages)
+
+
+def test_a_plan_that_counts_too_little_for_what_is_pending_is_refused():
+    request = tight(1 << 40)
+    plan = schedule_plan(make_plan("graphpipe", request), request, schedule="zero_bubble", slicing="off")
+    need = max(stage.memory_bytes for stage in plan.stages)
+    with pytest.raises(PlanInfeasible, match="too many"):
+        check(plan, request, memory_limit_bytes=need - 100)
+
+
+@pytest.mark.parametrize("limit", [13_000, 11_000, 9_000])
+@pytest.mark.parametrize("ways", [("recompute",), ("recompute", "swap")], ids="-".join)
+def test_auto_takes_the_shorter_of_both_where_stages_recompute(limit, ways):
+    request = tight(limit, ways)
+    made = make_plan("graphpipe", request)
+    assert any(stage.memory is not None for stage in made.stages)
+    auto = schedule_plan(made, request, slicing="off")
+    split = schedule_plan(made, request, schedule="zero_bubble", slicing="off")
+    best = min(made.iteration_us, split.iteration_us)
+    assert auto.iteration_us <= best * 1.021 and auto.iteration_us <= made.iteration_us * (1 + 1e-9)
+    for plan in (auto, split):
+        assert plan.iteration_us == pytest.approx(predict_iteration_us(plan, cluster=request.cluster))
+        assert max(stage.memory_bytes for stage in plan.stages) <= limit
+    # the first stage's backward is whole; others run segments again in both parts
+    for stage in split.stages:
+        if stage.memory is not None and stage.memory.recomputed and not stage.memory.swapped:
+            plain = sum(200.0 * stage.local_batch_size for _ in stage.blocks) * 1.01
+            parts = stage.input_gradient_us + stage.weight_gradient_us
+            assert parts == pytest.approx(plain + 2 * stage.memory.recompute_us)
+
+
+def test_zero_bubble_wins_where_a_little_recomputing_makes_it_fit():
+    # 8 micro-batches on 4 stages: the bubble is a quarter, and the first stage alone is over its limit, whose backward
+    # stays whole
+    request = tight(15_500)
+    made = make_plan("graphpipe", request)
+    assert any(stage.memory is not None for stage in made.stages)
+    auto = schedule_plan(made, request, slicing="off")
+    assert {stage.schedule for stage in auto.stages} == {"zero_bubble"}
+    assert auto.iteration_us < made.iteration_us * 0.98
+
+
+@pytest.mark.parametrize("limit", [9_000, 16_000])
+def test_shared_ranks_that_recompute_may_split_too(limit):
+    request = dataclasses.replace(tight(limit), num_stages=None, num_ranks=2, virtual_stages=2)
+    made = make_plan("graphpipe", request)
+    shared = share_ranks(schedule_plan(made, request), request)
+    costs = costs_of(request)
+    for rank in range(2):
+        assert sum(shared.stages[i].memory_bytes for i in shared.stages_of_rank(rank)) <= limit
+    for index, (stage, schedule) in enumerate(zip(shared.stages, build_schedules(shared), strict=True)):
+        assert stage.pending == most_pending(schedule)
+        assert held_bytes(shared, index, costs) <= stage.memory_bytes
+    whole = share_ranks(schedule_plan(made, request, schedule="1f1b"), request, schedule="1f1b")
+    assert shared.iteration_us <= whole.iteration_us * (1 + 1e-9)

@@ -16,11 +16,10 @@ from gpp_plugin.ir.profile import SharedStorage
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.fitting import StageFitter
-from gpp_plugin.plan.memory.graph_tensors import GraphTensors
 from gpp_plugin.plan.memory.memory_chain import StageChain
-from gpp_plugin.plan.memory.operator_chain import OperatorChain, PipelineShape
+from gpp_plugin.plan.memory.operator_chain import GraphTensors, OperatorChain, PipelineShape
 from gpp_plugin.plan.memory.recompute_menu import Segments, segment_costs
-from tests.plan.graphs import make_cluster, make_graph, make_profile
+from tests.plan.graphs import costs_of, make_cluster, make_graph, make_profile
 
 
 def _costs() -> CostModel:
@@ -112,7 +111,7 @@ def test_what_a_segment_drops_and_holds_is_the_same_by_block_by_stage_and_on_cha
     request = random_request(rng, random_dag(rng, 6), ranks=2, is_tight=False)
     request = with_saved_tensors(rng, request, tightness=1.0)
     request = dataclasses.replace(request, memory_optimization=("recompute",))
-    costs = CostModel(request.graph, request.profile, request.cluster)
+    costs = costs_of(request)
     fitter, local = StageFitter(request, costs), 2.0
     everything = GraphTensors(costs)
     dropped, held = everything.single_segments(local)

@@ -15,16 +15,13 @@ from gpp_plugin import api
 from gpp_plugin.commands import plan_command
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
-from gpp_plugin.ir.cluster import Device, Link
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.batch_rules import blocks_under, tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
-from gpp_plugin.plan.costs.long_context import LayerShape, expert_exchange_us, ring_attention_us
-from gpp_plugin.plan.costs.memory_formula import memory_breakdown
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.make import StageDraft, assign_ranks, build_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
@@ -105,27 +102,6 @@ def test_tensor_ranks_of_a_data_position_stay_in_a_node() -> None:
         (4, 5),
         (7,),
     ]
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_plans_on_grids_meet_the_validator_and_their_breakdown(zero_stage: int) -> None:
-    request = dataclasses.replace(request_of(divisible(4), ranks=8, mini_batch=8), zero_stage=zero_stage)
-    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=zero_stage)
-    names = [block.name for block in request.graph.blocks]
-    drafts = [
-        StageDraft(blocks=tuple(names[:2]), degree=2, micro_batch_size=2, tensor=2),
-        StageDraft(blocks=tuple(names[2:]), degree=1, micro_batch_size=2, tensor=4),
-    ]
-    plan = build_plan(request, drafts, planner="by hand", costs=costs)
-    assert [(stage.degree, stage.tensor) for stage in plan.stages] == [(2, 2), (1, 4)]
-    largest = max(stage.memory_bytes for stage in plan.stages)
-    given = {"profile": request.profile, "zero_stage": zero_stage}
-    validate_plan(plan, request.graph, memory_limit_bytes=largest, **given)
-    with pytest.raises(PlanInfeasible, match="too many"):
-        validate_plan(plan, request.graph, memory_limit_bytes=largest - 3, **given)
-    parts = memory_breakdown(plan, request.profile, graph=request.graph, zero_stage=zero_stage)
-    for stage, part in zip(plan.stages, parts, strict=True):
-        assert part.total == pytest.approx(stage.memory_bytes, abs=2)
 
 
 @pytest.mark.parametrize(("tensor", "words"), [(8, "does not divide block"), (4, "can be divided")])
@@ -395,20 +371,6 @@ def test_piper_chooses_both_degrees_as_in_its_paper() -> None:
     assert any(stage.tensor > 1 for stage in plan.stages)
     forced = make_plan("piper", request_of(graph, ranks=4, tensor_parallel=2))
     assert {stage.tensor for stage in forced.stages} == {2}
-
-
-def test_ring_attention_hides_its_sends_in_long_texts_alone() -> None:
-    device = Device(name="d", memory_bytes=1, flops_per_s=1e15, memory_bytes_per_s=1e12)
-    link = Link(name="l", span=8, bytes_per_s=4.5e11, latency_us=4.0)
-
-    def ring(length: int, ranks: int) -> tuple[float, float]:
-        shape = LayerShape(length=length, width=4096, query_width=4096, key_width=4096)
-        return ring_attention_us(shape, ranks, device, link)
-
-    assert ring(32768, 4) == (pytest.approx(ring(32768, 1)[0] / 4), 0.0)
-    us, unhidden = ring(2048, 4)
-    assert unhidden > 0 and us == pytest.approx(ring(2048, 1)[0] / 4 + unhidden)
-    assert expert_exchange_us(4096, 4096, 2, 1, link) == 0.0
 
 
 def test_the_api_and_the_command_ask_for_sizes() -> None:

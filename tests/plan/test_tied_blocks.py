@@ -6,8 +6,8 @@ import pytest
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.profile import InputCost, TiedCost
-from gpp_plugin.plan.explicit.tied_blocks import join_tied_blocks, joined_request
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.tied_blocks import join_tied_blocks, joined_request
 from tests.plan.graphs import make_graph, make_profile, make_request
 
 T5 = [("e.words", "e.0"), ("e.0", "e.1"), ("d.words", "d.0"), ("e.1", "d.0"), ("d.0", "d.1"), ("d.1", "head")]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpp_plugin.data import PackedUnits, pack
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.plan.unit_order import (
     MiniBatchTimes,
@@ -26,39 +24,23 @@ from gpp_plugin.plan.unit_order import (
     unit_costs,
 )
 from gpp_plugin.simulate.predict import predict_iteration_us
+from tests.schedule.plans import on_ranks, simple_plan
 
 
 def chain(degrees: list[int], units: int, *, schedule: str = "1f1b", frozen: bool = False) -> PipelinePlan:
     """Return stages one after the other, of so many ranks each, for mini-batches of units."""
-    first, stages = 0, []
-    for index, degree in enumerate(degrees):
-        stages.append(
-            Stage(
-                name=f"s{index}",
-                blocks=(f"b{index}",),
-                ranks=tuple(range(first, first + degree)),
-                micro_batch_size=degree,
-                in_flight=units // degree
-                if schedule == "gpipe"
-                else min(len(degrees) - index, units // degree),
-                schedule=schedule,
-                forward_us=10.0 * degree,
-                backward_us=20.0 * degree,
-            )
-        )
-        first += degree
-    edges = tuple(
-        StageEdge(
-            src=i,
-            dst=i + 1,
-            batch_tensors=(f"x{i}",),
-            gradient_tensors=() if frozen and i == 0 else (f"x{i}",),
-        )
-        for i in range(len(degrees) - 1)
+    plan = simple_plan(
+        degrees,
+        [(i, i + 1) for i in range(len(degrees) - 1)],
+        mini_batch=units,
+        schedule=schedule,
+        forward_us=[10.0 * degree for degree in degrees],
+        backward_us=[20.0 * degree for degree in degrees],
     )
-    return PipelinePlan(
-        model="", graph="", planner="", mini_batch=units, loss_unit=1, stages=tuple(stages), edges=edges
-    )
+    firsts = itertools.accumulate(degrees, initial=0)
+    plan = on_ranks(plan, *(tuple(range(a, a + degree)) for a, degree in zip(firsts, degrees, strict=False)))
+    edges = (dataclasses.replace(e, gradient_tensors=()) if frozen and e.src == 0 else e for e in plan.edges)
+    return dataclasses.replace(plan, edges=tuple(edges))
 
 
 def simulated_us(plan: PipelinePlan, order: tuple[int, ...], factors: Any, **options: Any) -> float:
@@ -202,38 +184,3 @@ def test_blocks_are_driven_by_what_they_read_or_else_by_what_is_before_them() ->
     assert costs.factors({"pixels": 100, "ids": 10, "labels": 10}) == pytest.approx([1, 1])
     assert costs.factors({"pixels": 300, "ids": 20, "labels": 20}) == pytest.approx([3, 2])
     assert costs.factors({"ids": 40, "labels": 10}) == pytest.approx([0, (60 * 4 + 10) / 70])
-
-
-@pytest.mark.parametrize("degrees", [[1], [2], [4], [1, 2], [2, 4, 1]])
-def test_every_sample_runs_once_an_epoch_on_any_number_of_ranks_and_after_a_resume(
-    degrees: list[int],
-) -> None:
-    lengths = np.random.default_rng(3).integers(4, 40, 150)
-    plan = chain(degrees, 8)
-    every_element = UnitCosts(stages=(((1.0, ("ids",)),),) * len(degrees), typical={"ids": 40})
-    choose = UnitOrder(plan, every_element)
-
-    def mini_batches(packing: PackedUnits) -> Iterator[list[list[int]]]:
-        """Yield the units of an epoch, or of what is left of it, in the order in which they run."""
-        units = list(packing)
-        for first in range(0, len(units), 8):
-            own = units[first : first + 8]
-            order = choose([{"ids": int(len(unit) * lengths[unit].max())} for unit in own])
-            yield [own[number] for number in order]
-
-    def packed() -> PackedUnits:
-        return pack(lengths, cost=lengths, budget=100, units=8, seed=2)
-
-    epoch = list(mini_batches(packed()))
-    for index, stage in enumerate(plan.stages):
-        seen = [
-            sample
-            for units in epoch
-            for rank in stage.ranks
-            for micro_batch in range(plan.num_micro_batches(index))
-            for sample in units[stage.samples(micro_batch, rank).first_sample]
-        ]
-        assert sorted(seen) == list(range(150))
-    resumed = packed()
-    resumed.load_state_dict(packed().state_dict(mini_batches=2))
-    assert list(mini_batches(resumed)) == epoch[2:]

@@ -7,10 +7,10 @@ import pytest
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.plan_form import check_form
 from gpp_plugin.plan.validate_plan import validate_plan
-from tests.plan.graphs import clip, make_cluster, make_graph, make_profile, make_request
+from tests.plan.graphs import GB, clip, make_cluster, make_graph, make_profile, make_request, with_stage
 from tests.schedule.plans import simple_plan
 
 GRAPH = clip()
@@ -31,12 +31,7 @@ SPEC = {
 def plan_with(**stage_changes: object) -> PipelinePlan:
     """Return the good plan with fields of its first stage changed."""
     plan = explicit_plan(SPEC, make_request(GRAPH, loss_unit=4))
-    first = dataclasses.replace(plan.stages[0], **stage_changes)
-    return dataclasses.replace(plan, stages=(first, *plan.stages[1:]))
-
-
-def test_the_good_plan_passes():
-    validate_plan(plan_with(), GRAPH, profile=make_profile(GRAPH), cluster=make_cluster(4))
+    return with_stage(plan, 0, **stage_changes)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +62,9 @@ def test_broken_stages(changes, message):
     ids=["half a unit", "two units, another loss", "half a unit a rank"],
 )
 def test_a_coupled_stage_computes_one_loss_unit_at_a_time(size, ranks):
-    plan = plan_with()
-    loss = dataclasses.replace(plan.stages[2], micro_batch_size=size, ranks=tuple(range(3, 3 + ranks)))
+    plan = with_stage(plan_with(), 2, micro_batch_size=size, ranks=tuple(range(3, 3 + ranks)))
     with pytest.raises(PlanError, match=f"mixes samples.*set its micro_batch_sizes to {4 * ranks}"):
-        validate_plan(dataclasses.replace(plan, stages=(*plan.stages[:2], loss)), GRAPH)
+        validate_plan(plan, GRAPH)
 
 
 def test_edges_must_be_those_of_the_model():
@@ -90,12 +84,7 @@ def sharded(axis: int, shape: tuple[int, ...]) -> tuple[BlockGraph, PipelinePlan
     graph = dataclasses.replace(graph, tensors=tensors, edges=(edge,))
     spec = {"stages": [{"modules": ["a"], "devices": 1}, {"modules": ["b"], "devices": 1}]}
     plan = explicit_plan(spec, make_request(graph, ranks=2))
-    first, last = plan.stages
-    stages = (
-        dataclasses.replace(first, ranks=(0, 1), tensor=2),
-        dataclasses.replace(last, ranks=(2,)),
-    )
-    return graph, dataclasses.replace(plan, stages=stages)
+    return graph, with_stage(with_stage(plan, 0, ranks=(0, 1), tensor=2), 1, ranks=(2,))
 
 
 def test_shards_divide_an_axis_that_is_not_the_samples():
@@ -125,14 +114,9 @@ def test_memory_names_stage_need_limit_and_knob():
     # two samples a rank of four blocks of 1,000 bytes; a byte more is rounding
     need = vision.in_flight * 2 * len(vision.blocks) * 1000
     others = [stage for stage in plan.stages[1:] if stage.in_flight * 4 * len(stage.blocks) * 1000 > need]
-    devices = [dataclasses.replace(make_cluster(1, memory=need - 1).devices[0])] * 2
-    roomy = make_cluster(4).devices[2:]
-    fits = dataclasses.replace(make_cluster(4), devices=(*devices, *roomy))
+    fits, tight = (make_cluster(4, memory=(need - less, need - less, GB, GB)) for less in (1, 2))
     assert others, "only the first stage's ranks are short"
     validate_plan(plan, GRAPH, profile=profile, cluster=fits)
-    tight = dataclasses.replace(
-        fits, devices=tuple(dataclasses.replace(d, memory_bytes=need - 2) for d in devices) + roomy
-    )
     with pytest.raises(
         PlanInfeasible, match="'vision' needs .* on rank 0 .* 2 bytes too many.*lower micro_batch"
     ):
@@ -145,9 +129,8 @@ def test_a_unit_tensor_joins_equal_units():
     plan = explicit_plan(spec, make_request(graph, ranks=2, loss_unit=4))
     assert [s.micro_batch_size for s in plan.stages] == [4, 4]
     for size in (2, 8):
-        last = dataclasses.replace(plan.stages[1], micro_batch_size=size)
         with pytest.raises(PlanError, match="one value a loss unit"):
-            validate_plan(dataclasses.replace(plan, stages=(plan.stages[0], last)), graph)
+            validate_plan(with_stage(plan, 1, micro_batch_size=size), graph)
 
 
 def test_too_few_in_flight_to_ever_run_a_backward():
@@ -162,24 +145,17 @@ def test_too_few_in_flight_to_ever_run_a_backward():
     }
     plan = explicit_plan(spec, make_request(graph, ranks=3))
     validate_plan(plan, graph)
-    starved = dataclasses.replace(plan.stages[1], in_flight=1)
     with pytest.raises(PlanError, match="holds at most 2 samples|wait for each other"):
-        validate_plan(dataclasses.replace(plan, stages=(plan.stages[0], starved, plan.stages[2])), graph)
-    starved = dataclasses.replace(plan.stages[0], in_flight=4)
-    middle = dataclasses.replace(plan.stages[1], in_flight=2, k=2)
-    validate_plan(dataclasses.replace(plan, stages=(starved, middle, plan.stages[2])), graph)
+        validate_plan(with_stage(plan, 1, in_flight=1), graph)
+    validate_plan(with_stage(with_stage(plan, 0, in_flight=4), 1, in_flight=2, k=2), graph)
 
 
 def test_a_plan_is_played_in_the_order_of_its_own_schedule():
     """Under 1F1B the sink's fifth forward comes between the two backwards that the first stage waits for."""
-    first, sink = simple_plan([8, 4], [(0, 1)], mini_batch=64).stages
     for schedule, fits in (("1f1b", False), ("zero_bubble", True), ("greedy", True), ("gpipe", True)):
-        held = (8, 16) if schedule == "gpipe" else (2, 4)
-        stages = tuple(
-            dataclasses.replace(stage, schedule=schedule, in_flight=count)
-            for stage, count in zip((first, sink), held, strict=True)
-        )
-        plan = dataclasses.replace(simple_plan([8, 4], [(0, 1)], mini_batch=64), stages=stages)
+        plan = simple_plan([8, 4], [(0, 1)], mini_batch=64)
+        for index, held in enumerate((8, 16) if schedule == "gpipe" else (2, 4)):
+            plan = with_stage(plan, index, schedule=schedule, in_flight=held)
         if fits:
             check_form(plan)
         else:

@@ -12,7 +12,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.baselines.chain_costs import zero_memory_bytes
-from gpp_plugin.plan.baselines.linearise import partition_gpipe, partition_pipedream
+from gpp_plugin.plan.baselines.stock_chain import partition_gpipe, partition_pipedream
 from gpp_plugin.plan.baselines.vpipe import LayerOptimizer, partition_vpipe
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import StageOptimizer
@@ -53,12 +53,9 @@ def optimizer_of(
     limit: int, stages: int, ways: tuple[str, ...], times: list[float] | None = None, **options: str
 ) -> StageOptimizer:
     graph, profile = layered(times or [10.0, 30.0, 20.0, 10.0, 20.0, 30.0, 10.0, 20.0])
-    cluster = make_cluster(stages)
-    device = dataclasses.replace(cluster.devices[0], host_bytes_per_s=5e6)
-    cluster = dataclasses.replace(cluster, devices=(device,) * stages)
-    return factory(
-        graph, profile, [limit] * stages, cluster, memory_optimization=ways, **options
-    ).at(1, stages)  # fmt: skip
+    cluster = make_cluster(stages, host=5e6)
+    made = factory(graph, profile, [limit] * stages, cluster, memory_optimization=ways, **options)
+    return made.at(1, stages)
 
 
 def assert_layers(plan: ChainPlan) -> None:

@@ -22,8 +22,8 @@ from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.memory.graph_tensors import GraphTensors
 from gpp_plugin.plan.memory.memory_chain import StageChain
+from gpp_plugin.plan.memory.operator_chain import GraphTensors
 from gpp_plugin.profile import block_survey, timing
 from gpp_plugin.profile.block_survey import signature_of
 from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_in_flight
-from gpp_benchmarks._exactness_ranks import LinearHooks, gradient_error, rank_executor, stage_rows
+from gpp_benchmarks._exactness_kept import DrawnRank
+from gpp_benchmarks._exactness_ranks import gradient_error
+from gpp_benchmarks._linear_ranks import LinearHooks, stage_rows
 from gpp_benchmarks._linear_stages import DATA_WIDTH, LinearNetwork, linear_network
 from gpp_benchmarks._random_plans import FAMILIES, random_draw
 from gpp_plugin.errors import RuntimeFailure
@@ -35,11 +39,15 @@ from tests.schedule.plans import proven
 
 def ready(network: LinearNetwork, program: RankProgram) -> tuple[dict[int, LinearHooks], Any, Any]:
     """Return the optimizer side of each stage of a rank that holds all of them, and what runs them."""
-    hooks = {
-        index: LinearHooks({name: p.clone() for name, p in network.starts[index].items()}, None)
-        for index in program.stages
-    }
-    return hooks, *rank_executor(program, network, hooks, transport=None)
+    draw: Any = SimpleNamespace(plan=network.plan, forward_only=frozenset())
+    groups = dict.fromkeys(program.stages)
+    own = DrawnRank(
+        draw, network, rank=0, groups=groups, transport=None, delays=random.Random(0), longest_delay_s=0.0
+    )
+    for stage in own.stages:
+        own.begin(program.of_stage(stage))
+    executor = own.executor(RankPrograms(plan=network.plan, programs={"whole": program}))
+    return own.hooks, executor, [own.make(program.of_stage(stage)) for stage in own.stages]
 
 
 def rows_of(network: LinearNetwork) -> list[Any]:

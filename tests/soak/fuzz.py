@@ -28,7 +28,7 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import dumps, load, read_json
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.cluster_files import CLUSTER_DIR, read_cluster
-from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
+from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.plan_form import check_events, read_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.rehearse.rehearsal import RehearsalSettings, check_memory, load_rehearsable

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpp_benchmarks._options import add_option
 from gpp_benchmarks.figures import _autopipe, _dawnpiper, _graphpipe
 from gpp_benchmarks.figures._figure_rows import Figure, Options, draw_bars, format_figure, plain_row
 from gpp_plugin.errors import ConfigError
@@ -26,11 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--paper", choices=list(PAPERS), required=True, help="whose figures")
     parser.add_argument("--figure", nargs="+", metavar="NAME", help="which, as listed above; 7 is both (all)")
-    parser.add_argument(
-        "--devices", nargs="+", type=int, default=[4, 8, 16, 32], help="numbers of devices (%(default)s)"
-    )
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take (%(default)s)")
-    parser.add_argument("--out", default="figures", help="folder of the pictures, SVG (%(default)s)")
+    add_option(parser, "--devices", [4, 8, 16, 32], "numbers of devices")
+    add_option(parser, "--limit", 60.0, "seconds a search may take")
+    add_option(parser, "--out", "figures", "folder of the pictures, SVG")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -52,59 +52,54 @@ def figures() -> tuple[Figure, ...]:
     """Return the tables and figures, in the paper's order."""
     return (
         Figure(
-            name="table-II",
-            title="GPT-2 345M in four stages, seven partitions (their steps: figure 11)",
+            "table-II",
+            "GPT-2 345M in four stages, seven partitions (their steps: figure 11)",
+            _table_ii,
             why=_WHY_STEP,
-            rows=_table_ii,
         ),
         Figure(
-            name="9",
-            title="Megatron-LM's step over AutoPipe's, 4 stages and 8 micro-batches, by samples of a micro-batch",
+            "9",
+            "Megatron-LM's step over AutoPipe's, 4 stages and 8 micro-batches, by samples of a micro-batch",
+            _figure_9,
             why=_WHY_EVEN,
-            rows=_figure_9,
         ),
+        Figure("10", "Megatron-LM's step over AutoPipe's, by number of stages", _figure_10, why=_WHY_EVEN),
         Figure(
-            name="10",
-            title="Megatron-LM's step over AutoPipe's, by number of stages",
-            why=_WHY_EVEN,
-            rows=_figure_10,
-        ),
-        Figure(
-            name="table-III",
-            title="planners with little need of memory, ms a step",
+            "table-III",
+            "planners with little need of memory, ms a step",
+            functools.partial(_planners, table="III"),
             why=_WHY_PLANNERS,
-            rows=functools.partial(_planners, table="III"),
             scale="log",
         ),
         Figure(
-            name="table-IV",
-            title="planners with much need of memory, ms a step",
+            "table-IV",
+            "planners with much need of memory, ms a step",
+            functools.partial(_planners, table="IV"),
             why=_WHY_PLANNERS,
-            rows=functools.partial(_planners, table="IV"),
             scale="log",
         ),
         Figure(
-            name="12",
-            title="search time over AutoPipe's",
+            "12",
+            "search time over AutoPipe's",
+            _figure_12,
             why="all in Python here; in the paper DAPPLE's planner is, Piper's and AutoPipe's are in C++. Our AutoPipe "
             "searches exactly where that is affordable, on twice as many blocks as the others, and so is no quicker",
-            rows=_figure_12,
             scale="log",
         ),
         Figure(
-            name="13",
-            title="standard deviation of stage times over AutoPipe's, GPT-2 345M, micro-batches of 32",
+            "13",
+            "standard deviation of stage times over AutoPipe's, GPT-2 345M, micro-batches of 32",
+            _figure_13,
             why=f"{_WHY_PLANNERS}. In two stages AutoPipe's best cut is between whole layers here, which the others "
             "find too; the paper's DAPPLE put 17 of 24 layers into its second stage, and its Piper took four and six "
             "stages. A ratio of 0 is one stage",
-            rows=_figure_13,
             scale="log",
         ),
         Figure(
-            name="14",
-            title="start-up, until the last rank begins, over Megatron-LM's, GPT-2 345M",
+            "14",
+            "start-up, until the last rank begins, over Megatron-LM's, GPT-2 345M",
+            _figure_14,
             why=_WHY_LINKS,
-            rows=_figure_14,
         ),
     )
 
@@ -316,10 +311,7 @@ def _interleaved(stages: int, size: int, limit: float) -> PipelinePlan:
     request = _request("gpt2_345m", 2 * stages, size, 2 * stages, "layer")
     with time_limit(limit):
         plan = make_plan("uniform", request)
-    folded = tuple(
-        dataclasses.replace(stage, ranks=(index % stages,)) for index, stage in enumerate(plan.stages)
-    )
-    return dataclasses.replace(plan, stages=folded)
+    return plan.with_each(ranks=[(index % stages,) for index in range(len(plan.stages))])
 
 
 def _figure_12(options: Options) -> Iterable[FigureRow]:

@@ -18,22 +18,19 @@ def figures() -> tuple[Figure, ...]:
     """Return both tables and the balance."""
     return (
         Figure(
-            name="table-1",
-            title="largest mini-batch, synchronous",
-            why=_WHY,
-            rows=lambda options: _batches(options, "sync"),
+            "table-1", "largest mini-batch, synchronous", lambda options: _batches(options, "sync"), why=_WHY
         ),
         Figure(
-            name="table-2",
-            title="largest micro-batch, asynchronous",
+            "table-2",
+            "largest micro-batch, asynchronous",
+            lambda options: _batches(options, "async"),
             why=_WHY,
-            rows=lambda options: _batches(options, "async"),
         ),
         Figure(
-            name="balance",
-            title="how far the shortest stage is below the longest: T5, eight asynchronous stages",
+            "balance",
+            "how far the shortest stage is below the longest: T5, eight asynchronous stages",
+            _balance,
             why=f"{_WHY}; at 2.5 times vPipe's largest plain micro-batch, which is 110 in the paper",
-            rows=_balance,
         ),
     )
 

@@ -61,22 +61,23 @@ class FigureRow:
         return None if self.paper in (None, 0) or self.ours is None else self.ours / self.paper - 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Figure:
     """A figure or table of a paper.
 
     Args:
         name: what ``--figure`` calls it.
         title: what it shows.
-        why: why our numbers and the paper's differ.
         rows: makes the rows.
+        why: why our numbers and the paper's differ.
         scale: of the picture: ``linear``, or ``log`` where numbers are orders of magnitude apart.
     """
 
     name: str
     title: str
-    why: str
     rows: Callable[[Options], Iterable[FigureRow]]
+    _: dataclasses.KW_ONLY
+    why: str
     scale: str = "linear"
 
 

@@ -43,53 +43,45 @@ Rows = list[dict[str, Any]]
 def figures() -> tuple[Figure, ...]:
     """Return the figures and tables, in the paper's order."""
     return (
+        Figure("6", "end-to-end throughput, over PipeDream and Piper", _figure_6, why=_WHY_THROUGHPUT),
         Figure(
-            name="6",
-            title="end-to-end throughput, over PipeDream and Piper",
-            why=_WHY_THROUGHPUT,
-            rows=_figure_6,
-        ),
-        Figure(
-            name="table-1",
-            title="search time, in seconds",
+            "table-1",
+            "search time, in seconds",
+            _table_1,
             why="theirs on an Apple M1 Max, ours in processor seconds of this machine, all planners in Python, with "
             "the same blocks and micro-batch sizes; only quotients compare, and ours are smaller on short lines of "
             "blocks: tables of PipeDream and Piper are filled by whole rows here, and bounds spare most of Piper's",
-            rows=_table_1,
             scale="log",
         ),
         Figure(
-            name="7-left",
-            title="CANDLE-Uno with 2 to 16 branches, over PipeDream",
-            why=_WHY_THROUGHPUT,
-            rows=_figure_7_left,
+            "7-left", "CANDLE-Uno with 2 to 16 branches, over PipeDream", _figure_7_left, why=_WHY_THROUGHPUT
         ),
         Figure(
-            name="7-right",
-            title="the two-branch Transformer on 8 devices at a fixed micro-batch size, over PipeDream",
+            "7-right",
+            "the two-branch Transformer on 8 devices at a fixed micro-batch size, over PipeDream",
+            _figure_7_right,
             why=f"{_WHY_THROUGHPUT}. Section 7.3 says two branches once and four once; ours are two",
-            rows=_figure_7_right,
         ),
         Figure(
-            name="9",
-            title="what parallel stages and larger micro-batches gain over PipeDream, at the most devices asked for",
+            "9",
+            "what parallel stages and larger micro-batches gain over PipeDream, at the most devices asked for",
+            _figure_9,
             why=_WHY_THROUGHPUT,
-            rows=_figure_9,
         ),
         Figure(
-            name="table-2",
-            title="samples in flight: cases in which ours is the paper's formula, of all with k and b up to 4 or 8",
+            "table-2",
+            "samples in flight: cases in which ours is the paper's formula, of all with k and b up to 4 or 8",
+            _table_2,
             why="groups k b that are no multiples of one another: there the formula is less than the pair of stages "
             "needs to run at all, and ours is the least number that runs",
-            rows=_table_2,
         ),
         Figure(
-            name="A.3",
-            title="the sequential Transformer, in samples a second",
+            "A.3",
+            "the sequential Transformer, in samples a second",
+            _table_a_3,
             why=f"{_WHY_THROUGHPUT}. The paper's numbers are 12 to 18 TFLOP/s a V100 by these dimensions, and single "
             "precision has 15.7 at most: tensor cores, which ours leaves out. PipeDream and Piper minimise the slowest "
             "stage and know no time to fill a pipeline, so that they cut deeper than GraphPipe here",
-            rows=_table_a_3,
         ),
     )
 

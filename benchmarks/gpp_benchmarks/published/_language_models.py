@@ -77,16 +77,9 @@ def _span(micro_batches: int) -> float:
 
 def _even_chain(ranks: int, micro_batches: int, *, chunks: int = 1) -> PipelinePlan:
     """Return equal stages of 3 us of work a rank and micro-batch, backwards twice as long as forwards."""
+    each = 1.0 / chunks
     stages = [
-        stage_of(
-            index,
-            index % ranks,
-            forward_us=1.0 / chunks,
-            input_us=1.0 / chunks,
-            weight_us=1.0 / chunks,
-            in_flight=min(micro_batches, ranks * chunks - index),
-            schedule="1f1b",
-        )
-        for index in range(ranks * chunks)
+        stage_of(i, i % ranks, (each, each, each), in_flight=min(micro_batches, ranks * chunks - i))
+        for i in range(ranks * chunks)
     ]
     return chain(stages, micro_batches=micro_batches)

@@ -242,27 +242,13 @@ class Setting:
             _stage(index, index % self.ranks, each, in_flight=micro_batches)
             for index in range(self.ranks * self.chunks)
         )
-        return colocated_step(
-            encoder,
-            language,
-            ranks=self.ranks,
-            micro_batches=micro_batches,
-            gather=gather,
-            scatter=scatter,
-        )
+        times = {"gather": gather, "scatter": scatter}
+        return colocated_step(encoder, language, ranks=self.ranks, micro_batches=micro_batches, **times)
 
 
 def _stage(index: int, rank: int, work: float, *, in_flight: int) -> Stage:
     forward, backward = work * FORWARD_SHARE, work * (1.0 - FORWARD_SHARE)
-    return stage_of(
-        index,
-        rank,
-        forward_us=forward,
-        input_us=backward / 2,
-        weight_us=backward / 2,
-        in_flight=in_flight,
-        schedule="1f1b",
-    )
+    return stage_of(index, rank, (forward, backward / 2, backward / 2), in_flight=in_flight)
 
 
 def _even(layers: int, parts: int) -> list[int]:

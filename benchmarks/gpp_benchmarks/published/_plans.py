@@ -84,16 +84,14 @@ def chain(
 
 
 def stage_of(
-    index: int,
-    rank: int,
-    *,
-    forward_us: float,
-    input_us: float,
-    weight_us: float,
-    in_flight: int,
-    schedule: str,
+    index: int, rank: int, times: tuple[float, float, float], *, in_flight: int, schedule: str = "1f1b"
 ) -> Stage:
-    """Return one stage on one rank, its backward in two parts."""
+    """Return one stage on one rank.
+
+    Args:
+        times: microseconds of a forward, of an input gradient and of a weight gradient.
+    """
+    forward_us, input_us, weight_us = times
     return Stage(
         name=f"s{index}",
         blocks=(f"b{index}",),

@@ -148,9 +148,8 @@ class _Run:
                 now, held, more[stage] = now + forward, held + 1, more[stage] + 1
             arrives = max(now, arrives) + gradient + self._message
         for stage in range(1, self._stages):
-            more[stage] = min(
-                more[stage], max(0, more[stage - 1] - 1)
-            )  # what the stage before has sent by then
+            # what the stage before has sent by then
+            more[stage] = min(more[stage], max(0, more[stage - 1] - 1))
         return more
 
     def _forwards_of_round(self, *, may_skip: bool) -> list[bool]:
@@ -342,23 +341,12 @@ def _row(
 
 def _chain(run: Run, *, split: bool = False, in_flight: int | None = None) -> PipelinePlan:
     """Return equal stages under 1F1B, or with split backwards, each holding what 1F1B does or ``in_flight``."""
-    forward, gradient, weight = run.times
-    ranks = run.model.ranks
-    return chain(
-        [
-            stage_of(
-                index,
-                index,
-                forward_us=forward,
-                input_us=gradient,
-                weight_us=weight,
-                in_flight=in_flight or ranks - index,
-                schedule="zero_bubble" if split else "1f1b",
-            )
-            for index in range(ranks)
-        ],
-        micro_batches=run.micro_batches,
-    )
+    ranks, schedule = run.model.ranks, "zero_bubble" if split else "1f1b"
+    stages = [
+        stage_of(index, index, run.times, in_flight=in_flight or ranks - index, schedule=schedule)
+        for index in range(ranks)
+    ]
+    return chain(stages, micro_batches=run.micro_batches)
 
 
 def _span(plan: PipelinePlan, run: Run) -> float:
@@ -369,14 +357,8 @@ def _span(plan: PipelinePlan, run: Run) -> float:
 def _twice(run: Run) -> float:
     """Return the rate of the paper's automatic order, which holds twice as much as 1F1B on the first stage."""
     ranks = run.model.ranks
-    orders = shortest_span_orders(
-        ranks,
-        run.micro_batches,
-        times=run.times,
-        message=run.message,
-        limit=2 * ranks,
-        kept=run.model.kept,
-    )
+    limits = {"limit": 2.0 * ranks, "kept": run.model.kept}
+    orders = shortest_span_orders(ranks, run.micro_batches, times=run.times, message=run.message, **limits)
     plan = _chain(run, split=True, in_flight=run.micro_batches)
     cluster = cluster_of(ranks, run.message)
     return run.rate(longest_span_us(plan, schedules_of(orders), cluster=cluster))
@@ -388,20 +370,13 @@ def _interleaved(run: Run) -> tuple[float, tuple[float, str]]:
     orders = interleaved_orders(model.ranks, run.micro_batches, model.chunks)
     schedules = schedules_of(orders)
     forward, gradient, weight = (time / model.chunks for time in run.times)
+    times = forward, gradient, weight
     cluster = cluster_of(model.ranks, run.message)
     whole, split = (
         chain(
             [
-                stage_of(
-                    index,
-                    index % model.ranks,
-                    forward_us=forward,
-                    input_us=gradient,
-                    weight_us=weight,
-                    in_flight=schedule.num_in_flight,
-                    schedule=name,
-                )
-                for index, schedule in enumerate(schedules)
+                stage_of(i, i % model.ranks, times, in_flight=schedule.num_in_flight, schedule=name)
+                for i, schedule in enumerate(schedules)
             ],
             micro_batches=run.micro_batches,
         )

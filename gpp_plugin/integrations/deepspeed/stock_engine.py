@@ -5,7 +5,7 @@ and received tensors that no gradient reaches get one of zeros, where DeepSpeed 
 
 Source: DeepSpeed 0.19.8, its PipelineEngine
 Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
-    tests/plan/test_linearise.py
+    tests/plan/test_stock.py
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting, materialize_for
-from gpp_plugin.plan.baselines.linearise import ChainStage, Cut, linearise
-from gpp_plugin.plan.baselines.stock_chain import STOCK
+from gpp_plugin.plan.baselines.stock_chain import STOCK, ChainStage, Cut, linearise
 from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
 from gpp_plugin.runtime.code_by_shape import MAX_SHAPES
 from gpp_plugin.runtime.input_rows import InputLink, InputRows

@@ -6,7 +6,7 @@ schedule, its messages, its optimizer step.
 
 Source: DeepSpeed 0.19.8, its PipelineEngine
 Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
-    tests/plan/test_linearise.py
+    tests/plan/test_stock.py
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
 from gpp_plugin.model.weights.materialize import release_parameters
-from gpp_plugin.plan.baselines.linearise import linearise
-from gpp_plugin.plan.baselines.stock_chain import STOCK
+from gpp_plugin.plan.baselines.stock_chain import STOCK, linearise
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.rank_programs import held_tensors, tied_stages
 from gpp_plugin.runtime.stage_module import Reference, StageModule

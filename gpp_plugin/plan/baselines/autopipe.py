@@ -144,16 +144,10 @@ class ChainSimulator:
         return max(range(p), key=lambda s: (steps[s], s))
 
 
-def balance_blocks(weights: Sequence[float], num_stages: int) -> Cuts:
-    """Return Algorithm 1's partition: the smallest largest sum of weights."""
-    bounds = split_by_weight(weights, num_stages)
-    return (*(start for start, _ in bounds), len(weights))
-
-
 def search_heuristic(simulator: ChainSimulator, num_stages: int) -> tuple[float, Cuts]:
     """Return time and cuts of the best partition the master-stage heuristic visits."""
     weights = [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)]
-    start = balance_blocks(weights, num_stages)
+    start = split_by_weight(weights, num_stages)
     seen: set[Cuts] = set()
     time, master = simulator.run(start)
     best = time, start
@@ -193,7 +187,7 @@ def _rebalance_first(weights: Sequence[float], cuts: Cuts, count: int) -> Cuts:
     """Return the cuts with Algorithm 1 applied to the first ``count`` stages."""
     if count < 2:
         return cuts
-    head = balance_blocks(weights[: cuts[count]], count)
+    head = split_by_weight(weights[: cuts[count]], count)
     return (*head[:-1], *cuts[count:])
 
 
@@ -304,7 +298,7 @@ def autopipe_plan(request: PlanRequest) -> PipelinePlan:
             if _size_of(chain, degree) % degree == 0:
                 simulator = simulator_of(chain, degree)
                 weights = [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)]
-                starts.append((simulator.run(balance_blocks(weights, count))[0], count, wish, chain))
+                starts.append((simulator.run(split_by_weight(weights, count))[0], count, wish, chain))
     starts.sort(key=lambda start: start[:3])
     # Algorithm 1 ranks the numbers of stages and sizes; the heuristic works on the best of them.
     candidates = [
@@ -325,7 +319,7 @@ def _drafts_for(chain: ChainCosts, count: int, *, is_searched: bool) -> list[Sta
         found = search_exact(simulator, count, limit=MAX_EXACT // 20)
         cuts = found[1] if found is not None else search_heuristic(simulator, count)[1]
     else:
-        cuts = balance_blocks(
+        cuts = split_by_weight(
             [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)], count
         )
     return chain.drafts([(start, stop, degree) for start, stop in zip(cuts, cuts[1:], strict=False)])

@@ -27,9 +27,9 @@ from gpp_plugin.plan.costs.estimate import evaluate_us, interval_bytes
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
 from gpp_plugin.plan.linear_order import linear_order
-from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
+from gpp_plugin.plan.make import StageDraft, build_plan, make_drafts, with_in_flight
 from gpp_plugin.plan.memory.operator_chain import OperatorChain
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import busiest_us, quickest_in_flight
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 
@@ -128,20 +128,15 @@ class ChainCosts:
         self.request, self.costs, self.rules, self.wish = request, costs, rules, wish
         self.order = linear_order(request.graph)
         self.rows = costs.indices(self.order)
-        self.limit = min(device.memory_bytes for device in request.cluster.devices[: request.num_ranks])
-        if request.memory_limit_bytes is not None:
-            self.limit = min(self.limit, request.memory_limit_bytes)
+        self.limit = min(rank_limit(request, rank) for rank in range(request.num_ranks))
         self._held = [
             self._prefix(values)
             for values in (costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes)
         ]
         saved = costs.saved_per_sample, costs.saved_fixed
         self._saved, self._saved_fixed = (interval_sums(self._prefix(values)) for values in saved)
-        for (
-            blocks,
-            per_sample,
-            fixed,
-        ) in costs.shared:  # what a stage keeps too that an earlier one is charged with
+        # what a stage keeps too that an earlier one is charged with
+        for blocks, per_sample, fixed in costs.shared:
             flags = np.zeros((2, len(self.rows)))
             flags[0, blocks[0]], flags[1, blocks[1:]] = 1.0, 1.0
             first, others = (interval_sums(self._prefix(own)) > 0.5 for own in flags)
@@ -232,15 +227,8 @@ class ChainCosts:
 
     def drafts(self, bounds: Sequence[tuple[int, int, int]]) -> list[StageDraft] | None:
         """Return the drafts of (start, stop, degree), or None where one has no micro-batch size."""
-        drafts = []
-        for start, stop, degree in bounds:
-            size = self.size_of(start, stop, degree)
-            if size is None:
-                return None
-            drafts.append(
-                StageDraft(blocks=tuple(self.order[start:stop]), degree=degree, micro_batch_size=size)
-            )
-        return drafts
+        groups = [self.order[start:stop] for start, stop, _ in bounds]
+        return make_drafts(self.rules, groups, [degree for _, _, degree in bounds], self.wish)
 
 
 def even_stage_counts(request: PlanRequest) -> list[int]:

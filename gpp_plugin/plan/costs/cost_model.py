@@ -7,8 +7,8 @@ The profile is of the cluster's first device. Where devices are of several speed
 its slowest rank takes; times without ranks are those of the quickest device, a lower bound of every plan.
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
-Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,
-    tests/plan/test_memory_breakdown.py, tests/schedule/test_link_times.py, tests/plan/test_unlike_devices.py
+Tests: tests/plan/test_memory_breakdown.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,
+    tests/schedule/test_link_times.py, tests/plan/test_unlike_devices.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import cache, cached_property
+from types import MethodType
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,13 +35,36 @@ from gpp_plugin.plan.costs.memory_formula import (
     held_bytes,
     peak_bytes,
     sharded_bytes,
+    sharded_graph,
+    sharded_profile,
     stashed_bytes,
+    sum_times,
     unreduced_bytes,
 )
-from gpp_plugin.plan.costs.tensor_costs import sharded_graph, sharded_profile, sum_times
 from gpp_plugin.plan.costs.time_formula import num_gathers, num_reductions
 from gpp_plugin.schedule.event_loop import MessageCosts
 from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
+
+# Methods whose results are stored on their instance: each is computed once for each set of arguments.
+
+
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def remembered(method: Callable[Concatenate[S, P], R]) -> cached_property[Callable[P, R]]:
+    """Return a method that computes each result once; its arguments must be hashable.
+
+    `functools.cache` on a method would hold every instance for ever; here results live as long as their instance. For
+    classes that live as long as a search: an instance refers to itself so, and only `gc` frees it.
+    """
+
+    def of_instance(instance: Any) -> Callable[P, R]:
+        return cast("Callable[P, R]", cache(MethodType(method, instance)))
+
+    return cached_property(of_instance)
+
 
 # How much longer a device takes than another: what blocks take where a cluster's devices are of several speeds.
 #
@@ -180,7 +205,7 @@ class CostModel:
 
     Args:
         tensor: tensor size of the stages that the costs are of; their sums travel over ``tensor_link``
-            (`tensor_costs`).
+            (`memory_formula`).
         zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
             backward makes is whole until it is reduced behind it. 3 shares the parameters, whole while tasks run.
 

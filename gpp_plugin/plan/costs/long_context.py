@@ -16,7 +16,7 @@ Expert parallelism. Of e ranks each holds a part of a layer's experts; a token's
 back, (e - 1) / e of them to other ranks: 2 t h b (e - 1) / e bytes a token and layer, forward, and as much backward.
 
 Source: Ring Attention (arXiv 2310.01889), section 3; GShard (arXiv 2006.16668), section 3.2
-Tests: tests/plan/test_tensor_sizes.py, tests/plan/test_cache_parallelism.py
+Tests: tests/plan/test_tensor_sizes.py, tests/plan/test_long_context.py
 """
 
 from __future__ import annotations

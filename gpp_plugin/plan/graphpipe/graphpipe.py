@@ -24,7 +24,7 @@ Deviations, each with its reason:
 - Ranks left over by the DP are shared out (`degrees`): a plan uses all ranks.
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_graphpipe.py
 """
 
 from __future__ import annotations
@@ -41,19 +41,16 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, link_for_span, ring_us
 from gpp_plugin.plan.costs.time_formula import full_pipeline_us, pipelined_samples
-from gpp_plugin.plan.graphpipe.intervals import Series
-from gpp_plugin.plan.graphpipe.reconstruction import read_groups
+from gpp_plugin.plan.graphpipe.intervals import Series, StageShapes
 from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
-from gpp_plugin.plan.graphpipe.stage_search import StageSearch
-from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
+from gpp_plugin.plan.graphpipe.stage_search import StageSearch, read_groups
 from gpp_plugin.plan.graphpipe.stage_table import TableMaker
 from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
-from gpp_plugin.plan.memory.joined import best_evaluated, join_memory
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import SearchReport
-from gpp_plugin.plan.selection import explain_infeasible
+from gpp_plugin.plan.selection import best_evaluated, explain_infeasible, join_memory
 
 SLACK = 1.06
 """Partitions that may end within this factor of the best step known are refined: refinement gains as much."""

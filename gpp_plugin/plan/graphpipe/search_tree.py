@@ -4,7 +4,7 @@ A planner searches many times: for several numbers of stages, within memory and 
 micro-batch sizes and times; the tree, and what its stages hold, is the same. Long series are in runs.
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_coarsening.py
+Tests: tests/plan/test_search_tree.py
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gpp_plugin.plan.graphpipe import search_tree
 from gpp_plugin.plan.graphpipe.intervals import (
     Component,
     Series,
+    StageShapes,
     block_signatures,
     build_series,
     decompose,
     signature_of,
 )
-from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
 from gpp_plugin.plan.search_report import SearchReport
 
 # Long series in fewer items: runs of blocks searched as one, and single blocks where stages were cut.

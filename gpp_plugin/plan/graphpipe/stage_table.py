@@ -1,7 +1,7 @@
 """Costs of every stage of a series, for one micro-batch size: matrices over rows and columns (`intervals`).
 
 Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py, tests/plan/test_stage_search.py
+Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py, tests/plan/test_graphpipe.py
 """
 
 from __future__ import annotations
@@ -18,8 +18,17 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
-from gpp_plugin.plan.graphpipe.intervals import Branches, Counts, Ints, Series
-from gpp_plugin.plan.graphpipe.stage_shapes import NO_LIMIT, Bools, StageShapes, bin_shapes, series_shapes
+from gpp_plugin.plan.graphpipe.intervals import (
+    NO_LIMIT,
+    Bools,
+    Branches,
+    Counts,
+    Ints,
+    Series,
+    StageShapes,
+    bin_shapes,
+    series_shapes,
+)
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.operator_chain import least_added_us
 

@@ -37,9 +37,9 @@ import numpy as np
 
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.plan.costs.cost_model import Floats
-from gpp_plugin.plan.memory.graph_tensors import Ints
 from gpp_plugin.plan.memory.operator_chain import (
     HostLink,
+    Ints,
     PipelineShape,
     Savings,
     TensorChain,

@@ -21,7 +21,7 @@ Deviations from Algorithm 1:
 - Cuts are moved to a neighbour that sends less where no stage gets longer by more than `SLACK` (B.2).
 
 Source: DawnPiper (arXiv 2505.05856), section 4, Algorithm 1
-Tests: tests/plan/test_dawnpiper.py, tests/plan/test_memory_cuts.py
+Tests: tests/plan/test_dawnpiper.py
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import StageOptimizer
-from gpp_plugin.plan.memory.graph_tensors import Ints
 from gpp_plugin.plan.memory.memory_chain import ChainPlan, optimized, plan_chain
-from gpp_plugin.plan.memory.operator_chain import PipelineShape, TensorChain
+from gpp_plugin.plan.memory.operator_chain import Ints, PipelineShape, TensorChain
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plugins import planner_traits
 

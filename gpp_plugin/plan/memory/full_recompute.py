@@ -4,7 +4,7 @@ A stage keeps what enters its layers, and for one layer at a time what is inside
 of activations, which costs about a forward more whatever memory there is; `capuchin` recomputes what must be.
 
 A layer that drops nothing is left alone, and so is the last one of a stage with a single micro-batch in flight:
-its backward follows its forward. A stage that is the user's own module runs again as a whole (`module_memory`).
+its backward follows its forward. A stage that is the user's own module runs again as a whole (`recompute_modules`).
 
 Source: Chen et al. 2016 (arXiv 1604.06174)
 Tests: tests/plan/test_full_recompute.py, tests/stage_graph/test_captured.py
@@ -18,16 +18,17 @@ from collections.abc import Sequence
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.profile import ModuleMemory
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import Interval, StageChoice, StageOptimizer
-from gpp_plugin.plan.memory.graph_tensors import GraphTensors
+from gpp_plugin.plan.memory.fitting import whole_again
 from gpp_plugin.plan.memory.memory_chain import StageChain
-from gpp_plugin.plan.memory.module_memory import recompute_modules
-from gpp_plugin.plan.memory.operator_chain import PipelineShape
+from gpp_plugin.plan.memory.operator_chain import GraphTensors, PipelineShape
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.selection import rank_limit
+from gpp_plugin.plan.selection import rank_limit, validate_for
 from gpp_plugin.plan.split_backwards import pending_bytes, splits_backwards, with_part_times
 
 
@@ -112,3 +113,36 @@ def _explain(stage: Stage, choice: StageChoice, stash: int, limit: int, request:
         f"{stage.local_batch_size} samples in flight; lower {name_of('micro_batch_sizes')}, or add ranks or "
         "stages"
     )
+
+
+def recompute_modules(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
+    """Return the plan with all its modules run again, whatever memory there is.
+
+    Those that gain nothing by it stay as they are.
+
+    Raises:
+        PlanInfeasible: a stage does not fit even so.
+    """
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    stages = tuple(_run_again(stage, costs, request.profile.module(stage.blocks)) for stage in plan.stages)
+    changed = dataclasses.replace(plan, stages=stages)
+    parts = memory_breakdown(changed, request.profile, graph=request.graph, zero_stage=request.zero_stage)
+    needs = [
+        old.memory_bytes if new is old else part.total
+        for old, new, part in zip(plan.stages, stages, parts, strict=True)
+    ]
+    changed = changed.with_each(memory_bytes=needs)
+    changed = dataclasses.replace(changed, iteration_us=evaluate_us(changed, costs))
+    validate_for(changed, request)
+    return changed
+
+
+def _run_again(stage: Stage, costs: CostModel, module: ModuleMemory | None) -> Stage:
+    if module is None:
+        return stage
+    local = stage.local_batch_size
+    memory = whole_again(module, local=local, in_flight=stage.in_flight, forward_us=stage.forward_us)
+    if memory is None:
+        return stage
+    backward_us = costs.on(stage).stage_times(costs.indices(stage.blocks), local, stage.ranks)[1]
+    return dataclasses.replace(stage, memory=memory, backward_us=backward_us + memory.added_us)

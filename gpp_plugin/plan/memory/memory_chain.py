@@ -22,11 +22,16 @@ from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
-from gpp_plugin.plan.memory.graph_tensors import GraphTensors, chain_results, chain_tensors
-from gpp_plugin.plan.memory.operator_chain import OperatorChain, PipelineShape, TensorChain
+from gpp_plugin.plan.memory.operator_chain import (
+    GraphTensors,
+    OperatorChain,
+    PipelineShape,
+    TensorChain,
+    chain_results,
+    chain_tensors,
+)
 from gpp_plugin.plan.memory.recompute_menu import CAPS, LEAST_PRICE, PRICES, Segments, find_segments
-from gpp_plugin.plan.nearest import limit_gb
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest, limit_gb, rank_limit
 
 # The blocks of one stage of a graph as a chain, so that what is worked out for chains applies to any stage.
 #

@@ -32,8 +32,7 @@ import numpy as np
 
 from gpp_plugin.plan.costs.cost_model import Floats
 from gpp_plugin.plan.linear_order import layer_bounds
-from gpp_plugin.plan.memory.graph_tensors import Ints
-from gpp_plugin.plan.memory.operator_chain import RangeMax, TensorChain, sum_by
+from gpp_plugin.plan.memory.operator_chain import Ints, RangeMax, TensorChain, sum_by
 
 WINDOW = 128
 """Operators a segment has at most."""

@@ -15,13 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from gpp_plugin.plan.batch_rules import ANY_SIZE, BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, Kinds, link_for_span, ring_us
-from gpp_plugin.plan.costs.remembered import remembered
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, Kinds, link_for_span, remembered, ring_us
 from gpp_plugin.plan.costs.time_formula import us_per_sample
 from gpp_plugin.plan.make import StageDraft, order_stages
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 
 class Option(NamedTuple):
@@ -80,11 +79,8 @@ class DegreeChooser:
     ) -> None:
         self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
         self.sets = BlockSets(costs) if sets is None else sets
-        limits = [device.memory_bytes for device in request.cluster.devices[: request.num_ranks]]
-        if request.memory_limit_bytes is not None:
-            limits = [min(limit, request.memory_limit_bytes) for limit in limits]
-        self.limits = limits
-        self._limit = max(limits)
+        self.limits = [rank_limit(request, rank) for rank in range(request.num_ranks)]
+        self._limit = max(self.limits)
         self._coupled = self.sets.mask_of(sorted(rules.coupled))
         self._fixed = {
             size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])

@@ -29,8 +29,16 @@ from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.costs.time_formula import us_per_sample
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter
-from gpp_plugin.plan.refine import moves
-from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
+from gpp_plugin.plan.refine.block_sets import (
+    BlockSets,
+    Mask,
+    boundary_moves,
+    merged_and_cut,
+    regroupings,
+    reshape,
+    shared_out,
+    swaps,
+)
 from gpp_plugin.plan.refine.degrees import DegreeChooser
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import SearchReport
@@ -243,7 +251,7 @@ class Refiner:
             heaviest = max(range(len(masks)), key=loads.__getitem__)
             options = [
                 (self._unevenness(changed, start.wish, start.way), n, changed)
-                for n, changed in enumerate(moves.boundary_moves(self.sets, masks, heaviest))
+                for n, changed in enumerate(boundary_moves(self.sets, masks, heaviest))
             ]
             if not options or min(options)[0] >= best * (1 - 1e-12):
                 break
@@ -288,7 +296,7 @@ class Refiner:
         times = self._times(at)
         slowest_first = sorted(range(len(masks)), key=lambda i: -times[i])
         quickest_first = sorted(range(len(masks)), key=times.__getitem__)
-        yield from self._with_all(at, moves.regroupings(self.sets, masks, slowest_first))
+        yield from self._with_all(at, regroupings(self.sets, masks, slowest_first))
         wishes = self.rules.wishes()
         place = wishes.index(at.wish) if at.wish in wishes else 0
         near = [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]
@@ -300,8 +308,8 @@ class Refiner:
             if key not in self._seen and self._least_of(at.masks, drafts) <= self._cutoff_us:
                 self._seen[key] = score = self._score(drafts)
                 yield dataclasses.replace(at, drafts=tuple(drafts), score=score)
-        yield from self._with_all(at, moves.swaps(self.sets, masks))
-        yield from self._with_all(at, moves.merged_and_cut(self.sets, masks, quickest_first))
+        yield from self._with_all(at, swaps(self.sets, masks))
+        yield from self._with_all(at, merged_and_cut(self.sets, masks, quickest_first))
 
     def _with_all(self, at: Candidate, partitions: Iterator[list[Mask]]) -> Iterator[Candidate]:
         return filter(None, (self.with_masks(masks, at.wish, at.slack, at.way) for masks in partitions))
@@ -360,7 +368,7 @@ class Refiner:
     def reshape(self, groups: Sequence[Sequence[str]], count: int) -> list[Mask] | None:
         """Cut the heaviest stages evenly, or merge the lightest, until there are ``count``."""
         masks = [self.sets.mask_of(group) for group in groups]
-        return moves.reshape(self.sets, masks, count, self._weight())
+        return reshape(self.sets, masks, count, self._weight())
 
     def shared_out(self, count: int) -> Iterator[list[Mask]]:
         """Yield partitions into ``count`` stages along the lines of blocks that have tensor sizes of their own."""
@@ -380,7 +388,7 @@ class Refiner:
         for each in [classes] if filled == classes else [classes, filled]:
             parts = [part for mask in each.values() for part in sets.parts(mask)]
             if len(parts) <= MAX_DISTINCT_PARTS and sets.is_acyclic(parts):
-                yield from moves.shared_out(
+                yield from shared_out(
                     sets, parts, count, self._weight(), lambda one, other: bool(sizes(one | other))
                 )
 

@@ -1,7 +1,7 @@
 """Plans where ranks hold several stages, on request or where shorter: interleaving, and branches on ranks of others.
 
     plans, one stage a rank, of several planners
-      1 starts          `shared_starts`: partitions, maps and micro-batch sizes, in the order of a bound on their step
+      1 starts          `StartMaker`: partitions, maps and micro-batch sizes, in the order of a bound on their step
       2 simulated       the first `NUM_STARTS` of them, with in-flight counts that fit their ranks' memory: roughly,
                         then the best `NUM_EXACT` exactly
       3 improved        the best `NUM_IMPROVED` by moves: two stages of the same ranks merged, a stage to other ranks,
@@ -40,14 +40,21 @@ from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.choose_schedule import GAIN, SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
-from gpp_plugin.plan.refine import moves
+from gpp_plugin.plan.refine.block_sets import boundary_moves, merged_and_cut, swaps
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
 from gpp_plugin.plan.search_report import SearchReport
-from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner, exchanged_stages, moved_stages
+from gpp_plugin.plan.selection import validate_for
+from gpp_plugin.plan.shared.partitions import (
+    AS_PLANNED,
+    FEW_BLOCKS,
+    Partitioner,
+    Start,
+    StartMaker,
+    exchanged_stages,
+    moved_stages,
+)
 from gpp_plugin.plan.shared.shared_evaluator import BUDGET, LEFT_OUT, Drafts, SharedEvaluator
-from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
-from gpp_plugin.plan.validate_request import validate_for
 from gpp_plugin.schedule.names import AUTO
 
 logger = logging.getLogger(__name__)
@@ -434,10 +441,10 @@ class _Search:
         sets = self._partitioner.sets
         masks = [sets.mask_of(draft.blocks) for draft in drafts]
         order = sorted(range(len(drafts)), key=lambda i: -max(busy[rank] for rank in drafts[i].ranks or (0,)))
-        changes = itertools.chain.from_iterable(moves.boundary_moves(sets, masks, i) for i in order)
+        changes = itertools.chain.from_iterable(boundary_moves(sets, masks, i) for i in order)
         if len(sets.names) <= FEW_BLOCKS:
-            merged = moves.merged_and_cut(sets, masks, range(len(masks)))
-            changes = itertools.chain(changes, moves.swaps(sets, masks), merged)
+            merged = merged_and_cut(sets, masks, range(len(masks)))
+            changes = itertools.chain(changes, swaps(sets, masks), merged)
         yield from filter(None, (self._with_blocks(drafts, changed) for changed in changes))
 
     def _with_blocks(self, drafts: Drafts, masks: Sequence[int]) -> Drafts | None:

@@ -1,11 +1,13 @@
 """The papers' models as analytic graphs."""
 
 import pytest
+import torch
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.library.analytic_models import gemm_us, in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
+from gpp_plugin.library.paper_modules import MODULES, make_batch
 from gpp_plugin.plan.cluster_files import read_cluster
 
 V100 = read_cluster("summit").devices[0]
@@ -67,3 +69,56 @@ def test_sublayers_add_up_to_layers():
 def test_mistakes_get_one_line(name, sizes, message):
     with pytest.raises(PlanError, match=message):
         build_model(name, **sizes)
+
+
+def test_sizes_are_those_of_the_published_networks():
+    """DawnPiper trains 28 M parameters; torchgpipe's AmoebaNet-D (18, 208) has 81.5 M without its classifier."""
+    model = build_model("amoebanet")
+    assert len(model.graph.blocks) > 1000
+    assert sum(s.parameters for s in model.specs) / 1e6 == pytest.approx(28, rel=0.02)
+    large = build_model("amoebanet", filters=208)
+    assert sum(s.parameters for s in large.specs) / 1e6 == pytest.approx(81.5, rel=0.01)
+
+
+def test_order_is_topological_and_what_is_kept_adds_up():
+    graph = build_model("amoebanet", layers=3, filters=16, image=64).graph
+    position = {block.name: i for i, block in enumerate(graph.blocks)}
+    assert all(position[edge.src] < position[edge.dst] for edge in graph.edges)
+    charged = dict.fromkeys(position, 0)
+    for tensor in graph.saved:
+        charged[tensor.kept_by[0]] += tensor.bytes
+        assert all(position[tensor.made_by] <= position[keeper] for keeper in tensor.kept_by)
+    assert charged == {block.name: block.saved_bytes for block in graph.blocks}
+    shared = [tensor for tensor in graph.saved if len(tensor.kept_by) > 1]
+    assert shared, "a cell's input is kept by several operators and counted once"
+
+
+@pytest.mark.parametrize("sizes", [{"layers": 4}, {"filters": 20}])
+def test_odd_sizes_get_one_line(sizes):
+    with pytest.raises(PlanError, match="multiple of 3"):
+        build_model("amoebanet", **sizes)
+
+
+SMALL = {
+    "mmt": {"branches": 2, "layers": 2, "hidden": 16, "heads": 2, "inner": 32},
+    "candle_uno": {"branches": 3, "layers": 2, "hidden": 16},
+    "two_branch": {"layers": 1, "hidden": 16, "heads": 2, "inner": 16},
+    "dlrm": {
+        "dense": 2, "sparse": 2, "layers": 2, "hidden": 16, "top_layers": 2, "entries": 50, "embedding": 4, "bag": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_parameters_and_blocks_are_those_of_the_analytic_graph(name):
+    model, graph = MODULES[name](**SMALL[name]), build_model(name, **SMALL[name])
+    count = sum(p.numel() for p in model.parameters())
+    assert sum(s.parameters for s in graph.specs) == pytest.approx(count, rel=0.05)
+
+    modules = {path for path, _ in model.named_modules()}
+    assert {block.name for block in graph.graph.blocks} <= modules
+
+
+def test_other_models_need_their_own_batch():
+    with pytest.raises(ValueError, match="not a model of this file"):
+        make_batch(torch.nn.Linear(1, 1), 2)

@@ -1,4 +1,4 @@
-"""`gpp plan` with nothing said of types, samples and losses."""
+"""`gpp plan`: what is planned where little is said, and the one line that answers what a user gets wrong."""
 
 import dataclasses
 import json
@@ -8,8 +8,64 @@ import pytest
 from gpp_plugin.api import make_request
 from gpp_plugin.cli import main
 from gpp_plugin.library.named_models import config_path, usual_loss_unit
-from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.cluster_files import CLUSTER_DIR, read_cluster
 from gpp_plugin.plan.costs.long_context import LayerShape, expert_exchange_us, on_paper
+from gpp_plugin.plan.request import limit_gb
+
+
+def test_a_cluster_that_is_not_json_is_named(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    path.write_text('{"name": "x", ')
+    assert main(["plan", "mmt", "--cluster", str(path)]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"gpp plan: {path}: not JSON at line 1, column 15")
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much_and_which_knob(tmp_path, capsys):
+    description = json.loads((CLUSTER_DIR / "summit.json").read_text())
+    description["devices"][0]["memory_gb"] = 0.05
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(description))
+    assert main(["plan", "mmt", "--devices", "8", "--loss-unit", "1", "--cluster", str(path)]) == 1
+    # where nobody looks a long search says nothing in front of it
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("gpp plan: no plan fits: stage ")
+    assert "rank " in error and "may use 50000000 (" in error and "too many" in error
+    assert "alone needs " in error and "raise --memory-limit-gb by " in error
+
+
+REQUESTS = [
+    (["--stages", "40", "--devices", "64"], "--stages: 40 is more than the 33 blocks of the model; write --stages 33, or"),
+    (
+        ["--virtual-stages", "20"],
+        "--virtual-stages: 20 on 4 ranks makes at least 40 stages and the model has 33 blocks; write --virtual-stages 16",
+    ),
+    (
+        ["--virtual-stages", "2", "--set", "stages=6"],
+        "--set stages: 6 is not possible with --virtual-stages 2, which makes 4 or 8 stages on 4 ranks; change --set stages",
+    ),
+    (["--stages", "5", "--mode", "async"], "--stages: mode async has one stage a rank; write --virtual-stages 1, --colo"),
+    (
+        ["--colocate", "auto", "--planner", "stock_1f1b"],
+        "planner 'stock_1f1b' makes stages for DeepSpeed's own PipelineEngine, which holds one a rank",
+    ),
+    (["--mini-batch", "63", "--micro-batch", "4"], "--micro-batch: 4 does not divide --mini-batch 63; give 3 or 7"),
+    (["--loss-unit", "5"], "--loss-unit: 5 does not divide --mini-batch 64; give 4 or 8"),
+    (["--data-parallel", "3"], "--data-parallel: 3 does not divide 4 ranks; give 2 or 4"),
+    (["--zero", "3", "--mode", "async"], "--zero: 3 is not valid in mode async, which needs several versions of the weights"),
+    (["--set", "memory.limit_gb=0.01"], "no plan fits: stage "),
+    (["--set", "trace_path=t.json"], "--set trace_path: no plan depends on it; leave it out"),
+    (["--set", "memory.recompute=full"], '--set memory.recompute: "full" is for training; give one of auto, off'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), REQUESTS)
+def test_a_wrong_request(arguments, message, capsys):
+    defaults = ["--devices", "4", "--cluster", "summit", "--mini-batch", "64"]
+    assert main(["plan", "mmt", *defaults, *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gpp plan: {message}")
+    assert error.count("\n") == 1
 
 
 def planned(capsys, *arguments):
@@ -82,3 +138,20 @@ def test_mini_batches_grow_with_the_devices():
 def test_loss_units_of_a_sensible_size(model, length, devices, unit):
     path = config_path(model)
     assert usual_loss_unit(path, mini_batch=64, length=length, num_devices=devices) == unit
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"),
+    [
+        (477_600, "0.0004776"),
+        (477_601, "0.0004777"),
+        (12_345_400_000, "12.35"),
+        (8_000_000_000, "8"),
+        (80_000_000_001, "80.01"),
+        (7, "0.000000007"),
+        (9_999_900, "0.01"),
+    ],
+)
+def test_the_limit_that_is_told_allows_the_bytes(num_bytes: int, said: str) -> None:
+    assert limit_gb(num_bytes) == said
+    assert round(float(said) * 1e9) >= num_bytes

@@ -1,1 +1,0 @@
-"""Plans whose stages somebody gave, and plans made asynchronous."""

@@ -16,9 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_in_flight
 from gpp_benchmarks._exactness_kept import DrawnRank
-from gpp_benchmarks._exactness_ranks import gradient_error
 from gpp_benchmarks._linear_ranks import LinearHooks, stage_rows
-from gpp_benchmarks._linear_stages import DATA_WIDTH, LinearNetwork, linear_network
+from gpp_benchmarks._linear_stages import (
+    DATA_WIDTH,
+    LinearNetwork,
+    linear_network,
+    single_process_gradients,
+    tensor_errors,
+)
 from gpp_benchmarks._random_plans import FAMILIES, random_draw
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
@@ -68,7 +73,8 @@ def run_here(network: LinearNetwork, program: RankProgram, seed: int) -> float:
         executor.run("whole", parts, [stage_rows(network, index, 0, data) for index in hooks])
         ours = {index: own.done.gradients[number] for index, own in hooks.items()}
         parameters = [own.done.parameters[number] for own in hooks.values()]
-        worst = max(worst, gradient_error(ours, network, parameters, data))
+        errors = tensor_errors(ours, single_process_gradients(network, parameters, data))
+        worst = max(worst, *errors.values())
     return worst
 
 

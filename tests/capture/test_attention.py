@@ -8,35 +8,27 @@ from torch import nn
 
 from gpp_benchmarks._attention_models import FAMILIES, PADDINGS, Size, build_family
 from gpp_plugin.capture.export import capture_model
-from tests.capture.attention_calls import WholeStage, eager_loss, recorded_attention
+from tests.capture.attention_calls import OneStage, recorded_attention
 
 SIZE = Size(layers=1)
 CASES = [(name, at) for name, family in FAMILIES.items() for at in ("none", "left")[: 1 + family.is_padded]]
-
-
-def _gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("name", "captured_at"), CASES)
 def test_calls_losses_and_gradients_equal_eagers(name: str, captured_at: str) -> None:
     # captured with one padding, run with each: what attention is called with, the loss, every gradient
     model, make_batch = build_family(name, SIZE)
-    stage = WholeStage(capture_model(model, make_batch(captured_at)), model)
-    eager = eager_loss(model)
+    stage = OneStage(model, make_batch(captured_at))
     for padding in PADDINGS if FAMILIES[name].is_padded else ("none",):
         batch = make_batch(padding)
+        own, own_gradients, found = stage.run(stage.code(batch), batch)
+        model.zero_grad()
         with recorded_attention() as wanted:
-            loss = eager(batch)
-        gradients = _gradients(model, loss)
-        stage.look_at(batch)
-        with recorded_attention() as found:
-            own = stage(batch)
+            loss = model(**batch).loss
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         assert found == wanted and wanted, padding
-        torch.testing.assert_close(own, loss, rtol=1e-6, atol=1e-6)
-        own_gradients = _gradients(model, own)
+        torch.testing.assert_close(own, loss.detach(), rtol=1e-6, atol=1e-6)
         assert own_gradients.keys() == gradients.keys()
         for key, gradient in gradients.items():
             assert (own_gradients[key] - gradient).norm() <= 1e-6 * max(gradient.norm(), 1e-2), (padding, key)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.ir.analysis import Sharding, TensorShard
+from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.block_graph import BlockSharding
-from tests.models import TEXT_LENGTH, build
-
-
-def captured(name: str) -> CapturedGraph:
-    model, make_batch = build(name)
-    return capture_model(model, make_batch(2))
-
-
-def regions_by_parameters(sharding: Sharding) -> dict[frozenset[str], Any]:
-    return {frozenset(p.name for p in region.parameters): region for region in sharding.regions}
+from tests.capture.graphs import captured
+from tests.models import TEXT_LENGTH
 
 
 def test_attention_of_grouped_heads_and_a_gated_mlp():
     graph = captured("llama")
-    regions = regions_by_parameters(graph.analysis.sharding)
-    first = next(r for own, r in regions.items() if "model.layers.0.self_attn.q_proj.weight" in own)
-    second = next(r for own, r in regions.items() if "model.layers.0.mlp.up_proj.weight" in own)
     attention = "model.layers.0.self_attn"
+    first, second = (
+        next(r for r in graph.analysis.sharding.regions if weight in {p.name for p in r.parameters})
+        for weight in (f"{attention}.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
+    )
     assert {p.name: (p.axis, p.parts) for p in first.parameters} == {
         f"{attention}.q_proj.weight": (0, (32,)),
         f"{attention}.k_proj.weight": (0, (16,)),

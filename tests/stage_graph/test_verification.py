@@ -24,12 +24,13 @@ from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.verify import verification
-from gpp_plugin.model.verify.compare_capture import Comparison, compare_capture, copy_model, in_float32
+from gpp_plugin.model.verify.compare_capture import compare_capture, copy_model
 from gpp_plugin.model.verify.verification import StartUp, verify_part
-from tests.capture.graphs import eager_loss
+from tests.capture.graphs import compared
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build
 from tests.ranks import run_kept_ranks
+from tests.reference import loss_of
 from tests.stage_graph import untrue_jobs
 from tests.stage_graph.untrue_models import (
     Counting,
@@ -43,12 +44,6 @@ from tests.stage_graph.untrue_models import (
 )
 
 CPU = torch.device("cpu")
-
-
-def compared(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype | None = None) -> Comparison:
-    captured = in_float32(capture_model(model, batch, dtype=dtype))
-    twin = copy_model(model, device=CPU, dtype=torch.float32 if dtype is not None else None)
-    return compare_capture(captured, twin, batch, call=lambda module, entries: module(**entries))
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -76,7 +71,7 @@ def test_a_capture_is_its_module(name: str, kind: str) -> None:
     assert found.differences == ()
     assert found.loss_error < 1e-6 and found.gradient_error < 2e-6
     plain, _ = build(name)
-    eager_loss(plain, batch).backward()
+    loss_of(plain(**batch)).backward()
     assert found.num_gradients == sum(p.grad is not None for p in plain.parameters()) > 0
 
 

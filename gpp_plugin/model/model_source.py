@@ -56,7 +56,9 @@ from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
 from gpp_plugin.model.graph.user_module import UserModule
+from gpp_plugin.model.materialize import release_parameters
 from gpp_plugin.model.measure_lengths import LengthsToMeasure
+from gpp_plugin.model.module_holder import ModuleHolder, save_stages
 from gpp_plugin.model.preparation import (
     PREPARATION_TIMEOUT_S,
     Setting,
@@ -68,8 +70,6 @@ from gpp_plugin.model.preparation import (
     with_batch,
     with_memory_explained,
 )
-from gpp_plugin.model.weights.materialize import release_parameters
-from gpp_plugin.model.weights.module_holder import ModuleHolder, save_stages
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
 from gpp_plugin.plan.explicit.fixed_stages import FixedStage

@@ -1,7 +1,7 @@
 """From a profiled model and the configuration to a plan: what the keys of the block ask planners for, and together.
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.model.weights.materialize import materialize_parameters
+from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import read_cluster

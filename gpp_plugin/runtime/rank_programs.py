@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from gpp_plugin.capture.lengths import resized
+from gpp_plugin.capture.captured_graph import resized
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge

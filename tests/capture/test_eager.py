@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall, extract_tensors, insert_tensors
-from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad_records
 from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device, with_culprit
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.meta_copy import make_meta_copy
+from gpp_plugin.capture.tracing.sample_batches import RecordKeys, cut_records, pad_records
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads

@@ -93,7 +93,7 @@ def fail_to_load(bad_rank: int) -> dict[str, Any]:
 
 def hold_weights(zero_stages: tuple[int, ...]) -> list[dict[str, Any]]:
     """Train under each ZeRO stage on two ranks of one stage; say what is held and what the program does."""
-    from gpp_plugin.model.weights.materialize import resident_bytes
+    from gpp_plugin.model.materialize import resident_bytes
 
     answers = []
     for zero in zero_stages:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, MistralConfig
 
-from gpp_plugin.model.generation.shape_memory import ShapeMemory
+from gpp_plugin.model.generation.owned_modules import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
 
 

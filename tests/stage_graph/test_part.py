@@ -14,8 +14,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, PartView
 from gpp_plugin.model.graph.describe_graph import describe_graph
-from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.module_trial import input_specs
+from gpp_plugin.model.graph.module_trial import Shapes, input_specs
 from gpp_plugin.model.graph.resolve import ResolvedGraph, resolve
 from gpp_plugin.model.graph.user_module import check_ties, tied_names
 from tests.capture.graphs import counted_exports

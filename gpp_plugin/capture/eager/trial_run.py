@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from gpp_plugin.capture.eager.opaque_call import Observed, OpaqueCall, ResultSpec
-from gpp_plugin.capture.tracing.devices import on_device
+from gpp_plugin.capture.tracing.clean import on_device
 from gpp_plugin.capture.tracing.outside import TORCH, watched_generators
 from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure, first_line

@@ -54,12 +54,12 @@ from gpp_plugin.model.generation.micro_batches import ReplicaLink, ReplicaStoppe
 from gpp_plugin.model.generation.owned_modules import (
     DrawsOfAll,
     ReplicaPart,
+    ShapeMemory,
     Weights,
     on_all_ranks,
     replicas_of,
     rows_of,
 )
-from gpp_plugin.model.generation.shape_memory import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
 from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets

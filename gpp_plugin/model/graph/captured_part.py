@@ -5,7 +5,7 @@ In a larger graph they get names of that graph: an output the user's name of it 
 "vision:<operator>", a block, a parameter or a buffer the module's name of it behind the stage's ("vision.layers.0").
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.attention import repeated_operands
-from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.captured_graph import CapturedGraph, LengthCapture
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.lengths import LengthCapture
+from gpp_plugin.capture.find_regions import regions_of_stage
+from gpp_plugin.capture.mask_values import repeated_operands
 from gpp_plugin.capture.recapture import read_values, recapture, recapture_for_lengths
-from gpp_plugin.capture.sharding.find_regions import regions_of_stage
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch, with_records
 from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
@@ -36,8 +34,7 @@ from gpp_plugin.ir.analysis import PREPARED, Analysis, CarriedState
 from gpp_plugin.ir.block_graph import Block, BlockGraph, OpGraph, Parameter, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.module_trial import IDLE, loss_node, named_outputs
+from gpp_plugin.model.graph.module_trial import IDLE, Shapes, loss_node, named_outputs
 from gpp_plugin.model.graph.part_lengths import (
     CodeForLengths,
     Lengths,

@@ -1,7 +1,7 @@
 """A stage graph as the planner and the runtime know models: blocks, their tensors, parameters, inputs, the loss.
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, OpGraph, OpNode, Parameter, SavedTensor
 from gpp_plugin.model.graph.captured_part import ARGUMENT, PartView
-from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.module_trial import loss_node
+from gpp_plugin.model.graph.module_trial import Shapes, loss_node
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.runtime.stage_source import Reference
 

@@ -3,7 +3,7 @@
 The engine uses it through `model.model_source`; it needs no DeepSpeed itself.
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.size_formulas import LengthCosts
 from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, PartView, owner_of_block
 from gpp_plugin.model.graph.describe_graph import describe_graph, merged_parameters
-from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.module_trial import IDLE, Place, loss_node, stage_function
+from gpp_plugin.model.graph.module_trial import IDLE, Place, Shapes, loss_node, stage_function
 from gpp_plugin.model.graph.probe import Prober, Survey
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph, resolve, resolve_module
-from gpp_plugin.model.graph.stage_context import StageContext, make_contexts
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
-from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph, make_contexts
 from gpp_plugin.model.graph.user_module import (
     UserModule,
     check_replicas,
@@ -51,7 +49,7 @@ from gpp_plugin.model.graph.user_module import (
     tied_names,
 )
 from gpp_plugin.model.measure_lengths import LengthsToMeasure, measure_lengths
-from gpp_plugin.model.verify.verification import StartUp, verify_part
+from gpp_plugin.model.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
 from gpp_plugin.runtime.ranks.agree import broadcast_result, exchange
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference

@@ -35,11 +35,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.attention import repeated_operands
-from gpp_plugin.capture.eager.padded_records import is_padded
-from gpp_plugin.capture.lengths import LengthCapture
-from gpp_plugin.capture.mask_values import MasksAtLengths
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit
+from gpp_plugin.capture.captured_graph import LengthCapture
+from gpp_plugin.capture.mask_values import MasksAtLengths, repeated_operands
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, is_padded
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.size_formulas import Mismatch
 from gpp_plugin.runtime.batches import Batch

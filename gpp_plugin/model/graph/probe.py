@@ -22,12 +22,16 @@ from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
 from gpp_plugin.model.graph.captured_part import CapturedPart
-from gpp_plugin.model.graph.graph_shapes import Seen, Shapes, at_new_shape, layout_of, spec_of
 from gpp_plugin.model.graph.module_trial import (
     Place,
+    Seen,
+    Shapes,
     Values,
+    at_new_shape,
     call_stage,
     input_specs,
+    layout_of,
+    spec_of,
     stage_arguments,
     undisturbed,
 )

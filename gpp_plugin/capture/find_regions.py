@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from gpp_plugin.capture.annotate import module_path
-from gpp_plugin.capture.sharding.axis_rules import (
+from gpp_plugin.capture.axis_rules import (
     AxisCut,
     NeedsParts,
     NotSharded,

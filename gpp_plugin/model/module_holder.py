@@ -1,7 +1,7 @@
 """Takes what a rank's stages hold out of the user's module, under the names that the graph has for it.
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.block_graph import Parameter, is_carried
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import escape_name, whole_file
+from gpp_plugin.model.materialize import release_parameters
 from gpp_plugin.model.preparation import Setting, materialize_for
-from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.stage_module import StageModule, joined_module
 from gpp_plugin.runtime.stage_source import Reference

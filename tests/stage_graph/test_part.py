@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gpp_plugin import StageGraph
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, PartView
-from gpp_plugin.model.graph.describe_graph import describe_graph
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext
+from gpp_plugin.model.graph.describe_graph import PartView, describe_graph
 from gpp_plugin.model.graph.module_trial import Shapes, input_specs
 from gpp_plugin.model.graph.resolve import ResolvedGraph, resolve
 from gpp_plugin.model.graph.user_module import check_ties, tied_names

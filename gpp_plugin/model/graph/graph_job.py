@@ -33,8 +33,8 @@ from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import OpGraph, Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.size_formulas import LengthCosts
-from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, PartView, owner_of_block
-from gpp_plugin.model.graph.describe_graph import describe_graph, merged_parameters
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, owner_of_block
+from gpp_plugin.model.graph.describe_graph import PartView, describe_graph, merged_parameters
 from gpp_plugin.model.graph.module_trial import IDLE, Place, Shapes, loss_node, stage_function
 from gpp_plugin.model.graph.probe import Prober, Survey
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph, resolve, resolve_module
@@ -418,7 +418,7 @@ class GraphJob:
 
         return UnitRule(num_samples=self._loss_unit, read=read)
 
-    def meet(self, batch: Batch, *, is_training: bool) -> None:
+    def learn_shapes(self, batch: Batch, *, is_training: bool) -> None:
         """Learn the shapes that come of a batch like this one, unless they are known."""
         if self.whole is None:
             resolved = self.resolved if is_training else self._resolve(batch, needs_loss=False)

@@ -30,7 +30,8 @@ from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.profile import BlockCost, ModuleMemory, Profile, SavedStorage
-from gpp_plugin.model.graph.captured_part import CapturedPart, PartView
+from gpp_plugin.model.graph.captured_part import CapturedPart
+from gpp_plugin.model.graph.describe_graph import PartView
 from gpp_plugin.model.graph.module_trial import ModuleTrial, Place, stage_arguments
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage

@@ -44,9 +44,10 @@ from gpp_plugin.model.backend_planning import (
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.model.graph.graph_job import GraphJob
+from gpp_plugin.model.graph.module_cost import Measuring
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.resolve import GraphStage
-from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts
+from gpp_plugin.model.graph.stage_costs import StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
 from gpp_plugin.model.graph.user_module import UserModule
 from gpp_plugin.model.materialize import release_parameters
@@ -65,11 +66,11 @@ from gpp_plugin.model.preparation import (
     plan_request,
     refuse_split,
     samples_explained,
-    with_batch,
     with_memory_explained,
     with_stage,
 )
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.memory_formula import with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
 from gpp_plugin.plan.explicit.fixed_stages import FixedStage
 from gpp_plugin.plan.search_report import searching
@@ -344,12 +345,12 @@ class ModelSource:
         inputs: Sequence[TensorSpec] = reference.analysis.op_graph.inputs
         if (lengths := self._lengths) is not None:
             inputs = inputs_at(inputs, lengths, lengths.longest)
-        pieces = None
+        pieces, dtype = None, str(self._setting.dtype).removeprefix("torch.")
         if self._job.whole is None:
             pieces = self._pieces(costs, device=device, least=least, found=found)
         return plan_profiled(
             graph,
-            with_batch(profile, graph, inputs, self._setting),
+            with_inputs(profile, graph, inputs, mini_batch=self._setting.sizes.mini_batch, dtype=dtype),
             config=self._config,
             setting=self._setting,
             smallest_local_batch=least,

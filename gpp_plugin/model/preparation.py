@@ -31,14 +31,13 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
-from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.graph.stage_costs import StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown, with_inputs
+from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown
 from gpp_plugin.plan.explicit.explicit_plan import explicit_plan
 from gpp_plugin.plan.explicit.fixed_stages import (
     FixedStage,
@@ -63,14 +62,6 @@ from gpp_plugin.schedule.names import schedule_label
 logger = logging.getLogger(__name__)
 
 PREPARATION_TIMEOUT_S = 1800.0
-
-
-def with_batch(
-    profile: Profile, graph: BlockGraph, inputs: Sequence[TensorSpec], setting: Setting
-) -> Profile:
-    """Return a profile with this job's mini-batches, of the model's inputs."""
-    dtype = str(setting.dtype).removeprefix("torch.")
-    return with_inputs(profile, graph, inputs, mini_batch=setting.sizes.mini_batch, dtype=dtype)
 
 
 def plan_profiled(

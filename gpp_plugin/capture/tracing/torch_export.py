@@ -243,15 +243,11 @@ class _AssignmentMode(TorchFunctionMode):
             return None
         if self._keeps_numbers and is_number(args[0] if args else None):
             func = getattr(torch.Tensor, _OUT_OF_PLACE.get(getattr(func, "__name__", ""), ""), func)
+        # a number that stands for one of Python's, and is a place in a tensor, as a whole number
         if self._keeps_numbers and func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
-            place = torch.utils._pytree.tree_map(_as_index, args[1])
+            place = torch.utils._pytree.tree_map(lambda one: one.long() if is_number(one) else one, args[1])
             args = (args[0], place, *args[2:])
         return func(*args, **(kwargs or {}))
-
-
-def _as_index(place: Any) -> Any:
-    """Return a number that stands for one of Python's, and is a place in a tensor, as a whole number."""
-    return place.long() if is_number(place) else place
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

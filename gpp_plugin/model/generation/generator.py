@@ -180,7 +180,11 @@ class Generator:
             for outcome in outcomes:
                 if outcome.error is not None:
                     raise outcome.error
-            return [_on_host(each.value) for each in outcomes] if is_first and not is_everyone else []
+            return (
+                [_on_device(each.value, torch.device("cpu")) for each in outcomes]
+                if is_first and not is_everyone
+                else []
+            )
 
         gathered = exchange(bring, what="what was generated", group=group)
         if is_everyone:
@@ -312,8 +316,9 @@ class Generator:
             return outcome
         except ReplicaStopped:
             if part.is_cut:  # the other replicas wait for this one in their next layer
-                raise (
-                    _named(None if run is None else run.failure, self._setting.rank) or _stopped()
+                failure = _named(None if run is None else run.failure, self._setting.rank)
+                raise failure or RuntimeFailure(
+                    "engine.generate: another rank of this one's replica failed; see its error"
                 ) from None
             link.finish()
             return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
@@ -583,19 +588,11 @@ def _named(failure: Exception | None, rank: int) -> Exception | None:
     return None if failure is None else _refused(failure, where=f"rank {rank}: ")
 
 
-def _stopped() -> RuntimeFailure:
-    return RuntimeFailure("engine.generate: another rank of this one's replica failed; see its error")
-
-
 def _refused(failure: Exception, *, where: str = "") -> ConfigError:
     """Return what all ranks raise: by default what `generate` itself refuses on all of them alike."""
     error = ConfigError(f"engine.generate: {where}{type(failure).__name__}: {failure}")
     error.__cause__ = failure
     return error
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

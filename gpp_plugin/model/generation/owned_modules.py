@@ -286,7 +286,8 @@ def _owned(model: nn.Module, weights: Weights) -> list[tuple[str, nn.Module, tup
     def descend(module: nn.Module, path: str) -> None:
         for child_name, child in module.named_children():
             child_path = f"{path}.{child_name}" if path else child_name
-            names = [weights.names.get(n, n) for n in _parameter_names(child, child_path)]
+            own = (f"{child_path}.{name}" for name, _ in child.named_parameters(remove_duplicate=False))
+            names = [weights.names.get(n, n) for n in own]
             common = set.intersection(*(set(weights.holders[n]) for n in names)) if names else set()
             is_called = type(child).forward is not nn.Module.forward  # a ModuleList is not
             if common and is_called:
@@ -296,10 +297,6 @@ def _owned(model: nn.Module, weights: Weights) -> list[tuple[str, nn.Module, tup
 
     descend(model, "")
     return list(found.values())
-
-
-def _parameter_names(module: nn.Module, path: str) -> list[str]:
-    return [f"{path}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
 
 
 class _Owned:

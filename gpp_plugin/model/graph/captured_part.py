@@ -138,7 +138,7 @@ class CapturedPart:
         self.stage = stage
         self.model: nn.Module = stage.spec.make
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self.granularity = granularity
         self._called = called
         self._eager = tuple(eager)
@@ -153,17 +153,12 @@ class CapturedPart:
         self._for_lengths: tuple[tuple[object, ...], LengthCapture] | None = None
         self._analyses: OrderedDict[tuple[object, ...], Analysis] = OrderedDict()
 
-    @property
-    def device(self) -> torch.device:
-        """Return where its code will run."""
-        return self._device
-
     def clone(self) -> CapturedPart:
         """Return the part with what it has captured, to try stages of it, which leaves nothing behind in this one."""
         copied = CapturedPart(
             self.stage,
             dtype=self._dtype,
-            device=self._device,
+            device=self.device,
             granularity=self.granularity,
             called=self._called,
             eager=self._eager,
@@ -175,8 +170,6 @@ class CapturedPart:
     @property
     def called(self) -> dict[str, str]:
         """Return its parameters that other stages have too, as "<stage>.<name>" -> what the graph calls them."""
-        if not self._called:
-            return {}
         own = self.stage.prefix
         return {
             p.name: self._called[name]
@@ -215,7 +208,7 @@ class CapturedPart:
                     for keyword, _ in self.stage.received
                 },
                 dtype=self._dtype,
-                device=self._device,
+                device=self.device,
                 call=self.call,
                 eager=self._eager,
                 carried=self._carried,
@@ -245,7 +238,7 @@ class CapturedPart:
             self.model,
             analysis,
             arguments,
-            device=self._device,
+            device=self.device,
             call=self.call,
             granularity=self.granularity,
             exported=self._trial(analysis, arguments),
@@ -288,7 +281,7 @@ class CapturedPart:
         for met in of_kind:
             if met.covers(shapes) and met.recording.holds_for(arguments):
                 return met.recording.values
-        found = read_values(self.model, analysis, arguments, device=self._device, call=self.call)
+        found = read_values(self.model, analysis, arguments, device=self.device, call=self.call)
         known.append(found)
         # at a second length the same operations led to the same readings: so they do at others
         alike = next((met for met in of_kind if met.recording.is_made_as(found)), None)
@@ -330,23 +323,18 @@ class CapturedPart:
             shapes: of what other stages make.
         """
         rows = resize_batch(batch, num_samples)
-        found = self._arguments_of(rows, shapes, num_samples)
-        if isinstance(rows, WholeUnit):
-            return WholeUnit(found, num_samples=num_samples, readings=rows.readings)
-        return found
-
-    def _arguments_of(
-        self, rows: Batch, shapes: Mapping[str, TensorSpec], num_samples: int
-    ) -> dict[str, Any]:
         names = traced_names(self.stage)
         found: dict[str, Any] = {key: rows[key] for _, key in self.stage.batch_inputs}
         for keyword, node in self.stage.received:
             spec = shapes[node]
             empty = torch.empty(spec.shape_for(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
             found[names[keyword]] = empty.requires_grad_(spec.requires_grad)
+        found |= dict(self.stage.constants)
         if not self.stage.nodes:  # called with the batch as it is: a later one may have other constants
-            return found | {key: rows.get(key, value) for key, value in self.stage.constants}
-        return found | dict(self.stage.constants)
+            found |= {key: rows[key] for key, _ in self.stage.constants if key in rows}
+        if isinstance(rows, WholeUnit):
+            return WholeUnit(found, num_samples=num_samples, readings=rows.readings)
+        return found
 
     def as_traced(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the module is called with, by keyword, under the names it is traced by."""
@@ -563,7 +551,7 @@ class CapturedPart:
         key = (analysis, _shapes(arguments), {key: tuple(axes) for key, axes in lengths.items()})
         if self._for_lengths is None or self._for_lengths[0] != key:
             capture = recapture_for_lengths(
-                self.model, analysis, arguments, lengths, device=self._device, call=self.call
+                self.model, analysis, arguments, lengths, device=self.device, call=self.call
             )
             self._for_lengths = key, capture
         return self._for_lengths[1]
@@ -600,11 +588,11 @@ class CapturedPart:
         )
 
 
-def whole_part(model: nn.Module, batch: Batch, *, granularity: str = "layer") -> CapturedPart:
+def whole_part(model: nn.Module, batch: Batch) -> CapturedPart:
     """Return a plain model as the part that is all there is: the `StageSource` of a reference captured elsewhere."""
     resolved = resolve_module(model, batch, num_ranks=1)
     return CapturedPart(
-        resolved.stages[0], dtype=None, device=torch.device("cpu"), granularity=granularity, called={}
+        resolved.stages[0], dtype=None, device=torch.device("cpu"), granularity="layer", called={}
     )
 
 

@@ -50,6 +50,21 @@ from gpp_plugin.runtime.split import BackwardSplitter
 # stored; other numbers of samples are traced only then.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """How stages are profiled.
+
+    Args:
+        optimizer_bytes: optimizer state for each trained parameter.
+        cache_dir: where profiles are stored; None for the default.
+        with_split: time backwards in two parts too, for zero-bubble schedules.
+    """
+
+    optimizer_bytes: float
+    cache_dir: str | None = None
+    with_split: bool = False
+
+
 class _Captures:
     """A part at the numbers of samples to profile; traced when a profile that is not stored requests one.
 
@@ -95,9 +110,7 @@ def profile_part(
     survey: Survey,
     *,
     counts: Sequence[int],
-    optimizer_bytes: float,
-    cache_dir: str | None,
-    with_split: bool,
+    measuring: Measuring,
 ) -> Profile:
     """Return the costs of a part's blocks, under the whole graph's names of them.
 
@@ -107,7 +120,6 @@ def profile_part(
 
     Args:
         counts: numbers of samples to time it at, increasing.
-        optimizer_bytes, cache_dir, with_split: as of `Measuring`.
 
     Raises:
         CaptureError: the module cannot be captured where it must be.
@@ -130,9 +142,9 @@ def profile_part(
                 sample_counts=counts,
                 threads=torch.get_num_threads(),
                 repeats=NODE_REPEATS if part.granularity == "node" else BLOCK_REPEATS,
-                optimizer_bytes_per_parameter=optimizer_bytes,
-                cache_dir=cache_dir,
-                with_split=with_split,
+                optimizer_bytes_per_parameter=measuring.optimizer_bytes,
+                cache_dir=measuring.cache_dir,
+                with_split=measuring.with_split,
                 progress=lambda done, total, name: _show_progress(shown, done, total, name),
             )
 
@@ -303,8 +315,6 @@ def line(points: list[tuple[int, int]]) -> tuple[float, float]:
 
 logger = logging.getLogger(__name__)
 
-WARM_UPS, REPEATS = 1, 4
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
@@ -329,15 +339,13 @@ def measure_module(
     survey: Survey,
     *,
     counts: Sequence[int],
-    optimizer_bytes: float,
-    with_split: bool,
+    measuring: Measuring,
 ) -> Profile:
     """Return the cost of a module as a profile of one block; collective over the stage's ranks.
 
     Args:
         counts: numbers of samples to time it at, increasing; those that it cannot do are left out, but for the last.
-        optimizer_bytes: optimizer state for each trained parameter.
-        with_split: time backwards in two parts too, at the largest number of samples.
+            Backwards are timed in two parts at the largest.
 
     Raises:
         ConfigError: the module fails at its largest number of samples.
@@ -353,7 +361,7 @@ def measure_module(
     # 4 KiB of hidden states a sample and a mask of 1 KiB that is saved once: 5, 17 and 33 KiB at 1, 4 and 8 samples,
     # so saved_bytes_per_sample is 4 KiB and saved_bytes_fixed 1 KiB.
     runs = _time_all(trial, counts)
-    split = measure_split(trial(counts[-1])) if with_split else NOT_MEASURED
+    split = measure_split(trial(counts[-1])) if measuring.with_split else NOT_MEASURED
     done = sorted(runs)
     parameters = list(own.given.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -367,7 +375,7 @@ def measure_module(
         saved_bytes_fixed=fixed,
         parameter_bytes=sum(p.nbytes for p in parameters) + sum(b.nbytes for b in own.given.buffers()),
         gradient_bytes=sum(p.nbytes for p in trained),
-        optimizer_bytes=round(sum(p.numel() for p in trained) * optimizer_bytes),
+        optimizer_bytes=round(sum(p.numel() for p in trained) * measuring.optimizer_bytes),
         transient_bytes_per_sample=runs[done[-1]].transient_bytes / done[-1],
         split_factor=split.factor,
         input_share=split.input_share,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,19 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.model.compare_capture import Comparison, compare_capture, copy_model, in_float32
 from tests.models import build
 from tests.reference import assert_near, loss_of
+
+
+class Calls(nn.Module):
+    """A module whose forward is a function of it and its inputs, and that holds what is named: modules, tensors, values."""
+
+    def __init__(self, function: Callable[..., Any], **held: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
 
 
 @functools.cache

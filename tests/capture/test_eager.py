@@ -26,7 +26,7 @@ from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 from gpp_plugin.runtime.batches import join_batches
-from tests.capture.graphs import assert_is_model, run_graph, run_nodes, sources
+from tests.capture.graphs import Calls, assert_is_model, run_graph, run_nodes, sources
 from tests.eager_models import MODELS, Adversarial, Routed, build_eager, reverse, vectors
 from tests.reference import assert_near, loss_of
 
@@ -190,18 +190,11 @@ class _Draws(nn.Module):
         return x * random.random() * float(numpy.random.rand()) + torch.rand_like(x)
 
 
-class _Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws = _Draws()
-        self.linear = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.linear(self.draws(x)) - y).square().mean()
-
-
 def test_generators_outside_torch_follow_torchs_and_are_left_alone() -> None:
-    model, batch = _Noisy(), vectors(4)
+    def noisy(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (model.linear(model.draws(x)) - y).square().mean()
+
+    model, batch = Calls(noisy, draws=_Draws(), linear=nn.Linear(8, 1)), vectors(4)
     random.seed(3)
     numpy.random.seed(3)
     states = random.getstate(), numpy.random.get_state()[1].copy(), torch.get_rng_state()
@@ -273,16 +266,13 @@ def test_functions_without_a_gradient_and_in_evaluation_are_traced_as_before() -
 
 
 def test_a_call_on_fake_tensors_keeps_as_much_as_a_real_one() -> None:
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    def keeps(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return model.router(x.tanh()).square().mean() + y.mean()
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.router(x.tanh()).square().mean() + y.mean()
-
-    whole = capture_model(Keeps(), vectors(4), eager=["router"]).op_graph
-    traced = capture_model(Keeps(), vectors(4)).op_graph
+    router = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    model = Calls(keeps, router=router)
+    whole = capture_model(model, vectors(4), eager=["router"]).op_graph
+    traced = capture_model(model, vectors(4)).op_graph
     assert sum(n.saved_bytes for n in whole.nodes) == sum(n.saved_bytes for n in traced.nodes)
     assert sum(n.flops for n in whole.nodes) == sum(n.flops for n in traced.nodes)
 
@@ -436,66 +426,48 @@ def test_what_a_hook_keeps_for_the_forward_is_traced_and_the_model_stays_as_it_i
     assert_is_model(capture, model, batch)
 
 
-class Mapped(nn.Module):
+def _mapped(model: Any, x: Tensor) -> Tensor:
     """Members of an ensemble through torch.func."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(3, 4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.vmap(lambda weight: x @ weight)(self.weights).mean(0)
+    return torch.func.vmap(lambda weight: x @ weight)(model.weights).mean(0)
 
 
-class Penalty(nn.Module):
+def _penalty(model: Any, x: Tensor) -> Tensor:
     """A gradient that forward takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        middle = (0.5 * x.detach()).requires_grad_(True)
-        (gradient,) = torch.autograd.grad(self.critic(middle).sum(), middle, create_graph=True)
-        return gradient.norm(dim=1) - 1
+    middle = (0.5 * x.detach()).requires_grad_(True)
+    (gradient,) = torch.autograd.grad(model.critic(middle).sum(), middle, create_graph=True)
+    return gradient.norm(dim=1) - 1
 
 
-class Around(nn.Module):
-    """A part in a module of its own, or its forward as the model's."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.first, self.part = nn.Linear(4, 4), part
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.part(self.first(x)).square().mean()}
+def _around(model: Any, x: Tensor) -> dict[str, Tensor]:
+    return {"loss": model.part(model.first(x)).square().mean()}
 
 
-class Inlined(Around):
-    def __init__(self, part: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.part = part
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": type(self.part).forward(self.part, x).square().mean()}
+def _inlined(model: Any, x: Tensor) -> dict[str, Tensor]:
+    return {"loss": model.part.function(model.part, x).square().mean()}
 
 
-@pytest.mark.parametrize("make", [Mapped, Penalty])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Calls(_mapped, weights=nn.Parameter(torch.randn(3, 4, 4))),
+        lambda: Calls(_penalty, critic=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))),
+    ],
+)
 def test_transforms_and_gradients_of_forward_are_refused_in_the_model_and_run_in_a_part(make: Any) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(4, 4)}
     with pytest.raises(
         CaptureError, match="move that part into a module of its own, which then runs as it is"
     ):
-        capture_model(Inlined(make()), batch)
-    model = Around(make())
+        capture_model(Calls(_inlined, part=make()), batch)
+    model = Calls(_around, first=nn.Linear(4, 4), part=make())
     capture = capture_model(model, batch)
     assert capture.analysis.eager == ("part",)
     assert_is_model(capture, model, batch)
 
 
 def test_torchscript_is_refused_by_name() -> None:
-    model = Around(torch.jit.script(nn.Linear(4, 4)))
+    model = Calls(_around, first=nn.Linear(4, 4), part=torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(
         CaptureError, match="part is TorchScript, which is not traced; use the module that it was made"
     ):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, is_clearly_counted, resize_batch
 from gpp_plugin.capture.tracing.torch_export import TALKATIVE
 from gpp_plugin.errors import CaptureError
-from tests.capture.graphs import assert_is_model, captured, run_graph
+from tests.capture.graphs import Calls, assert_is_model, captured, run_graph
 from tests.models import MODELS, build
 from tests.reference import assert_near, loss_of
 
@@ -92,27 +93,21 @@ def test_frozen_branch_carries_no_gradient() -> None:
     assert all(node.saved_bytes == 0 for node in graph.op_graph.nodes if node.module.startswith("left"))
 
 
-class _Quantised(nn.Module):
+def _quantised(model: Any, x: Tensor) -> Tensor:
     """A trained encoder whose output is looked up in a table: no gradient comes back to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.table = nn.Embedding(4, 4)
-        self.decoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.encoder:
-            x = x + layer(x)
-        hidden = torch.zeros_like(x)
-        hidden[:, :2] = self.table(x.argmax(-1))[:, :2]  # read as ``hidden``, not as what writes it
-        for layer in self.decoder:
-            hidden = hidden + layer(hidden)
-        return hidden.pow(2).mean()
+    for layer in model.encoder:
+        x = x + layer(x)
+    hidden = torch.zeros_like(x)
+    hidden[:, :2] = model.table(x.argmax(-1))[:, :2]  # read as ``hidden``, not as what writes it
+    for layer in model.decoder:
+        hidden = hidden + layer(hidden)
+    return hidden.pow(2).mean()
 
 
 def test_a_tensor_that_no_gradient_comes_back_to_carries_none() -> None:
-    graph = capture_model(_Quantised(), {"x": torch.randn(4, 3, 4)})
+    towers = {name: nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for name in ("encoder", "decoder")}
+    model = Calls(_quantised, **towers, table=nn.Embedding(4, 4))
+    graph = capture_model(model, {"x": torch.randn(4, 3, 4)})
     takes = {
         node.module: node.output.requires_grad for node in graph.op_graph.nodes if node.output is not None
     }
@@ -219,50 +214,37 @@ def test_layers_dropped_with_probability_zero_are_captured_and_others_refused() 
         capture_model(Dropped(0.5), batch)
 
 
-class _Filled(nn.Module):
+def _filled(model: Any, x: Tensor) -> Tensor:
     """Makes logits full of a number and writes what it found into them, as GroundingDINO does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.layers[0](x)
-        logits = torch.full((x.shape[0], 6), -5.0)
-        logits[:, :4] = found
-        return self.layers[1](logits[:, 1:5]).square().mean()
+    logits = torch.full((x.shape[0], 6), -5.0)
+    logits[:, :4] = model.layers[0](x)
+    return model.layers[1](logits[:, 1:5]).square().mean()
 
 
 def test_a_tensor_written_in_place_takes_the_gradient_of_what_was_written() -> None:
-    capture = capture_model(_Filled(), {"x": torch.randn(2, 4)})
+    model = Calls(_filled, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+    capture = capture_model(model, {"x": torch.randn(2, 4)})
     (full,) = [node for node in capture.op_graph.nodes if node.target == "aten.full.default"]
     assert full.output is not None
     assert full.output.requires_grad, "who reads it on another rank sends its gradient back"
-    evaluated = capture_model(_Filled(), {"x": torch.randn(2, 4)}, training=False)
+    evaluated = capture_model(model, {"x": torch.randn(2, 4)}, training=False)
     assert not any(node.output is not None and node.output.requires_grad for node in evaluated.op_graph.nodes)
 
 
-class _FrozenRegion(nn.Module):
+def _frozen_region(model: Any, x: Tensor) -> Tensor:
     """A no_grad region with layers, BatchNorm and dropout inside, between trainable layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.encoder = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)])
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        hidden = self.first(x)
-        with torch.no_grad():
-            frozen = hidden
-            for layer in self.encoder:
-                frozen = torch.dropout(torch.tanh(layer(frozen)), 0.2, self.training)
-        return (self.head(frozen) + hidden[:, :2]).pow(2).mean()
+    hidden = model.first(x)
+    with torch.no_grad():
+        frozen = hidden
+        for layer in model.encoder:
+            frozen = torch.dropout(torch.tanh(layer(frozen)), 0.2, model.training)
+    return (model.head(frozen) + hidden[:, :2]).pow(2).mean()
 
 
 def test_no_grad_regions_are_made_of_their_operators() -> None:
     torch.manual_seed(0)
-    model = _FrozenRegion()
+    encoder = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)])
+    model = Calls(_frozen_region, first=nn.Linear(4, 4), encoder=encoder, head=nn.Linear(4, 2))
     batch = {"x": torch.randn(4, 4)}
     capture = capture_model(model, batch)
     assert_is_model(capture, model, batch)
@@ -280,22 +262,9 @@ def test_no_grad_regions_are_made_of_their_operators() -> None:
     assert [spec.requires_grad for spec in crossing] == [False, False, False]
 
 
-class _Returns(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), _Call(function))
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-class _Call(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+def _returning(function: Callable[[Tensor], Any]) -> nn.Module:
+    inner = nn.Sequential(nn.Linear(4, 4), Calls(lambda model, x: function(x)))
+    return Calls(lambda model, x: model.inner(x), inner=inner)
 
 
 @pytest.mark.parametrize(
@@ -303,14 +272,14 @@ class _Call(nn.Module):
     [
         (lambda x: x, ("has shape (2, 4)", "one number")),
         (lambda x: {"logits": x}, ("returned no loss", "labels=")),
-        (lambda x: (x @ x.new_zeros(5, 2)).sum(), ("inner.1 (_Call", "x.new_zeros(5, 2)", "cannot be captured")),
+        (lambda x: (x @ x.new_zeros(5, 2)).sum(), ("inner.1 (Calls", "x.new_zeros(5, 2)", "cannot be captured")),
     ],
 )  # fmt: skip
 def test_errors_name_place_and_remedy(function, words, capsys, caplog, monkeypatch) -> None:
     for name in TALKATIVE:
         monkeypatch.setattr(logging.getLogger(name), "handlers", [caplog.handler])
     with pytest.raises(CaptureError) as error:
-        capture_model(_Returns(function), {"x": torch.randn(2, 4)})
+        capture_model(_returning(function), {"x": torch.randn(2, 4)})
     text = str(error.value)
     assert all(word in text for word in words), text
     assert "\n" not in text
@@ -339,7 +308,7 @@ def test_bad_batches_are_refused() -> None:
 
 
 def test_recapture_of_a_changed_structure_is_refused() -> None:
-    model = _Returns(lambda x: x.mean() if x.shape[1] == 3 else x.sigmoid().mean())
+    model = _returning(lambda x: x.mean() if x.shape[1] == 3 else x.sigmoid().mean())
     model.inner[0] = nn.Identity()
     first = capture_model(model, {"x": torch.randn(2, 3)})
     with pytest.raises(
@@ -492,38 +461,30 @@ def _assert_same_gradients(model: nn.Module, batch: dict[str, Tensor]) -> None:
     assert_is_model(capture_model(model, batch, dtype=torch.float32), model, batch)
 
 
-class _SparseGradients(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Embedding(8, 4, sparse=True), nn.Parameter(torch.randn(8, 4))
-        self.bag = nn.EmbeddingBag(8, 4, mode="sum", sparse=True)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        second = nn.functional.embedding(ids, self.second, sparse=True)
-        return (self.first(ids) * second + self.bag(ids).unsqueeze(1)).square().mean()
+def _sparse_gradients(model: Any, ids: Tensor) -> Tensor:
+    second = nn.functional.embedding(ids, model.second, sparse=True)
+    return (model.first(ids) * second + model.bag(ids).unsqueeze(1)).square().mean()
 
 
 def test_sparse_gradients_become_dense_ones_of_the_same_numbers() -> None:
-    _assert_same_gradients(_SparseGradients(), {"ids": torch.tensor([[1, 5, 1], [0, 7, 2]])})
+    first, second = nn.Embedding(8, 4, sparse=True), nn.Parameter(torch.randn(8, 4))
+    bag = nn.EmbeddingBag(8, 4, mode="sum", sparse=True)
+    model = Calls(_sparse_gradients, first=first, second=second, bag=bag)
+    _assert_same_gradients(model, {"ids": torch.tensor([[1, 5, 1], [0, 7, 2]])})
 
 
-class _WritesInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(1, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        early = self.first(x.sum(1, keepdim=True))
-        x[:, 1:] -= x.mean(1, keepdim=True)
-        labels[labels < 2] = -100
-        return nn.functional.cross_entropy(early + self.second(x.mul_(2.0)), labels)
+def _writes_input(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    early = model.first(x.sum(1, keepdim=True))
+    x[:, 1:] -= x.mean(1, keepdim=True)
+    labels[labels < 2] = -100
+    return nn.functional.cross_entropy(early + model.second(x.mul_(2.0)), labels)
 
 
 def test_forward_writes_into_copies_of_the_batch() -> None:
     """What reads the input before the write and behind it reads what the model does; the batch stays as it is."""
     batch = {"x": torch.randn(4, 4), "labels": torch.tensor([0, 1, 2, 3])}
     before = {key: value.clone() for key, value in batch.items()}
-    _assert_same_gradients(_WritesInput(), batch)
+    _assert_same_gradients(Calls(_writes_input, first=nn.Linear(1, 4), second=nn.Linear(4, 4)), batch)
     assert all(torch.equal(batch[key], before[key]) for key in batch)
 
 

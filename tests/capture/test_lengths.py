@@ -15,7 +15,7 @@ from gpp_plugin.errors import CaptureError
 from gpp_plugin.model.graph import captured_part
 from gpp_plugin.runtime.stage_source import StageCode
 from tests.capture.attention_calls import OneStage
-from tests.capture.graphs import counted_exports
+from tests.capture.graphs import Calls, counted_exports
 from tests.reference import assert_near
 
 SIZE = Size(layers=1, length=16)
@@ -131,15 +131,10 @@ def test_a_length_at_which_the_model_is_another_is_refused(caplog: pytest.LogCap
 def test_a_length_that_python_takes_as_a_number_is_captured_by_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def scaled(model: Any, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": model.layer(x).square().mean() * [1.0, 2.0][int(x.shape[1]) % 2]}
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"loss": self.layer(x).square().mean() * [1.0, 2.0][int(x.shape[1]) % 2]}
-
-    stage = OneStage(Scaled(), _steps(5))
+    stage = OneStage(Calls(scaled, layer=nn.Linear(4, 4)), _steps(5))
     stage.code(_steps(5))
     for length in (6, 7, 8, 9, 10, 5):
         code = stage.code(_steps(length))
@@ -150,20 +145,12 @@ def test_a_length_that_python_takes_as_a_number_is_captured_by_itself(
     assert "pad sequences to a few lengths" in warning
 
 
-class Reader(nn.Module):
-    """Reads in Python how many tokens of its texts are marked, and takes a layer for each image it is told of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, ids: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-        """Return a loss of ids [samples, length], of which marks are 1, and sizes [images]."""
-        hidden = self.embed(ids)
-        for size in sizes.tolist():
-            hidden = self.layers[size % 2](hidden) * size
-        return {"loss": hidden[ids == 1].square().mean() + hidden.mean()}
+def _reading(model: Any, ids: Tensor, sizes: Tensor) -> dict[str, Tensor]:
+    """Reads in Python how many tokens of its texts are marked by 1, and takes a layer for each image it is told of."""
+    hidden = model.embed(ids)
+    for size in sizes.tolist():
+        hidden = model.layers[size % 2](hidden) * size
+    return {"loss": hidden[ids == 1].square().mean() + hidden.mean()}
 
 
 def _marked(length: int, sizes: tuple[int, ...] = (2, 3)) -> WholeUnit:
@@ -175,7 +162,8 @@ def _marked(length: int, sizes: tuple[int, ...] = (2, 3)) -> WholeUnit:
 def test_lengths_are_symbols_beside_readings(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage = OneStage(Reader(), _marked(5))
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    stage = OneStage(Calls(_reading, embed=nn.Embedding(9, 4), layers=layers), _marked(5))
     analysis = stage.reference.analysis
     runs: list[int] = []
     read = captured_part.read_values
@@ -205,23 +193,17 @@ def test_lengths_are_symbols_beside_readings(
     assert stage.part.readings(analysis, unit) != stage.part.readings(analysis, _marked(9))
 
 
-class _Halves(nn.Module):
+def _halves(model: Any, x: Tensor) -> dict[str, Tensor]:
     """Fills a table by halves of its columns, as PegasusX does: each half is a slice of a slice of all rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        steps = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
-        table = torch.zeros(x.shape[1], 4)
-        table[:, :2] = torch.sin(steps * torch.ones(2))
-        table[:, 2:] = torch.cos(steps * torch.ones(2))
-        return {"loss": self.layer(x + table).square().mean()}
+    steps = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+    table = torch.zeros(x.shape[1], 4)
+    table[:, :2] = torch.sin(steps * torch.ones(2))
+    table[:, 2:] = torch.cos(steps * torch.ones(2))
+    return {"loss": model.layer(x + table).square().mean()}
 
 
 def test_a_slice_of_all_of_an_axis_is_left_out_before_another(caplog: pytest.LogCaptureFixture) -> None:
-    stage = OneStage(_Halves(), _steps(5))
+    stage = OneStage(Calls(_halves, layer=nn.Linear(4, 4)), _steps(5))
     stage.code(_steps(5))
     for length in (7, 4, 9):
         code = stage.code(_steps(length))
@@ -229,17 +211,10 @@ def test_a_slice_of_all_of_an_axis_is_left_out_before_another(caplog: pytest.Log
         _check_loss(stage, code, _steps(length))
 
 
-class Listed(nn.Module):
+def _listed(model: Any, ids: Tensor, images: Tensor) -> dict[str, Tensor]:
     """Takes its images one by one, so that their number is one to it; its texts are of any length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.image = nn.Embedding(9, 4), nn.Linear(4, 4)
-
-    def forward(self, ids: Tensor, images: Tensor) -> dict[str, Tensor]:
-        """Return a loss of ids [samples, length] and images [images, 1, 4]."""
-        images = torch.cat(list(self.image(images)[:, :1]))
-        return {"loss": self.embed(ids).square().mean() + images.square().mean()}
+    images = torch.cat(list(model.image(images)[:, :1]))
+    return {"loss": model.embed(ids).square().mean() + images.square().mean()}
 
 
 def test_a_number_of_images_that_python_takes_has_a_capture_for_all_texts(
@@ -248,7 +223,8 @@ def test_a_number_of_images_that_python_takes_has_a_capture_for_all_texts(
     def batch(length: int, images: int) -> Batch:
         return {"ids": torch.full((2, length), 5), "images": torch.randn(2 * images, 1, 4)}
 
-    stage = OneStage(Listed(), batch(5, 2))
+    model = Calls(_listed, embed=nn.Embedding(9, 4), image=nn.Linear(4, 4))
+    stage = OneStage(model, batch(5, 2))
     stage.code(batch(5, 2))
     found = []
     with counted_exports() as exports:

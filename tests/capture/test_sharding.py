@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.block_graph import BlockSharding
-from tests.capture.graphs import captured
+from tests.capture.graphs import Calls, captured
 from tests.models import TEXT_LENGTH
 
 
@@ -135,31 +137,25 @@ def test_a_plain_pair_is_shared_out():
     assert region.size == 8 and region.shared == ()  # nobody asks for the gradient of the batch
 
 
-class FoldedHeads(nn.Module):
+def folded_heads(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Attention by matrices, one a sample and head, with a bias by key."""
+    samples, length, _ = x.shape
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+    def heads(y: torch.Tensor) -> torch.Tensor:
+        return y.view(samples, length, 4, 2).transpose(1, 2).reshape(samples * 4, length, 2)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        samples, length, _ = x.shape
-
-        def heads(y: torch.Tensor) -> torch.Tensor:
-            return y.view(samples, length, 4, 2).transpose(1, 2).reshape(samples * 4, length, 2)
-
-        bias = mask.view(samples, 1, 1, length).expand(-1, 4, -1, -1).reshape(samples * 4, 1, length)
-        scores = torch.bmm(heads(self.q(x)), heads(self.k(x)).transpose(1, 2)) + bias
-        made = torch.bmm(scores.softmax(-1), heads(self.v(x)))
-        made = made.view(samples, 4, length, 2).transpose(1, 2).reshape(samples, length, 8)
-        return (self.o(made) ** 2).mean()
+    bias = mask.view(samples, 1, 1, length).expand(-1, 4, -1, -1).reshape(samples * 4, 1, length)
+    scores = torch.bmm(heads(model.q(x)), heads(model.k(x)).transpose(1, 2)) + bias
+    made = torch.bmm(scores.softmax(-1), heads(model.v(x)))
+    made = made.view(samples, 4, length, 2).transpose(1, 2).reshape(samples, length, 8)
+    return (model.o(made) ** 2).mean()
 
 
 def test_what_is_shared_out_is_the_same_from_a_batch_of_one_sample():
     torch.manual_seed(0)
+    model = Calls(folded_heads, **{name: nn.Linear(8, 8) for name in "qkvo"})
     one, two = (
-        capture_model(FoldedHeads(), {"x": torch.randn(n, 5, 8), "mask": torch.randn(n, 5)}).analysis
-        for n in (1, 2)
+        capture_model(model, {"x": torch.randn(n, 5, 8), "mask": torch.randn(n, 5)}).analysis for n in (1, 2)
     )
     assert one.means == two.means == ()  # both know where samples lie
     assert one.sharding == two.sharding

@@ -188,30 +188,27 @@ def test_what_was_exported_for_trials_is_the_recapture_of_another_export(name: s
     assert found.masks.keys() == anew.masks.keys()
 
 
-class Dropped(nn.Module):
+def _dropping(layerdrop: float) -> Any:
     """Layers that are dropped as in transformers before 5.23: a number is drawn and compared, also at probability 0."""
 
-    def __init__(self, layerdrop: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.layerdrop = layerdrop
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        for layer in self.layers:
-            if self.training and torch.rand([]) < self.layerdrop:
+    def run(model: Any, x: Tensor) -> dict[str, Tensor]:
+        for layer in model.layers:
+            if model.training and torch.rand([]) < model.layerdrop:
                 continue
             x = torch.tanh(layer(x))
         return {"loss": x.square().mean()}
 
+    return Calls(run, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), layerdrop=layerdrop)
+
 
 def test_layers_dropped_with_probability_zero_are_captured_and_others_refused() -> None:
-    model, batch = Dropped(0.0), {"x": torch.ones(2, 4)}
+    model, batch = _dropping(0.0), {"x": torch.ones(2, 4)}
     capture = capture_model(model, batch)
     assert sum("linear" in str(node.target) for node in capture.graph.nodes) == 2
     assert_is_model(capture, model, batch)
     assert type(model.layerdrop) is float, "the user's model is left alone"
     with pytest.raises(CaptureError, match="depends on tensor values"):
-        capture_model(Dropped(0.5), batch)
+        capture_model(_dropping(0.5), batch)
 
 
 def _filled(model: Any, x: Tensor) -> Tensor:
@@ -348,35 +345,25 @@ def test_seven_billion_parameters_on_meta_within_time_and_memory() -> None:
 
 
 def test_batch_keys_may_be_called_like_pythons_own_names() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, input: Tensor, max: Tensor) -> dict[str, Tensor]:  # noqa: A002
-            return {"loss": (self.linear(input) * max).square().mean()}
+    def scaled(model: Any, input: Tensor, max: Tensor) -> dict[str, Tensor]:  # noqa: A002
+        return {"loss": (model.linear(input) * max).square().mean()}
 
     batch = {"input": torch.randn(4, 4), "max": torch.randn(4, 4)}
-    captured = capture_model(Scaled(), batch, training=True)
+    captured = capture_model(Calls(scaled, linear=nn.Linear(4, 4)), batch, training=True)
     assert sorted(captured.inputs.values()) == ["input", "max"]
     assert {spec.name for spec in captured.op_graph.inputs} == {"input", "max"}
 
 
 def test_modules_keep_their_modes_and_a_model_wholly_in_eval_trains() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.drop, self.head = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": self.head(self.drop(self.norm(x))).square().mean()}
+    def normed(model: Any, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": model.head(model.drop(model.norm(x))).square().mean()}
 
     def is_in_train_mode(model: nn.Module) -> tuple[bool, bool]:
         capture = capture_model(model, {"x": torch.randn(4, 4)})
         nodes = list(capture.graph.nodes)
         return any(p.is_mutated for p in capture.op_graph.parameters), any("dropout" in n.name for n in nodes)
 
-    model = Normed()
+    model: Any = Calls(normed, norm=nn.BatchNorm1d(4), drop=nn.Dropout(0.5), head=nn.Linear(4, 1))
     assert is_in_train_mode(model) == (True, True)
     model.norm.eval()
     assert is_in_train_mode(model) == (False, True)
@@ -386,32 +373,24 @@ def test_modules_keep_their_modes_and_a_model_wholly_in_eval_trains() -> None:
 # ---- kinds of tensors, and batches in doubt ------------------------------------------------------------
 
 
-class _Kinds(nn.Module):
-    """A layer and a weight of some kind; ``reads`` makes a real number for each feature of it."""
-
-    def __init__(self, weight: Tensor, reads: Callable[[Tensor], Tensor], *, is_buffer: bool = False) -> None:
-        super().__init__()
-        self.layer, self.reads = nn.Linear(4, 4), reads
-        if is_buffer:
-            self.register_buffer("weight", weight)
-        else:
-            self.weight = nn.Parameter(
-                weight, requires_grad=weight.is_floating_point() or weight.is_complex()
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) * self.reads(self.weight)).square().mean()
+def _kinds(weight: Tensor, reads: Callable[[Tensor], Tensor], *, is_buffer: bool = False) -> nn.Module:
+    """Return a layer and a weight of some kind; ``reads`` makes a real number for each feature of it."""
+    trains = weight.is_floating_point() or weight.is_complex()
+    held = nn.Buffer(weight) if is_buffer else nn.Parameter(weight, requires_grad=trains)
+    return Calls(
+        lambda model, x: (model.layer(x) * reads(model.weight)).square().mean(),
+        layer=nn.Linear(4, 4),
+        weight=held,
+    )
 
 
-class _Branch(nn.Module):
-    """A branch that may be of another type, and casts to its own weight's."""
+def _branch(dtype: torch.dtype) -> nn.Module:
+    """Return a branch that may be of another type, and casts to its own weight's."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer, self.branch = nn.Linear(4, 4), nn.Linear(4, 4).to(dtype)
+    def run(model: Any, x: Tensor) -> Tensor:
+        return (model.layer(x) + model.branch(x.to(model.branch.weight.dtype)).float()).square().mean()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) + self.branch(x.to(self.branch.weight.dtype)).float()).square().mean()
+    return Calls(run, layer=nn.Linear(4, 4), branch=nn.Linear(4, 4).to(dtype))
 
 
 def _eight_bits() -> Tensor:
@@ -423,19 +402,19 @@ def _eight_bits() -> Tensor:
     ("refused", "words", "followed"),
     [
         (
-            lambda: _Kinds(torch.randn(4, dtype=torch.cfloat), torch.abs),
+            lambda: _kinds(torch.randn(4, dtype=torch.cfloat), torch.abs),
             "weight: complex tensors",
-            lambda: _Kinds(torch.randn(4, 2), lambda w: torch.view_as_complex(w).abs()),
+            lambda: _kinds(torch.randn(4, 2), lambda w: torch.view_as_complex(w).abs()),
         ),
         (
-            lambda: _Branch(torch.float64),
+            lambda: _branch(torch.float64),
             "branch.weight and 1 more: float64 tensors",
-            lambda: _Branch(torch.float64).float(),
+            lambda: _branch(torch.float64).float(),
         ),
         (
-            lambda: _Kinds(_eight_bits(), torch.dequantize, is_buffer=True),
+            lambda: _kinds(_eight_bits(), torch.dequantize, is_buffer=True),
             "weight: quantized tensors",
-            lambda: _Kinds(_eight_bits().int_repr(), lambda w: w.float() * 0.1, is_buffer=True),
+            lambda: _kinds(_eight_bits().int_repr(), lambda w: w.float() * 0.1, is_buffer=True),
         ),
     ],
 )
@@ -452,9 +431,9 @@ def test_kinds_of_tensors_are_refused_and_the_advice_works(
 def test_other_kinds_are_trained() -> None:
     """A whole model in double precision becomes one of the job's; what takes no gradient may be complex or whole."""
     batch = {"x": torch.randn(2, 4)}
-    assert capture_model(_Branch(torch.float64).double(), batch, dtype=torch.float32).op_graph.loss
-    _assert_same_gradients(_Kinds(torch.arange(4).to(torch.int8), lambda w: w.float()), batch)
-    _assert_same_gradients(_Kinds(torch.randn(4, dtype=torch.cfloat), torch.abs, is_buffer=True), batch)
+    assert capture_model(_branch(torch.float64).double(), batch, dtype=torch.float32).op_graph.loss
+    _assert_same_gradients(_kinds(torch.arange(4).to(torch.int8), lambda w: w.float()), batch)
+    _assert_same_gradients(_kinds(torch.randn(4, dtype=torch.cfloat), torch.abs, is_buffer=True), batch)
 
 
 def _assert_same_gradients(model: nn.Module, batch: dict[str, Tensor]) -> None:

@@ -194,32 +194,26 @@ def test_merged_axis_never_crosses_blocks() -> None:
     assert [spec.layout.axis for spec in coarsen(capture).tensors.values()] == [1, 0]
 
 
-class _Writes(nn.Module):
+def _writes(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """In-place writes through views, a buffer that counts, and a write into an activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def forward(self, ids):
-        shifted = ids.new_zeros(ids.shape)
-        shifted[:, 1:] = ids[:, :-1].clone()
-        shifted[:, 0] = 3
-        x = self.layers[0](self.embed(shifted))
-        mask = (shifted > 2).unsqueeze(-1)
-        y = self.layers[1](x)
-        y[:, 0] += 1.0
-        y.masked_fill_(mask, 0.5)
-        if self.training:
-            self.steps += 1
-        return self.layers[2](y * 2).pow(2).mean()
+    shifted = ids.new_zeros(ids.shape)
+    shifted[:, 1:] = ids[:, :-1].clone()
+    shifted[:, 0] = 3
+    x = model.layers[0](model.embed(shifted))
+    mask = (shifted > 2).unsqueeze(-1)
+    y = model.layers[1](x)
+    y[:, 0] += 1.0
+    y.masked_fill_(mask, 0.5)
+    if model.training:
+        model.steps += 1
+    return model.layers[2](y * 2).pow(2).mean()
 
 
 def test_writes_stay_with_what_reads_before_them() -> None:
     torch.manual_seed(0)
-    model = _Writes()
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    steps = nn.Buffer(torch.zeros((), dtype=torch.long))
+    model = Calls(_writes, embed=nn.Embedding(8, 4), layers=layers, steps=steps)
     ids = torch.randint(0, 8, (4, 5))
     capture = capture_model(model, {"ids": ids[:2]})
     nodes = {node.name: node for node in capture.op_graph.nodes}

@@ -129,29 +129,25 @@ def test_what_a_weight_decides_is_not_read() -> None:
         capture_model(model, {"x": torch.ones(2, 4), "ids": torch.ones(2, 3, dtype=torch.long)})
 
 
-class _Codes(nn.Module):
+def _codes(padding: int) -> Any:
     """Tokens for patches, found by a frozen codebook, are what some patches are asked for; a temperature is clamped."""
 
-    def __init__(self, padding: int) -> None:
-        super().__init__()
-        self.padding = padding
-        self.codebook = nn.Linear(4, 10).requires_grad_(False)
-        self.layer = nn.Linear(4, 10)
-        self.scale = nn.Parameter(torch.tensor(7.0))
-
-    def forward(self, x: Tensor, asked: Tensor) -> Tensor:
-        codes = self.codebook(x).argmax(-1)
-        codes[asked.ne(1)] = self.padding
+    def run(model: Any, x: Tensor, asked: Tensor) -> Tensor:
+        codes = model.codebook(x).argmax(-1)
+        codes[asked.ne(1)] = padding
         flat = codes.view(codes.shape[0], -1)
-        places = flat.ne(self.padding)
-        self.scale.data.clamp_(0, 2)
-        return nn.functional.cross_entropy(self.layer(x)[places] * self.scale, flat[places])
+        places = flat.ne(padding)
+        model.scale.data.clamp_(0, 2)
+        return nn.functional.cross_entropy(model.layer(x)[places] * model.scale, flat[places])
+
+    codebook, scale = nn.Linear(4, 10).requires_grad_(False), nn.Parameter(torch.tensor(7.0))
+    return Calls(run, codebook=codebook, layer=nn.Linear(4, 10), scale=scale)
 
 
 def test_what_a_weight_decides_is_read_where_all_it_may_be_reads_the_same() -> None:
     """No code is the padding, whichever it is: so many patches are asked for as the batch says."""
     torch.manual_seed(0)
-    model = _Codes(padding=-100)
+    model = _codes(padding=-100)
     x, asked = torch.randn(2, 5, 4), torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 0]])
     capture = capture_model(model, {"x": x, "asked": asked})
     assert capture.analysis.means == (RECORDED, WHOLE_UNITS)
@@ -165,7 +161,7 @@ def test_what_a_weight_decides_is_read_where_all_it_may_be_reads_the_same() -> N
     run_graph(capture, trained, again)
     assert trained.scale.item() == 2.0, "what is written through .data is written by the graph"
     with pytest.raises(CaptureError, match="depends on (tensor )?values"):
-        capture_model(_Codes(padding=3), {"x": x, "asked": asked})  # a code may be 3
+        capture_model(_codes(padding=3), {"x": x, "asked": asked})  # a code may be 3
 
 
 def _kinds(model: Any, x: Tensor, ids: Tensor) -> Tensor:
@@ -252,28 +248,25 @@ def test_checks_of_distributions_are_off_while_a_model_is_traced(monkeypatch: py
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
 
 
-class _Clamped(nn.Module):
+def _clamped(clamps: bool = True) -> nn.Module:
     """Asks whether something overflowed, as encoders do that train in half precision."""
 
-    def __init__(self, clamps: bool = True) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.clamps = clamps
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def run(model: Any, x: Tensor) -> Tensor:
+        for layer in model.layers:
             x = layer(x)
             if not torch.isfinite(x).all():
-                x = torch.clamp(x, min=-10.0, max=10.0) if self.clamps else x * 0
+                x = torch.clamp(x, min=-10.0, max=10.0) if clamps else x * 0
             if torch.isinf(x).any():
                 x = torch.clamp(x, min=-5.0, max=5.0)
         return x.square().mean()
+
+    return Calls(run, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
 
 
 @pytest.mark.parametrize("largest", [1.0, 1e38, float("inf")])
 def test_branches_on_overflow_are_choices_of_values(largest: float) -> None:
     torch.manual_seed(0)
-    model = _Clamped()
+    model = _clamped()
     capture = capture_model(model, {"x": torch.randn(2, 4)})
     x = torch.randn(2, 4)
     x[0, 0] = largest
@@ -283,12 +276,12 @@ def test_branches_on_overflow_are_choices_of_values(largest: float) -> None:
     if largest == 1.0:
         assert_is_model(capture, model, {"x": x})
     with pytest.raises(CaptureError, match="does something else than clamp"):
-        capture_model(_Clamped(clamps=False), {"x": torch.randn(2, 4)})
+        capture_model(_clamped(clamps=False), {"x": torch.randn(2, 4)})
 
 
 def test_what_one_export_needed_the_others_begin_with() -> None:
     with counted_exports() as exported:
-        capture_model(_Clamped(), {"x": torch.randn(2, 4)})
+        capture_model(_clamped(), {"x": torch.randn(2, 4)})
     assert len(exported) == 3, "one fails at the branch on overflow; then 2 samples, and 4"
 
 

@@ -26,7 +26,7 @@ from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.verification import StartUp, verify_part
-from tests.capture.graphs import compared
+from tests.capture.graphs import Calls, compared
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build
 from tests.ranks import run_kept_ranks
@@ -246,19 +246,16 @@ def test_parts_are_verified_on_their_ranks_and_all_hear_of_it(wrong: tuple[str, 
     assert answers[0].startswith(says) if says else answers[0] == ""
 
 
-class Metric(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
+def metric(model: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {"loss": nn.functional.cross_entropy(model.head(x), labels)}
 
 
 def test_a_given_stage_whose_loss_needs_no_gradient_is_refused() -> None:
     graph = StageGraph()
-    graph.stage("own", Metric(), inputs=["x", "labels"], outputs=["loss"], ranks=[0])
+    graph.stage(
+        "own", Calls(metric, head=nn.Linear(8, 3)), inputs=["x", "labels"], outputs=["loss"], ranks=[0]
+    )
     with pytest.raises(ConfigError, match="stage 'own': its loss own.loss needs no gradient"):
         job_of(graph, 4)
 

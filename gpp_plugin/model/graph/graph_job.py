@@ -542,7 +542,7 @@ class GraphJob:
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
         tensors = {n: t for n, t in own_stage.named_tensors().items() if n in self._names[name]}
         return StageCode(
-            function=stage_function(called, own_stage.given, tuple(outputs), tensors=tensors),
+            function=stage_function(called, own_stage.user_module, tuple(outputs), tensors=tensors),
             tensors=shapes.tensors,
             inputs=shapes.inputs,
             loss=loss,

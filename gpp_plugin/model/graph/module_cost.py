@@ -355,7 +355,7 @@ def measure_module(
         arguments = stage_arguments(
             stage, batch, count, place, tensors=survey.shapes.tensors, values=survey.values, largest=count
         )
-        return ModuleTrial(stage=stage, module=own.given, device=place.device, arguments=arguments)
+        return ModuleTrial(stage=stage, module=own.user_module, device=place.device, arguments=arguments)
 
     # Times stay one a count, as a forward of 4 samples is rarely four forwards of one; saved bytes become a line. With
     # 4 KiB of hidden states a sample and a mask of 1 KiB that is saved once: 5, 17 and 33 KiB at 1, 4 and 8 samples,
@@ -363,7 +363,7 @@ def measure_module(
     runs = _time_all(trial, counts)
     split = measure_split(trial(counts[-1])) if measuring.with_split else NOT_MEASURED
     done = sorted(runs)
-    parameters = list(own.given.parameters())
+    parameters = list(own.user_module.parameters())
     trained = [p for p in parameters if p.requires_grad]
     per_sample, fixed = line([(n, sum(k.num_bytes for k in runs[n].uses)) for n in done])
     cost = BlockCost(
@@ -373,7 +373,7 @@ def measure_module(
         backward_us=tuple(runs[n].backward_us for n in done),
         saved_bytes_per_sample=per_sample,
         saved_bytes_fixed=fixed,
-        parameter_bytes=sum(p.nbytes for p in parameters) + sum(b.nbytes for b in own.given.buffers()),
+        parameter_bytes=sum(p.nbytes for p in parameters) + sum(b.nbytes for b in own.user_module.buffers()),
         gradient_bytes=sum(p.nbytes for p in trained),
         optimizer_bytes=round(sum(p.numel() for p in trained) * measuring.optimizer_bytes),
         transient_bytes_per_sample=runs[done[-1]].transient_bytes / done[-1],

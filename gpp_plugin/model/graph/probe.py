@@ -98,7 +98,7 @@ class Prober:
     def _module_of(self, stage: GraphStage) -> nn.Module:
         own = self._own[stage.name]
         assert isinstance(own, UserModule), "a captured part is not run"
-        return own.given
+        return own.user_module
 
     def survey(self, batch: Batch, num_samples: int) -> Survey:
         """Find out shapes, layouts and who mixes samples, in training mode, at two numbers of samples.

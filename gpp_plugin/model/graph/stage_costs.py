@@ -80,7 +80,7 @@ class StoredProfile:
         self._store = CostStore(cache_dir)
         self._key: dict[str, Any] | None = None
         try:
-            description = describe_module(own.given)
+            description = describe_module(own.user_module)
         except (NotDescribed, OSError) as error:
             logger.info(
                 "stage %s: its profile is not stored, but measured each time: nothing distinguishes one such module "

@@ -36,7 +36,7 @@ class UserModule(StageModule):
         self._stage = stage
 
     @property
-    def given(self) -> nn.Module:
+    def user_module(self) -> nn.Module:
         """Return the user's module."""
         return self.get_submodule(self._stage)
 

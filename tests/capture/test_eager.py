@@ -132,55 +132,38 @@ def test_blocks_run_one_by_one_on_their_own_tensors() -> None:
     assert_near({"loss": values[capture.op_graph.loss]}, {"loss": loss_of(copy.deepcopy(model)(**batch))})
 
 
-class _Counts(nn.Module):
+def _counts(model: Any, x: Tensor) -> Any:
     """Returns as many rows as values say, or a number of its own."""
-
-    def __init__(self, *, number: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.number = number
-
-    def forward(self, x: Tensor) -> Any:
-        is_kept = x[:, 0] > 0.0
-        return (self.linear(x), int(is_kept.sum())) if self.number else (self.linear(x)[is_kept], 1)
+    is_kept = x[:, 0] > 0.0
+    return (model.linear(x), int(is_kept.sum())) if model.number else (model.linear(x)[is_kept], 1)
 
 
-class _Reads(nn.Module):
-    def __init__(self, *, number: bool) -> None:
-        super().__init__()
-        self.counts = _Counts(number=number)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden, number = self.counts(x)
-        return (hidden.square().mean() * number).sum() + y.mean()
+def _reads(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    hidden, number = model.counts(x)
+    return (hidden.square().mean() * number).sum() + y.mean()
 
 
 @pytest.mark.parametrize("number", [False, True])
 def test_results_that_depend_on_values_are_refused_when_they_change(number: bool) -> None:
     batch = {**vectors(4), "x": torch.ones(4, 8)}
-    model = _Reads(number=number)
+    model = Calls(_reads, counts=Calls(_counts, linear=nn.Linear(8, 8), number=number))
     capture = capture_model(model, batch, eager=["counts"])
     assert_is_model(capture, model, batch, prepared=prepare_batch(model, batch))
     batch["x"][0] = -1.0
     with pytest.raises(
-        RuntimeFailure, match=r"counts \(_Counts\), which runs as it is, returned .* and was captured with"
+        RuntimeFailure, match=r"counts \(Calls\), which runs as it is, returned .* and was captured with"
     ):
         run_graph(capture, model, batch)
 
 
 def test_a_model_that_fails_itself_is_refused_by_its_first_failure() -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (x * y).mean() if self.scale > 0 else y.mean()
+    def scaled(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).mean() if model.scale > 0 else y.mean()
 
     with pytest.raises(
-        CaptureError, match=r"Whole cannot be captured at the model itself .*self.scale > 0.*torch.where"
+        CaptureError, match=r"Calls cannot be captured at the model itself .*model.scale > 0.*torch.where"
     ):
-        capture_model(Whole(), vectors(4))
+        capture_model(Calls(scaled, scale=nn.Parameter(torch.ones(()))), vectors(4))
 
 
 class _Draws(nn.Module):

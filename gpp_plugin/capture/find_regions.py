@@ -445,7 +445,7 @@ def _embeddings(
     for node in graph.nodes:
         if node.target is not aten.embedding.default:
             continue
-        trial, weight = make_trial({}), node.args[0]
+        trial, weight = make_trial(begins={}), node.args[0]
         is_planned = "embedding_rowwise" in styles.get(module_path(node), "")
         is_plain = not any(argument(node, place, "", False) for place in (3, 4)) and not node.kwargs
         if weight.name not in trial.parameters or not is_plain or not (is_planned or weight in heads):
@@ -473,7 +473,7 @@ def _try(node: fx.Node, make_trial: Callable[..., _Trial]) -> _Trial:
     # begins {q, k, v}             all the way to o                 -> a region
     # begins {c_attn: (96,)}       split: 96 are 32, 32 and 32      -> again with parts (32, 32, 32)
     for _ in range(MAX_TRIALS):
-        trial = make_trial(begins)
+        trial = make_trial(begins=begins)
         try:
             trial.run()
             return trial

@@ -365,8 +365,7 @@ def _attempts(kind: _Kind, wanted: _Wanted) -> Iterator[_Attempt]:
     differing = _unpadded_differing(first, new, arguments)
     # sizes of images are among a whole unit's numbers, and a model whose Python reads these may not leave them open
     whole = None if isinstance(arguments, WholeUnit) else _with_all_lengths(differing, new, arguments)
-    size = lambda shapes: sum(map(math.prod, shapes.values()))  # noqa: E731
-    for example in sorted((new, first), key=size, reverse=True):
+    for example in sorted((new, first), key=lambda at: sum(map(math.prod, at.values())), reverse=True):
         for axes in (whole, differing):
             if axes is not None:
                 yield _Attempt(num_samples, example, _open(axes, example))
